@@ -1,0 +1,449 @@
+"""The IR: a frozen view of an ``HloModuleProto``.
+
+    Module ── computations ──► Computation ── instructions ──► Instruction ── shape ──► Shape
+       └── schedule: computation id → instruction ids in execution order
+
+A `Module` never changes. A pass that rewrites takes ``module.to_proto()`` (a copy),
+edits it and builds a new `Module`. Fields of the proto that are not declared in
+``proto/hlo.proto`` ride along as unknown fields, so nothing is lost on the way.
+
+Terms are XLA's: an instruction's *operands* are instructions of the same computation;
+*called computations* are the bodies of fusions, loops, calls and async wrappers; a
+*schedule* is a total order of a computation's instructions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hlo_passes.errors import MalformedModuleError
+from hlo_passes.proto import hlo_pb2
+
+ShapeIndex = tuple[int, ...]
+"""Path into a tuple shape: ``()`` is the whole, ``(1, 0)`` element 0 of element 1."""
+
+HOST_MEMORY_SPACE = 5
+"""XLA's memory space number of pinned host memory (xla/layout.h, Layout::kHostMemorySpace)."""
+
+_PRED, _TUPLE, _OPAQUE, _TOKEN = 1, 13, 14, 17
+
+# PrimitiveType numbers and bits per element (xla/xla_data.proto, xla/primitive_util.h).
+_PRIMITIVES: dict[int, tuple[str, int]] = {
+    1: ("pred", 8),
+    2: ("s8", 8),
+    3: ("s16", 16),
+    4: ("s32", 32),
+    5: ("s64", 64),
+    6: ("u8", 8),
+    7: ("u16", 16),
+    8: ("u32", 32),
+    9: ("u64", 64),
+    10: ("f16", 16),
+    11: ("f32", 32),
+    12: ("f64", 64),
+    13: ("tuple", 0),
+    14: ("opaque", 0),
+    15: ("c64", 64),
+    16: ("bf16", 16),
+    17: ("token", 0),
+    18: ("c128", 128),
+    19: ("f8e5m2", 8),
+    20: ("f8e4m3fn", 8),
+    21: ("s4", 4),
+    22: ("u4", 4),
+    23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8),
+    25: ("f8e4m3fnuz", 8),
+    26: ("s2", 2),
+    27: ("u2", 2),
+    28: ("f8e4m3", 8),
+    29: ("f8e3m4", 8),
+    30: ("s1", 1),
+    31: ("u1", 1),
+    32: ("f4e2m1fn", 4),
+    33: ("f8e8m0fnu", 8),
+}
+
+# A tile dimension of this value merges the dimension with the next more minor one
+# (xla/layout.h, Tile::kCombineDimension).
+_COMBINE_DIMENSION = -(2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an array lies in memory: dimension order, tiles, memory space."""
+
+    minor_to_major: tuple[int, ...] = ()
+    tiles: tuple[tuple[int, ...], ...] = ()
+    element_size_in_bits: int = 0
+    memory_space: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An array shape with its layout, or a tuple of shapes.
+
+    Attributes:
+      dtype: XLA's name of the element type (``"bf16"``, ``"tuple"``, ``"token"``, ...).
+      dimensions: sizes, in logical order; for a dynamic dimension its upper bound.
+      tuple_shapes: the elements, when ``dtype == "tuple"``.
+      byte_size: bytes the array occupies with its tiling's padding; for a tuple, 0 (the
+        elements have buffers of their own; see `leaves`).
+    """
+
+    dtype: str
+    dimensions: tuple[int, ...]
+    tuple_shapes: tuple[Shape, ...]
+    layout: Layout
+    byte_size: int
+
+    @property
+    def is_tuple(self) -> bool:
+        return self.dtype == "tuple"
+
+    @property
+    def is_array(self) -> bool:
+        return self.dtype not in ("tuple", "token", "opaque")
+
+    @property
+    def memory_space(self) -> int:
+        return self.layout.memory_space
+
+    @property
+    def element_count(self) -> int:
+        return math.prod(self.dimensions)
+
+    def leaves(self, prefix: ShapeIndex = ()) -> Iterator[tuple[ShapeIndex, Shape]]:
+        """Yields every non-tuple element with its index, in order."""
+        if not self.is_tuple:
+            yield prefix, self
+            return
+        for i, element in enumerate(self.tuple_shapes):
+            yield from element.leaves((*prefix, i))
+
+    def at(self, index: ShapeIndex) -> Shape:
+        """Returns the sub-shape at `index`."""
+        shape = self
+        for i in index:
+            shape = shape.tuple_shapes[i]
+        return shape
+
+    def __str__(self) -> str:
+        if self.is_tuple:
+            return "(" + ", ".join(map(str, self.tuple_shapes)) + ")"
+        dims = ",".join(map(str, self.dimensions))
+        space = f"S({self.memory_space})" if self.memory_space else ""
+        return f"{self.dtype}[{dims}]{space}"
+
+
+def tiled_element_count(dimensions: tuple[int, ...], layout: Layout) -> int:
+    """Returns how many elements an array occupies, its tiles' padding included.
+
+    Each tile is applied to the most minor dimensions in turn, as XLA does it
+    (xla/shape_util.cc, ShapeUtil::ArraySize; the tiling rules stand in XLA's
+    "Tiled layout" page): a dimension of size d under a tile of size t becomes
+    ceil(d / t) tiles of t.
+    """
+    order = layout.minor_to_major or tuple(range(len(dimensions) - 1, -1, -1))
+    physical = [dimensions[d] for d in reversed(order)]
+    for tile in layout.tiles:
+        outer, inner = physical[: -len(tile)], physical[-len(tile) :]
+        if len(inner) < len(tile):
+            inner = [1] * (len(tile) - len(inner)) + inner
+        merged: list[int] = []
+        sizes: list[int] = []
+        carry = 1
+        for size, t in zip(inner, tile, strict=True):
+            if t == _COMBINE_DIMENSION:
+                carry *= size
+                continue
+            merged.append(size * carry)
+            sizes.append(t)
+            carry = 1
+        physical = [*outer, *(-(-d // t) for d, t in zip(merged, sizes, strict=True)), *sizes]
+    return math.prod(physical)
+
+
+_shape_cache: dict[bytes, Shape] = {}
+
+
+def _shape(proto: hlo_pb2.ShapeProto) -> Shape:
+    # Large modules repeat a few hundred distinct shapes tens of thousands of times.
+    key = proto.SerializeToString(deterministic=True)
+    cached = _shape_cache.get(key)
+    if cached is not None:
+        return cached
+    dtype, bits = _PRIMITIVES.get(proto.element_type, (f"type{proto.element_type}", 0))
+    layout = Layout(
+        tuple(proto.layout.minor_to_major),
+        tuple(tuple(t.dimensions) for t in proto.layout.tiles),
+        proto.layout.element_size_in_bits,
+        proto.layout.memory_space,
+    )
+    dimensions = tuple(proto.dimensions)
+    # Sub-byte types take a whole byte unless their layout says that they are packed.
+    bits = layout.element_size_in_bits or (max(bits, 8) if bits else 0)
+    size = -(-tiled_element_count(dimensions, layout) * bits // 8) if bits else 0
+    shape = Shape(dtype, dimensions, tuple(map(_shape, proto.tuple_shapes)), layout, size)
+    if len(_shape_cache) > 100_000:
+        _shape_cache.clear()
+    _shape_cache[key] = shape
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOperandAliasing:
+    """An instruction's output at `output_index` shares the buffer of an operand's part."""
+
+    output_index: ShapeIndex
+    operand: int
+    operand_index: ShapeIndex
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instruction:
+    """One HLO instruction; equality is identity.
+
+    Attributes:
+      id: unique in the module. XLA numbers ``(computation id << 32) | local id``.
+      computation_id: the computation that holds it.
+      proto: the message it views; read it for attributes not lifted here, never write it.
+    """
+
+    id: int
+    name: str
+    opcode: str
+    shape: Shape
+    operand_ids: tuple[int, ...]
+    called_computation_ids: tuple[int, ...]
+    computation_id: int
+    proto: hlo_pb2.HloInstructionProto = field(repr=False)
+
+    @property
+    def parameter_number(self) -> int:
+        return self.proto.parameter_number
+
+    @property
+    def tuple_index(self) -> int:
+        return self.proto.tuple_index
+
+    @property
+    def control_predecessor_ids(self) -> tuple[int, ...]:
+        return tuple(self.proto.control_predecessor_ids)
+
+    @property
+    def custom_call_target(self) -> str:
+        return self.proto.custom_call_target
+
+    @property
+    def op_name(self) -> str:
+        """The framework's name of the operation, e.g. ``jit(step)/layer_3/dot_general``."""
+        return self.proto.metadata.op_name
+
+    @property
+    def output_operand_aliasing(self) -> tuple[OutputOperandAliasing, ...]:
+        return tuple(
+            OutputOperandAliasing(
+                tuple(a.output_shape_index), a.operand_index, tuple(a.operand_shape_index)
+            )
+            for a in self.proto.output_operand_aliasing
+        )
+
+    @property
+    def backend_config(self) -> Mapping[str, Any]:
+        """The backend's JSON attributes; empty where there are none or not JSON."""
+        raw = self.proto.backend_config
+        if not raw.startswith(b"{"):
+            return {}
+        try:
+            return json.loads(raw)
+        except ValueError:
+            return {}
+
+    def __str__(self) -> str:
+        return f"%{self.name} = {self.shape} {self.opcode}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computation:
+    """A computation; `instructions` stand in execution order when it is scheduled, else in
+    an order where operands come first."""
+
+    id: int
+    name: str
+    instructions: tuple[Instruction, ...]
+    root: Instruction
+    is_fusion: bool
+
+    @property
+    def parameters(self) -> tuple[Instruction, ...]:
+        found = (i for i in self.instructions if i.opcode == "parameter")
+        return tuple(sorted(found, key=lambda i: i.parameter_number))
+
+
+@dataclass(frozen=True, slots=True)
+class InputOutputAlias:
+    """Output `output_index` of the entry takes the buffer of parameter `parameter`
+    (a donated argument)."""
+
+    output_index: ShapeIndex
+    parameter: int
+    parameter_index: ShapeIndex
+
+
+class Module:
+    """A frozen view of a serialized ``HloModuleProto``.
+
+    Args:
+      proto: the message. The module takes it over: do not write to it afterwards.
+
+    Raises:
+      MalformedModuleError: when ids, operands, the schedule or the root do not fit
+        together.
+    """
+
+    def __init__(self, proto: hlo_pb2.HloModuleProto) -> None:
+        self._proto = proto
+        self._sequences = {
+            cid: tuple(seq.instruction_ids)
+            for cid, seq in proto.schedule.sequences.items()
+            if seq.instruction_ids  # XLA gives fusion bodies an empty sequence
+        }
+        self.instructions: dict[int, Instruction] = {}
+        self.computations: dict[int, Computation] = {}
+        for computation in proto.computations:
+            self.computations[computation.id] = self._computation(computation)
+        if proto.entry_computation_id not in self.computations:
+            raise MalformedModuleError(
+                proto.name,
+                f"the entry computation id {proto.entry_computation_id} names no computation",
+                "Is this an HloModuleProto? Dump one with --xla_dump_hlo_as_proto.",
+            )
+
+    def _computation(self, proto: hlo_pb2.HloComputationProto) -> Computation:
+        where = f"{self._proto.name}, computation %{proto.name}"
+        local: dict[int, Instruction] = {}
+        for i in proto.instructions:
+            instruction = Instruction(
+                i.id,
+                i.name,
+                i.opcode,
+                _shape(i.shape),
+                tuple(i.operand_ids),
+                tuple(i.called_computation_ids),
+                proto.id,
+                i,
+            )
+            for operand in instruction.operand_ids:
+                if operand not in local:
+                    raise MalformedModuleError(
+                        where,
+                        f"%{i.name} uses operand id {operand}, which does not come before it",
+                        "Instructions must stand in an order where operands come first.",
+                    )
+            if i.id in local or i.id in self.instructions:
+                raise MalformedModuleError(
+                    where, f"%{i.name} has id {i.id}, which is taken already", "Ids must be unique."
+                )
+            local[i.id] = instruction
+        if proto.root_id not in local:
+            raise MalformedModuleError(
+                where, f"the root id {proto.root_id} names no instruction", "Is the file whole?"
+            )
+        sequence = self._sequences.get(proto.id)
+        if sequence is not None and set(sequence) != set(local):
+            wrong = sorted(set(sequence) ^ set(local))[:3]
+            raise MalformedModuleError(
+                where,
+                f"the schedule and the computation differ in instruction ids {wrong}",
+                "Every instruction of a scheduled computation stands in its sequence once.",
+            )
+        self.instructions.update(local)
+        ordered = tuple(local[i] for i in sequence) if sequence else tuple(local.values())
+        return Computation(
+            proto.id, proto.name, ordered, local[proto.root_id], proto.is_fusion_computation
+        )
+
+    @property
+    def name(self) -> str:
+        return self._proto.name
+
+    @property
+    def entry(self) -> Computation:
+        return self.computations[self._proto.entry_computation_id]
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self._proto.entry_computation_id in self._sequences
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The module's frontend attributes."""
+        return dict(self._proto.frontend_attributes.map)
+
+    @cached_property
+    def input_output_aliases(self) -> tuple[InputOutputAlias, ...]:
+        return tuple(
+            InputOutputAlias(
+                tuple(e.output_shape_index), e.parameter_number, tuple(e.parameter_shape_index)
+            )
+            for e in self._proto.input_output_alias.entries
+        )
+
+    @cached_property
+    def entry_parameter_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the arguments as the caller lays them out.
+
+        On CPU only these still name the host memory space: the parameter instructions
+        have lost it (seen with jaxlib 0.12.0.1).
+        """
+        return tuple(map(_shape, self._proto.host_program_shape.parameters))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the module's content: equal for equal programs, whatever the module
+        is called and whichever token the frontend put on it."""
+        proto = self.to_proto()
+        proto.name = ""
+        proto.id = 0
+        proto.frontend_attributes.Clear()
+        data = proto.SerializeToString(deterministic=True)
+        return hashlib.sha256(data).hexdigest()[:16]
+
+    def source_line(self, instruction: Instruction) -> str:
+        """Returns ``file:line`` of the Python call that made `instruction`, or ``""``.
+
+        The innermost frame is given: JAX drops its own frames before it records them.
+        """
+        metadata = instruction.proto.metadata
+        if metadata.source_file:
+            return f"{metadata.source_file}:{metadata.source_line}"
+        index, frame_id = self._proto.stack_frame_index, metadata.stack_frame_id
+        if not 0 < frame_id <= len(index.stack_frames):
+            return ""
+        location_id = index.stack_frames[frame_id - 1].file_location_id
+        if not 0 < location_id <= len(index.file_locations):
+            return ""
+        location = index.file_locations[location_id - 1]
+        if not 0 < location.file_name_id <= len(index.file_names):
+            return ""
+        return f"{index.file_names[location.file_name_id - 1]}:{location.line}"
+
+    def to_proto(self) -> hlo_pb2.HloModuleProto:
+        """Returns a copy of the underlying message, for a rewriter to edit."""
+        copy = hlo_pb2.HloModuleProto()
+        copy.CopyFrom(self._proto)
+        return copy
+
+    def to_bytes(self) -> bytes:
+        return self._proto.SerializeToString()
+
+    def __repr__(self) -> str:
+        n = len(self.instructions)
+        return f"<Module {self.name}: {len(self.computations)} computations, {n} instructions>"

@@ -1,0 +1,295 @@
+"""The plan: a frozen value that says where every buffer lives and when it moves.
+
+Time is logical. Let c0, c1, ... be the entry computation's schedule without the host
+transfers that memplan manages; *tick* t is the moment just before ``ct`` runs.
+
+    tick        0        1        2        3        4
+    compute         c0       c1       c2       c3
+    transfer w2          start ─────► done                  start=1, done=2
+    slot of w2           [───── live_range ─────)           LiveRange(1, 3)
+
+At a tick, starts are issued first, in the order of ``Plan.transfers``, then dones wait.
+A transfer occupies its slot from its start until after the last instruction that reads
+it, so ``live_range.end`` is the tick after that instruction. All ranges are half-open.
+
+Buffers are named by the HLO instruction that defines them (for an argument: its
+parameter instruction), and ``labels`` gives the user's name for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hlo_passes.errors import PlanFormatError
+
+FORMAT_VERSION = 1
+
+LogicalTime = int
+
+
+class LiveRange(NamedTuple):
+    """Half-open interval of ticks."""
+
+    start: LogicalTime
+    end: LogicalTime
+
+    def overlaps(self, other: LiveRange) -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """An arena in a tier, of `size` bytes, in which slots have offsets."""
+
+    name: str
+    tier: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`size` bytes at `offset` of an allocation, held by `buffer` during `live_range`."""
+
+    buffer: str
+    allocation: str
+    offset: int
+    size: int
+    live_range: LiveRange
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One asynchronous copy of a buffer between tiers.
+
+    Attributes:
+      id: its place in the plan's issue order.
+      buffer: the HLO name of the value that moves.
+      source, destination: tier names.
+      size: bytes moved.
+      start: tick at which it is issued.
+      done: tick at which its reader waits for it; ``start <= done``.
+      end: tick after the last instruction that reads this copy.
+      kind: ``"prefetch"`` brings data to the device, ``"evict"`` takes it away.
+    """
+
+    id: int
+    buffer: str
+    source: str
+    destination: str
+    size: int
+    start: LogicalTime
+    done: LogicalTime
+    end: LogicalTime
+    kind: Literal["prefetch", "evict"] = "prefetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens in the planned program: ``compute`` t, or the ``start`` or
+    ``done`` of transfer i."""
+
+    kind: Literal["compute", "start", "done"]
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Event:
+        kind, _, index = text.partition(":")
+        if kind not in ("compute", "start", "done") or not index.isdigit():
+            raise PlanFormatError("event", text, "'compute:N', 'start:N' or 'done:N'")
+        return cls(kind, int(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """`before` must have finished when `after` begins.
+
+    ``reason="data"``: `after` reads what `before` brought. ``reason="reuse"``: `after`
+    overwrites bytes that `before` still read.
+    """
+
+    before: Event
+    after: Event
+    reason: Literal["data", "reuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an argument lives when the step is called.
+
+    Attributes:
+      parameter: its parameter number in the entry computation.
+      buffer: the HLO name of its parameter instruction.
+      tier: the tier's name; ``size`` its bytes there.
+    """
+
+    parameter: int
+    buffer: str
+    tier: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the machine model says of the plan. Predictions, not measurements.
+
+    Attributes:
+      arguments_bytes, outputs_bytes, alias_bytes, temp_bytes: device bytes, named as in
+        ``memory_analysis()``; `temp_bytes` is the size of the packed arena.
+      lower_bound_bytes: the largest sum of live temporaries at any tick; no packing of
+        this schedule can use less.
+      step_time_s: predicted time of one step; `stall_s` of it the compute engine waits
+        for a transfer.
+      compute_s: the sum of the instructions' costs; `link_s` the time the link is busy.
+      lower_bound_s: no plan within this budget can be faster on this machine model.
+    """
+
+    arguments_bytes: int
+    outputs_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    lower_bound_bytes: int
+    step_time_s: float
+    compute_s: float
+    link_s: float
+    stall_s: float
+    lower_bound_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.arguments_bytes + self.outputs_bytes + self.temp_bytes - self.alias_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        return self.temp_bytes - self.lower_bound_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every buffer lives and when it moves, for one module on one machine.
+
+    Attributes:
+      module_fingerprint: `Module.fingerprint` of the module it was made for.
+      machine: the machine's name.
+      budget_bytes: the device bytes it was asked to keep to.
+      placements: the tier of every argument.
+      allocations, slots: the buffer assignment.
+      transfers: in issue order.
+      fences: the orders that must hold for the plan to be right.
+      recomputes: names of instructions cloned instead of kept.
+      labels: HLO buffer name to the user's name.
+      provenance: how it was made (planner version, candidate chosen, rounds).
+    """
+
+    module_fingerprint: str
+    machine: str
+    budget_bytes: int
+    placements: tuple[Placement, ...]
+    allocations: tuple[Allocation, ...]
+    slots: tuple[Slot, ...]
+    transfers: tuple[Transfer, ...]
+    fences: tuple[Fence, ...]
+    prediction: Prediction
+    recomputes: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def host_parameters(self) -> tuple[int, ...]:
+        """Parameter numbers of the arguments that live off the device."""
+        return tuple(p.parameter for p in self.placements if p.tier != "hbm")
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(t.size for t in self.transfers)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the whole plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Writes the plan as versioned JSON that `from_json` reads back equal."""
+        document: dict[str, Any] = {"format": "memplan.plan", "version": FORMAT_VERSION}
+        for f in dataclasses.fields(self):
+            document[f.name] = _encode(getattr(self, f.name))
+        return json.dumps(document, indent=indent, sort_keys=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          PlanFormatError: when it is no plan, of another version, or a field is missing
+            or of the wrong kind.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise PlanFormatError("plan", text[:40], f"JSON ({error})") from error
+        if not isinstance(document, dict) or document.get("format") != "memplan.plan":
+            raise PlanFormatError("format", _found(document, "format"), "'memplan.plan'")
+        if document.get("version") != FORMAT_VERSION:
+            raise PlanFormatError("version", document.get("version"), str(FORMAT_VERSION))
+        try:
+            return cls(
+                module_fingerprint=_str(document, "module_fingerprint"),
+                machine=_str(document, "machine"),
+                budget_bytes=int(document["budget_bytes"]),
+                placements=tuple(Placement(**p) for p in document["placements"]),
+                allocations=tuple(Allocation(**a) for a in document["allocations"]),
+                slots=tuple(
+                    Slot(**{**s, "live_range": LiveRange(*s["live_range"])})
+                    for s in document["slots"]
+                ),
+                transfers=tuple(Transfer(**t) for t in document["transfers"]),
+                fences=tuple(
+                    Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
+                    for f in document["fences"]
+                ),
+                prediction=Prediction(**document["prediction"]),
+                recomputes=tuple(document["recomputes"]),
+                labels=document["labels"],
+                provenance=document["provenance"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFormatError("plan", str(error), "all fields of a version 1 plan") from error
+
+    def save(self, path: Path | str) -> None:
+        Path(path).write_text(self.to_json(indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Event):
+        return str(value)
+    if isinstance(value, LiveRange):
+        return [value.start, value.end]
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def _str(document: dict[str, Any], key: str) -> str:
+    if not isinstance(document[key], str):
+        raise PlanFormatError(key, document[key], "a string")
+    return document[key]
+
+
+def _found(document: Any, key: str) -> object:
+    return document.get(key) if isinstance(document, dict) else document
