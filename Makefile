@@ -1,0 +1,66 @@
+# Every target first makes the virtual environment it runs in, from pinned packages.
+
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+BUILT_FROM := pyproject.toml constraints.txt \
+  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h custom_calls/*/*.cc custom_calls/*/*.h)
+
+export PYTHON
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow check format bench constraints clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Plan a Llama for a TPU v5e and an H200, then run the small one here
+	@$(BIN)/memplan demo
+
+test: $(READY) ## Run the tests (JOBS=2, PYTEST_ARGS="-k name")
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY) ## Run the tests marked slow
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+check: $(READY) ## Check format, lint, types and layers
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/lint-imports --no-cache
+
+format: $(READY) ## Format, and fix what the linter can fix
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(READY) ## Run the benchmarks
+	@$(BIN)/python -m experiments.bench
+
+constraints: ## Resolve every dependency afresh into constraints.txt
+	@.ci/write-constraints
+
+clean: ## Remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f custom_calls/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The extension is built against the headers of the jaxlib it will run with: jaxlib comes
+# first and the build is not isolated. Where a compiler plugin has no package for the
+# platform, the rest works and its tests are skipped.
+$(READY): $(BUILT_FROM)
+	@echo "memplan: setting up $(VENV)"
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
+	  || { python="$$(.ci/find-python)" && "$$python" -m venv --clear $(VENV); }
+	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib numpy
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda]' \
+	  || { echo "memplan: setting up without the TPU and GPU compilers"; \
+	       $(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'; }
+	@$(BIN)/python -c 'from importlib.util import find_spec as f; \
+	  [print("memplan:", p, "has no package here; tests of that compiler are skipped") \
+	   for p in ("libtpu", "jax_cuda13_plugin") if f(p) is None]'
+	@touch $@

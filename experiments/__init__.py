@@ -1,0 +1,1 @@
+"""One script a question; each prints a table."""

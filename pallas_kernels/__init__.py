@@ -1,0 +1,1 @@
+"""Fused attention and streaming kernels in Pallas, one folder an op."""

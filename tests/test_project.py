@@ -1,0 +1,117 @@
+"""The repository itself: what is tracked, what is shipped, one version."""
+
+import re
+import subprocess
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import memplan
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("custom_calls", "hlo_passes", "memplan", "pallas_kernels")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Written so that this file does not match itself.
+OF_ONE_MACHINE = re.compile(
+    rb"/(?:hom[e]|roo[t]|wor[k]|User[s])/[\w.-]"
+    rb"|/tm[p]/(?!xla|hlo|dump)[\w.-]"
+    rb"|fil[e]:///"
+    rb"|--(?:extra-)?inde[x]-url|--find-link[s]|--trusted-hos[t]"
+    rb"|pyp[i]\.org|pythonhoste[d]\.org|registry\.npmj[s]"
+)
+
+
+def tracked_files() -> list[Path]:
+    command = ["git", "ls-files", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = (ROOT / name.decode() for name in listing.stdout.split(b"\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'op_name="x" source_file="/hom' + b'e/someone/model.py"',
+        b"pip install --inde" + b"x-url somewhere",
+        b"see /wor" + b"k/tree",
+    ],
+)
+def test_the_pattern_finds_what_belongs_to_one_machine(line: bytes):
+    assert OF_ONE_MACHINE.search(line)
+
+
+@pytest.mark.parametrize("line", [b"--xla_dump_to=/tmp/xla", b"jax.experimental/x", b"network/a"])
+def test_the_pattern_leaves_the_rest_alone(line: bytes):
+    assert not OF_ONE_MACHINE.search(line)
+
+
+def test_no_tracked_file_names_a_machine_or_a_registry():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0].decode()}"
+        for path in tracked_files()
+        for number, line in enumerate(path.read_bytes().splitlines(), 1)
+        if (match := OF_ONE_MACHINE.search(line))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_version_is_the_one_installed():
+    assert memplan.__version__ == metadata.version("memplan")
+
+
+def test_the_changelog_knows_the_version():
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert memplan.__version__ in headings
+
+
+@pytest.mark.parametrize("package", SHIPPED)
+def test_the_shipped_packages_are_typed(package: str):
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_every_pin_satisfies_what_the_project_requires():
+    pins = constraints()
+    extras = PROJECT["optional-dependencies"]
+    pinned = ("tpu", "cuda", "models", "dev")
+    texts = [*PROJECT["dependencies"], *(text for name in pinned for text in extras[name])]
+    for requirement in map(Requirement, texts):
+        pin = pins.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"{requirement.name} has no pin: run `make constraints`"
+        assert requirement.specifier.contains(pin), f"{requirement} does not allow {pin}"
+
+
+def test_generated_protobuf_code_is_not_newer_than_the_required_runtime():
+    (required,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "protobuf")
+    for path in ROOT.glob("hlo_passes/**/*_pb2.py"):
+        match = re.search(r"Protobuf Python Version: (\S+)", path.read_text())
+        assert match, f"{path} does not say which protobuf generated it"
+        assert f">={match[1]}" in str(required.specifier), f"{path} needs protobuf >= {match[1]}"
+
+
+@pytest.mark.slow
+def test_the_wheel_ships_the_four_packages_with_their_data(tmp_path: Path):
+    command = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT]
+    subprocess.run([ROOT / ".venv/bin/python", "-m", *command], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert top == {*SHIPPED, f"memplan-{memplan.__version__}.dist-info"}
+    data = (".html", ".proto", ".pyi", ".toml", "py.typed")
+    for package in SHIPPED:
+        for path in (ROOT / package).rglob("*"):
+            if path.name.endswith(data):
+                assert path.relative_to(ROOT).as_posix() in names
