@@ -6,6 +6,8 @@ to try. All derive from `MemplanError`, so ``except memplan.MemplanError`` catch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MemplanError(Exception):
     """Base of every error that memplan raises itself."""
@@ -49,3 +51,33 @@ class VerificationError(MemplanError):
 
     def __init__(self, problem: str, where: str, hint: str = "") -> None:
         super().__init__(f"plan rejected: {problem} ({where}). {hint}".rstrip())
+
+
+class UnknownMachineError(MemplanError, LookupError):
+    """No machine of the library has the name."""
+
+    def __init__(self, found: str, close: Sequence[str], known: Sequence[str]) -> None:
+        suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
+        super().__init__(
+            f"no machine {found!r}. {suggestion}Known: {', '.join(known)}; "
+            "or give the path of a .toml file with your own."
+        )
+
+
+class NotOnMachineError(MemplanError, LookupError):
+    """A machine lacks the tier, link or number that was asked of it."""
+
+    def __init__(self, machine: str, kind: str, found: str, known: Sequence[str]) -> None:
+        has = ", ".join(known) if known else "none"
+        super().__init__(f"machine {machine}: no {kind} {found!r}. It has {has}.")
+
+
+class MachineFileError(MemplanError, ValueError):
+    """A machine file that cannot be read."""
+
+    def __init__(self, file: str, key: str, expected: str, found: str) -> None:
+        where = f"{file}, {key}" if key else file
+        super().__init__(
+            f"{where}: expected {expected}, found {found}. "
+            "The files in hlo_passes/machines/ show the form."
+        )
