@@ -1,0 +1,4 @@
+"""Flax workloads that memplan is tried on: whole models, small enough to read in one sitting.
+
+`models.configs` holds the published shapes, `models.llama` the decoder.
+"""

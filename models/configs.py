@@ -1,0 +1,156 @@
+"""Shapes of the Llama family: frozen numbers, each traceable to a publication.
+
+Layers, widths and heads of Llama 2 7B and 13B are those of LLaMA (Touvron et al., 2023,
+arXiv:2302.13971, table 2), which Llama 2 keeps; Llama 2 70B adds grouped-query attention
+with 8 key/value heads (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1). Llama 3 is
+table 3 of "The Llama 3 Herd of Models" (Grattafiori et al., 2024, arXiv:2407.21783), but
+with the 128,256 rows that its released embedding table has, not the rounded 128,000. MLP
+widths, `norm_eps` and `rope_theta` are those of the `config.json` beside each model card.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The shape of one Llama decoder; hashable, so that it can be static under `jax.jit`.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: decoder blocks.
+      embed_dim: width of the residual stream.
+      mlp_dim: width between the two halves of the SwiGLU MLP.
+      num_heads: query heads; each is `embed_dim / num_heads` wide.
+      num_kv_heads: key/value heads, each shared by `num_heads / num_kv_heads` query heads.
+      rope_theta: base of the rotary wavelengths.
+      norm_eps: added to the mean square inside RMSNorm.
+      tie_embeddings: whether the output head is the transposed embedding table.
+      dtype: of parameters, activations and cache alike.
+
+    Raises:
+      ValueError: when built with heads that do not divide what they share, or with an odd
+        head width (rotary embeddings turn pairs of coordinates).
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}: every key/value head must serve as many query heads"
+            )
+        if self.embed_dim % (2 * self.num_heads):
+            raise ValueError(
+                f"embed_dim={self.embed_dim} does not split into num_heads={self.num_heads} "
+                "heads of an even width, which rotary embeddings need"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def param_count(self) -> int:
+        """Number of parameters, a tied embedding table counted once."""
+        embedding = self.vocab_size * self.embed_dim
+        attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.embed_dim * self.mlp_dim
+        layer = attention + mlp + 2 * self.embed_dim
+        tables = embedding if self.tie_embeddings else 2 * embedding
+        return tables + self.num_layers * layer + self.embed_dim
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all parameters in `dtype`."""
+        return self.param_count * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token of one sequence keeps, over all layers."""
+        values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return values * jnp.dtype(self.dtype).itemsize
+
+
+TINY = LlamaConfig(
+    vocab_size=256, num_layers=4, embed_dim=64, mlp_dim=160, num_heads=4, num_kv_heads=2
+)
+"""Grouped heads, four layers and 205,376 parameters: runs anywhere in well under a second."""
+
+LLAMA2_7B = LlamaConfig(
+    vocab_size=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=11_008,
+    num_heads=32,
+    num_kv_heads=32,
+)
+
+LLAMA2_7B_8L = dataclasses.replace(LLAMA2_7B, num_layers=8)
+"""A quarter of the depth of 7B at its full width: real layer sizes, a quick compilation."""
+
+LLAMA2_13B = LlamaConfig(
+    vocab_size=32_000,
+    num_layers=40,
+    embed_dim=5120,
+    mlp_dim=13_824,
+    num_heads=40,
+    num_kv_heads=40,
+)
+
+LLAMA2_70B = LlamaConfig(
+    vocab_size=32_000,
+    num_layers=80,
+    embed_dim=8192,
+    mlp_dim=28_672,
+    num_heads=64,
+    num_kv_heads=8,
+)
+
+LLAMA3_8B = LlamaConfig(
+    vocab_size=128_256,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    rope_theta=500_000.0,
+)
+
+LLAMA3_70B = LlamaConfig(
+    vocab_size=128_256,
+    num_layers=80,
+    embed_dim=8192,
+    mlp_dim=28_672,
+    num_heads=64,
+    num_kv_heads=8,
+    rope_theta=500_000.0,
+)
+
+CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        "tiny": TINY,
+        "llama2-7b-8l": LLAMA2_7B_8L,
+        "llama2-7b": LLAMA2_7B,
+        "llama2-13b": LLAMA2_13B,
+        "llama2-70b": LLAMA2_70B,
+        "llama3-8b": LLAMA3_8B,
+        "llama3-70b": LLAMA3_70B,
+    }
+)
+"""Every configuration by the name that command lines and tables use."""
