@@ -18,7 +18,8 @@ class BudgetSyntaxError(MemplanError, ValueError):
 
     def __init__(self, found: object, expected: str) -> None:
         super().__init__(
-            f"memory budget {found!r}: expected {expected}. Try '12GiB', '512MiB' or an int of bytes."
+            f"memory budget {found!r}: expected {expected}. "
+            "Try '12GiB', '512MiB' or an int of bytes."
         )
 
 
@@ -80,4 +81,23 @@ class MachineFileError(MemplanError, ValueError):
         super().__init__(
             f"{where}: expected {expected}, found {found}. "
             "The files in hlo_passes/machines/ show the form."
+        )
+
+
+class CompilerMissingError(MemplanError, ImportError):
+    """The compiler for a target is not installed."""
+
+    def __init__(self, target: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"compiling for {target!r} needs {package}, which is not installed or does not load. "
+            f"Try: pip install 'memplan[{extra}]'."
+        )
+
+
+class TopologyError(MemplanError, ValueError):
+    """A topology that cannot be had."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"topology {name!r}: {problem}. Try 'v5e', 'v5e:2x2', 'v5p:2x2x1', 'h200' or 'h200:8'."
         )

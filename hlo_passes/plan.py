@@ -184,6 +184,7 @@ class Plan:
       allocations, slots: the buffer assignment.
       transfers: in issue order.
       fences: the orders that must hold for the plan to be right.
+      device_tier: name of the tier that the program computes in.
       recomputes: names of instructions cloned instead of kept.
       labels: HLO buffer name to the user's name.
       provenance: how it was made (planner version, candidate chosen, rounds).
@@ -198,6 +199,7 @@ class Plan:
     transfers: tuple[Transfer, ...]
     fences: tuple[Fence, ...]
     prediction: Prediction
+    device_tier: str = "hbm"
     recomputes: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -205,7 +207,7 @@ class Plan:
     @property
     def host_parameters(self) -> tuple[int, ...]:
         """Parameter numbers of the arguments that live off the device."""
-        return tuple(p.parameter for p in self.placements if p.tier != "hbm")
+        return tuple(p.parameter for p in self.placements if p.tier != self.device_tier)
 
     @property
     def moved_bytes(self) -> int:
@@ -256,6 +258,7 @@ class Plan:
                     for f in document["fences"]
                 ),
                 prediction=Prediction(**document["prediction"]),
+                device_tier=_str(document, "device_tier"),
                 recomputes=tuple(document["recomputes"]),
                 labels=document["labels"],
                 provenance=document["provenance"],

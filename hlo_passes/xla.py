@@ -6,11 +6,13 @@ needs; when one moves, this file is the only one to mend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxlib import _hlo
+import numpy as np
+from jaxlib import _hlo, _jax, _xla
 from jaxlib._jax import mlir
+from jaxlib.mlir import ir
 
 POST_SCHEDULER = 1
 """jax.extend.xla.PipelineStage.POST_SCHEDULER.value (0.11.2, 0.12.0.1)."""
@@ -50,3 +52,73 @@ def stablehlo_to_proto(module: Any) -> bytes:
     computation = mlir.mlir_module_to_xla_computation(source)
     return computation.as_serialized_hlo_module_proto()
 
+
+
+# --- compiler hooks and compile-only clients -------------------------------------------
+
+_PLUGINS = {"tpu": "tpu", "gpu": "cuda"}
+
+
+def register_hook(platform: str, name: str, hook: Hook) -> None:
+    """Registers `hook` to see every module of `platform` right after scheduling.
+
+    The registry is process-global and `name` must be new to it. The public
+    ``jax.extend.xla`` registers only for platforms that have a device here; a plugin
+    that is loaded to compile for absent hardware is reached through its C API
+    (``jaxlib._xla.register_xla_transform_c_api``, ``jaxlib._jax.get_pjrt_plugin``).
+    """
+    if platform == "cpu":
+        _xla.register_xla_transform(name, POST_SCHEDULER, hook)
+    else:
+        plugin = _jax.get_pjrt_plugin(_PLUGINS[platform])
+        _xla.register_xla_transform_c_api(plugin, name, POST_SCHEDULER, hook)
+
+
+def clear_hook(platform: str, name: str) -> bool:
+    """Removes what `register_hook` registered; returns whether it was there."""
+    if platform == "cpu":
+        return _xla.clear_xla_transform(name, POST_SCHEDULER)
+    plugin = _jax.get_pjrt_plugin(_PLUGINS[platform])
+    return _xla.clear_xla_transform_c_api(plugin, name, POST_SCHEDULER)
+
+
+def set_module_attribute(stablehlo: Any, key: str, value: str) -> None:
+    """Puts a frontend attribute on a lowered module, in place.
+
+    XLA keeps it on the HLO module, and jax's persistent compilation cache hashes it with
+    the rest of the module. `stablehlo` is ``Lowered.compiler_ir("stablehlo")``, which is
+    the very module that ``Lowered.compile`` compiles.
+    """
+    name = "mhlo.frontend_attributes"
+    with stablehlo.context:
+        attributes = stablehlo.operation.attributes
+        known = {a.name: a.attr for a in attributes[name]} if name in attributes else {}
+        attributes[name] = ir.DictAttr.get({**known, key: ir.StringAttr.get(value)})
+
+
+def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Compiles a lowered module with a topology's compile-only client.
+
+    For GPUs, whose compile-only devices have no memories, so that jax's own path would
+    lose the memory kinds of the arguments.
+
+    Args:
+      stablehlo: ``Lowered.compiler_ir("stablehlo")``.
+      devices: the topology's devices, in the mesh's order.
+      options: XLA options, as ``jax.jit(compiler_options=...)`` takes them.
+
+    Returns:
+      A ``jaxlib._jax.Executable``: ``hlo_modules()``, ``get_compiled_memory_stats()``,
+      ``cost_analysis()``, ``serialize()``.
+    """
+    compile_options = _jax.CompileOptions()
+    compile_options.num_replicas = 1
+    compile_options.num_partitions = len(devices)
+    assignment = np.arange(len(devices)).reshape(1, -1)
+    compile_options.device_assignment = _jax.DeviceAssignment.create(assignment)
+    compile_options.env_option_overrides = list(options.items())
+    build_options = compile_options.executable_build_options
+    build_options.use_spmd_partitioning = True
+    build_options.use_shardy_partitioner = True
+    device_list = _jax.DeviceList(tuple(devices))
+    return devices[0].client.compile(stablehlo, device_list, compile_options)

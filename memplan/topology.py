@@ -1,0 +1,126 @@
+"""Devices to compile for that need not be there: ``memplan.topology("v5e:2x2")``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from hlo_passes.errors import CompilerMissingError, TopologyError
+from hlo_passes.gpu_target import gpu_target_config
+from hlo_passes.machine import Machine, load_machine
+
+# What lets libtpu compile on a machine without a TPU, in several processes at once.
+_TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+# libtpu's topology prefix of each machine.
+_TPU_PREFIX = {"tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu7x": "tpu7x"}
+_ONE_CHIP = {"v5e": "1x1", "v5p": "1x1x1", "v6e": "1x1", "tpu7x": "1x1x1"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices of one kind that programs can be compiled for.
+
+    Attributes:
+      name: ``"v5e:2x2"``, ``"h200:8"``.
+      machine: the device's entry in the machine library.
+      devices: compile-only jax devices.
+    """
+
+    name: str
+    machine: Machine
+    devices: tuple[Any, ...]
+
+    @property
+    def platform(self) -> str:
+        return self.machine.platform
+
+    def mesh(self, shape: Sequence[int] = (1,), axis_names: Sequence[str] = ("x",)) -> Any:
+        """A mesh of the first ``prod(shape)`` devices.
+
+        For GPUs it is an `AbstractMesh`: compile-only GPU devices have no memories, and a
+        sharding on them would lose its memory kind.
+
+        Raises:
+          TopologyError: when there are fewer devices.
+        """
+        n = int(np.prod(shape))
+        if n > len(self.devices):
+            raise TopologyError(
+                self.name, f"a mesh of {n} devices; the topology has {len(self.devices)}"
+            )
+        if self.platform == "gpu":
+            return AbstractMesh(tuple(shape), tuple(axis_names), (AxisType.Auto,) * len(shape))
+        return Mesh(np.array(self.devices[:n]).reshape(tuple(shape)), tuple(axis_names))
+
+    def sharding(self, memory_kind: str | None = None) -> Sharding:
+        """One device of the topology holds the whole array."""
+        return NamedSharding(self.mesh(), PartitionSpec(), memory_kind=memory_kind)
+
+
+@cache
+def topology(name: str) -> Topology:
+    """Describes devices to compile for, whether or not they are there.
+
+    Args:
+      name: a machine (``"v5e"``, ``"h200"``), which means one device, or a machine and
+        its extent: ``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"h200:8"``.
+
+    Raises:
+      UnknownMachineError: when the machine library has no such machine.
+      TopologyError: when the compiler has no topology of that extent.
+      CompilerMissingError: when the compiler for it is not installed.
+    """
+    machine_name, _, extent = name.partition(":")
+    machine = load_machine(machine_name)
+    if machine.platform == "tpu":
+        devices = _tpu_devices(name, machine, extent)
+    elif machine.platform == "gpu":
+        devices = _gpu_devices(name, machine, extent)
+    else:
+        devices = jax.devices("cpu")
+    return Topology(name, machine, tuple(devices))
+
+
+def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
+    for key, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    prefix = _TPU_PREFIX[machine.name]
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{prefix}:{extent or _ONE_CHIP[prefix]}"
+        )
+    except ImportError as error:
+        raise CompilerMissingError(name, "libtpu", "tpu") from error
+    except Exception as error:  # The plugin raises its own types; their text is the reason.
+        if "libtpu" in str(error) and "not" in str(error):
+            raise CompilerMissingError(name, "libtpu", "tpu") from error
+        raise TopologyError(name, f"the TPU compiler refuses it: {error}") from error
+    return description.devices
+
+
+def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
+    if extent and not extent.isdigit():
+        raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=gpu_target_config(machine),
+            topology=f"1x1x{extent or 1}",
+        )
+    except Exception as error:  # Without the plugin jax raises one of several types.
+        raise CompilerMissingError(name, "jax-cuda13-plugin and jax-cuda13-pjrt", "cuda") from error
+    return description.devices
