@@ -1,0 +1,58 @@
+"""The custom calls that stand for an asynchronous copy on XLA:CPU, as a compiler writes them.
+
+XLA:CPU has no `copy-start`/`copy-done`. A transfer is a pair of typed-FFI custom calls:
+
+    %dst  = f32[n] custom-call(%src, fences...), custom_call_target="memplan.copy_start"
+    %x    = ...                                            compute that the copy overlaps
+    %here = f32[n] custom-call(%dst, %src, %x, fences...), custom_call_target="memplan.copy_done"
+
+`copy_start` begins to copy operand 0 into its result and returns. `copy_done` waits until that
+is over; its result is operand 0 itself. No other operand is ever read:
+
+- Operand 1 of `copy_done` is the source. XLA's buffer assignment ends the life of a value at
+  its last use, so this use is what keeps the source from being overwritten during the copy.
+- The further operands of either call are *fences*: the call runs when they have been computed.
+  XLA:CPU runs whatever is ready and orders instructions by the buffers that they read and
+  write, and by nothing else: it ignores `control_predecessor_ids` and, unless a program is
+  small, the schedule. Without %x above, `copy_done` may well be called before %x is computed.
+
+An injected instruction needs, beside its operands and shape:
+
+- `custom_call_target`, and `custom_call_api_version` = `API_VERSION`;
+- a backend configuration: `attributes(...)`, with the same `transfer_id` on both;
+- on `copy_done`, an `output_operand_aliasing` of its result to operand 0;
+- `custom_call_has_side_effect` where passes still run that merge equal instructions or remove
+  dead ones. After scheduling none does, and it makes no difference.
+
+The contract that the compiler keeps (the handlers check what they can):
+
+- Source and destination have the same type, dimensions *and layout*: a copy moves bytes.
+- Nothing but `copy_done` uses the result of `copy_start`, and it runs in the same execution.
+- No element type is narrower than a byte: the FFI does not say whether they are packed.
+
+This file imports nothing, so that a compiler pass can name the targets without the runtime.
+"""
+
+COPY_START = "memplan.copy_start"
+COPY_DONE = "memplan.copy_done"
+
+API_VERSION = 4
+"""`CustomCallApiVersion.API_VERSION_TYPED_FFI` (xla/service/hlo.proto)."""
+
+TO_DEVICE = 0
+"""The engine that prefetches: copies towards the fast tier."""
+
+TO_HOST = 1
+"""The engine that evicts: copies away from the fast tier."""
+
+
+def attributes(transfer_id: int, engine: int = TO_DEVICE) -> str:
+    """The backend configuration of a `copy_start` or a `copy_done`, in MLIR's syntax.
+
+    Args:
+        transfer_id: names the transfer in traces and errors, an int64. It need not be unique:
+            what pairs a `copy_done` with its `copy_start` is the destination buffer.
+        engine: `TO_DEVICE` or `TO_HOST`. The copies of one engine run one after another, in
+            the order in which they were started; the two engines run side by side.
+    """
+    return f"{{engine = {engine} : i64, transfer_id = {transfer_id} : i64}}"
