@@ -1,11 +1,11 @@
 """What the transfers of a process did, and how much of it the compute did not wait for.
 
-      start_issued   copy_began                        copy_ended
-start ─────┴────┐        │                                 │
-engine          └queued──┴────────────copying──────────────┴
-compute    ...........................................┬ waiting ┬.......
-                                                 done_called  done_returned
-                         └───────── hidden ───────────┘
+         start_issued      copy_began                 copy_ended
+start    ──────┴                │                          │
+engine         └── queued ──────┴───────── copies ─────────┤
+compute  ───────────────────────────────────────┬─ waits ──┴┬──────
+                                           done_called   done_returned
+                                └─── hidden ────┘
 """
 
 import warnings
