@@ -1,10 +1,10 @@
 """The one way in: anything that holds an HLO module becomes a `Module`.
 
-    .hlo / .txt text ──────── XLA's own parser ─┐
-    .pb  HloModuleProto / HloProto ─────────────┤
-    --xla_dump_to folder ─ the best stage of each ─► Module
-    StableHLO text, bytecode ─ XLA's converter ─┤
-    jax.stages.Lowered / Compiled ──────────────┘
+.hlo / .txt text ──────── XLA's own parser ─┐
+.pb  HloModuleProto / HloProto ─────────────┤
+--xla_dump_to folder ─ the best stage of each ─► Module
+StableHLO text, bytecode ─ XLA's converter ─┤
+jax.stages.Lowered / Compiled ──────────────┘
 """
 
 from __future__ import annotations

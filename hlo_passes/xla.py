@@ -53,7 +53,6 @@ def stablehlo_to_proto(module: Any) -> bytes:
     return computation.as_serialized_hlo_module_proto()
 
 
-
 # --- compiler hooks and compile-only clients -------------------------------------------
 
 _PLUGINS = {"tpu": "tpu", "gpu": "cuda"}

@@ -1,0 +1,142 @@
+"""When each transfer starts: as late as is safe, as early as the budget allows.
+
+A *fetch* brings one weight to the device for a group of reads. It holds its bytes from
+its start until after its last read:
+
+    tick       0    1    2    3    4    5    6
+    fetch a    start═════ done
+               [──────── a's bytes ──────)
+    fetch b         start ════════ done
+                    [──────────── b's bytes ────)
+
+Fetches are issued in the order in which they are first read. For one link that carries
+one stream this order (earliest deadline first) meets all deadlines if any order does
+(Jackson 1955; Liu and Layland 1973), and each start is then taken as
+
+    max(earliest tick from which its bytes fit under the capacity,
+        just-in-time tick: the last from which the link still delivers everything in time)
+
+so that memory is not held for longer than the link needs, and the link never waits for
+anything but memory. When the link is the bottleneck the just-in-time tick is 0 and the
+capacity decides alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hlo_passes.machine import Link
+from hlo_passes.plan import LiveRange
+
+# How much slower than the model a real link may be before a just-in-time start is late.
+_LINK_MARGIN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One transfer to be scheduled.
+
+    Attributes:
+      buffer: HLO name of the parameter that moves.
+      size: bytes it takes on the device.
+      reads: from the tick of its first reader to the tick after its last.
+    """
+
+    buffer: str
+    size: int
+    reads: LiveRange
+
+
+class DoesNotFit(Exception):
+    """At `tick`, `bytes_needed` must be live at once, whatever starts when."""
+
+    def __init__(self, tick: int, bytes_needed: int) -> None:
+        super().__init__(f"{bytes_needed} bytes are live at tick {tick}")
+        self.tick = tick
+        self.bytes_needed = bytes_needed
+
+
+def least_capacity(fetches: Sequence[Fetch], load: np.ndarray) -> tuple[int, int]:
+    """Returns the least arena in which `fetches` can be scheduled, and the tick that sets it.
+
+    At every tick what is read there must be live: a fetch cannot hold less than its
+    `reads`, and starting each exactly there is a schedule.
+
+    Args:
+      load: int64[ticks], bytes of other temporaries live at each tick.
+    """
+    needed = load.copy()
+    for fetch in fetches:
+        needed[fetch.reads.start : fetch.reads.end] += fetch.size
+    if not needed.size:
+        return 0, 0
+    tick = int(needed.argmax())
+    return int(needed[tick]), tick
+
+
+def schedule_starts(
+    fetches: Sequence[Fetch],
+    load: np.ndarray,
+    capacity: int,
+    clock: np.ndarray,
+    link: Link,
+    slots: int | None = None,
+) -> list[int]:
+    """Chooses the start tick of each fetch.
+
+    Args:
+      fetches: ordered by first read.
+      load: int64[ticks], bytes of other temporaries live at each tick.
+      capacity: bytes of the arena that holds both.
+      clock: float64[ticks + 1], seconds of compute before each tick.
+      link: what the fetches travel on.
+      slots: at most so many fetches hold bytes at any tick; None for no such limit.
+
+    Returns:
+      Start ticks, in the order of `fetches`, never decreasing.
+
+    Raises:
+      DoesNotFit: when some tick needs more than `capacity`, or more than `slots` fetches.
+
+    Time O(sum of the fetches' ranges in ticks), vectorised.
+    """
+    used = load.copy()
+    held = np.zeros_like(load)
+    starts: list[int] = []
+    previous = 0
+    for fetch, latest in zip(fetches, _just_in_time(fetches, clock, link), strict=True):
+        first, end = fetch.reads
+        room = capacity - fetch.size
+        if used[first:end].max(initial=0) > room:
+            tick = first + int(used[first:end].argmax())
+            raise DoesNotFit(tick, int(used[tick]) + fetch.size)
+        if slots is not None and held[first:end].max(initial=0) >= slots:
+            raise DoesNotFit(first + int(held[first:end].argmax()), capacity + fetch.size)
+        low = min(max(previous, latest), first)
+        blocked = used[low:first] > room
+        if slots is not None:
+            blocked |= held[low:first] >= slots
+        (where,) = blocked.nonzero()
+        start = low + int(where[-1]) + 1 if where.size else low
+        used[start:end] += fetch.size
+        held[start:end] += 1
+        starts.append(start)
+        previous = start
+    return starts
+
+
+def _just_in_time(fetches: Sequence[Fetch], clock: np.ndarray, link: Link) -> list[int]:
+    """The latest start ticks with which every fetch is done at its first read, if the link
+    does nothing else and is `_LINK_MARGIN` times slower than it says."""
+    begins = np.empty(len(fetches))
+    deadline = np.inf
+    for i in range(len(fetches) - 1, -1, -1):
+        fetch = fetches[i]
+        seconds = (link.latency_s + fetch.size / link.bytes_per_s) * _LINK_MARGIN
+        deadline = min(deadline, clock[fetch.reads.start]) - seconds
+        begins[i] = deadline
+    ticks = np.searchsorted(clock, begins, side="right") - 1
+    return np.maximum(ticks, 0).tolist()
