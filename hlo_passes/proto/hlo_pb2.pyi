@@ -135,12 +135,25 @@ class PrecisionConfig(_message.Message):
     operand_precision: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, operand_precision: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class LiteralProto(_message.Message):
+    __slots__ = ("s32s", "s64s", "u32s", "u64s")
+    S32S_FIELD_NUMBER: _ClassVar[int]
+    S64S_FIELD_NUMBER: _ClassVar[int]
+    U32S_FIELD_NUMBER: _ClassVar[int]
+    U64S_FIELD_NUMBER: _ClassVar[int]
+    s32s: _containers.RepeatedScalarFieldContainer[int]
+    s64s: _containers.RepeatedScalarFieldContainer[int]
+    u32s: _containers.RepeatedScalarFieldContainer[int]
+    u64s: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, s32s: _Optional[_Iterable[int]] = ..., s64s: _Optional[_Iterable[int]] = ..., u32s: _Optional[_Iterable[int]] = ..., u64s: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "parameter_number", "fusion_kind", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "custom_call_target", "dot_dimension_numbers", "id", "operand_ids", "control_predecessor_ids", "called_computation_ids", "backend_config", "precision_config", "custom_call_has_side_effect", "frontend_attributes", "output_operand_aliasing", "custom_call_api_version", "async_execution_thread")
+    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "fusion_kind", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "custom_call_target", "dot_dimension_numbers", "id", "operand_ids", "control_predecessor_ids", "called_computation_ids", "backend_config", "precision_config", "comparison_direction", "custom_call_has_side_effect", "frontend_attributes", "output_operand_aliasing", "custom_call_api_version", "async_execution_thread")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPCODE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    LITERAL_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FUSION_KIND_FIELD_NUMBER: _ClassVar[int]
     TUPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +168,7 @@ class HloInstructionProto(_message.Message):
     CALLED_COMPUTATION_IDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_CONFIG_FIELD_NUMBER: _ClassVar[int]
     PRECISION_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    COMPARISON_DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_CALL_HAS_SIDE_EFFECT_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_OPERAND_ALIASING_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +178,7 @@ class HloInstructionProto(_message.Message):
     opcode: str
     shape: ShapeProto
     metadata: OpMetadata
+    literal: LiteralProto
     parameter_number: int
     fusion_kind: str
     tuple_index: int
@@ -178,12 +193,13 @@ class HloInstructionProto(_message.Message):
     called_computation_ids: _containers.RepeatedScalarFieldContainer[int]
     backend_config: bytes
     precision_config: PrecisionConfig
+    comparison_direction: str
     custom_call_has_side_effect: bool
     frontend_attributes: FrontendAttributes
     output_operand_aliasing: _containers.RepeatedCompositeFieldContainer[OutputOperandAliasing]
     custom_call_api_version: int
     async_execution_thread: str
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[_Union[OpMetadata, _Mapping]] = ..., parameter_number: _Optional[int] = ..., fusion_kind: _Optional[str] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., custom_call_target: _Optional[str] = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., control_predecessor_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., backend_config: _Optional[bytes] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., custom_call_has_side_effect: bool = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., custom_call_api_version: _Optional[int] = ..., async_execution_thread: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[_Union[OpMetadata, _Mapping]] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., fusion_kind: _Optional[str] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., custom_call_target: _Optional[str] = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., control_predecessor_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., backend_config: _Optional[bytes] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., comparison_direction: _Optional[str] = ..., custom_call_has_side_effect: bool = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., custom_call_api_version: _Optional[int] = ..., async_execution_thread: _Optional[str] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
     __slots__ = ("name", "instructions", "program_shape", "id", "root_id", "is_fusion_computation", "execution_thread")

@@ -1,0 +1,173 @@
+"""How long each instruction occupies the compute engine: XLA's estimate, else a roofline.
+
+    seconds = estimated_cycles / clock                              where XLA wrote them
+            = max(FLOPs / peak FLOP/s, HBM bytes / HBM bytes/s)     elsewhere
+
+XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of its final
+modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
+has one for GPU or CPU.
+
+The roofline (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) counts the FLOPs
+of dots and convolutions (`hlo_passes.flops`) and the bytes that go to or come from device
+memory (`hlo_passes.traffic`); operands that live in on-chip memory are free. Memory runs at
+the bandwidth that one long stream reaches, where the machine has a link for it (TPU), else
+at the nominal one. Transcendentals and other element-wise work are ignored.
+
+Nothing here is charged for moving bytes between tiers: a transfer occupies its link
+(`hlo_passes.timeline`), not the compute engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hlo_passes.flops import MatrixWork, matrix_work
+from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.machine import Machine
+from hlo_passes.moves import Move, moves
+from hlo_passes.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
+from hlo_passes.trip_count import trip_count
+
+_HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
+
+# jax.lax.Precision on TPU: an f32 product as a sum of that many bf16 ones.
+_BF16_PASSES = {_HIGH: 3, _HIGHEST: 6}
+
+
+def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
+    """Returns the seconds of compute of every instruction outside fusions, by its id.
+
+    A `while` costs its trip count times its body and condition (once, where the count is
+    not known), a `conditional` its dearest branch, an asynchronous computation all of it at
+    its start: what XLA overlaps there is not modelled. Collectives cost what they read and
+    write in device memory; machines have no interconnect.
+
+    Args:
+      module: any module; unscheduled ones too.
+
+    Raises:
+      NotOnMachineError: when the machine knows no peak FLOP/s at all.
+    """
+    moved = traffic(module)
+    return _Costs(module, machine, moved, moves(module, machine, moved)).all()
+
+
+@dataclass
+class _Costs:
+    module: Module
+    machine: Machine
+    traffic: Mapping[int, Traffic]
+    moves: Mapping[int, Move]
+
+    def __post_init__(self) -> None:
+        self._found: dict[int, float] = {}
+        self._bytes_per_s = _stream_bytes_per_s(self.machine)
+        self._elsewhere = {
+            tier.memory_space
+            for tier in self.machine.tiers
+            if tier is not self.machine.device_memory and tier.memory_space is not None
+        }
+
+    def all(self) -> Mapping[int, float]:
+        for computation in self.module.computations.values():
+            if not computation.is_fusion:
+                self._computation(computation)
+        return self._found
+
+    def _computation(self, computation: Computation) -> float:
+        return sum(self._seconds(i) for i in computation.instructions)
+
+    def _seconds(self, instruction: Instruction) -> float:
+        if instruction.id not in self._found:
+            self._found[instruction.id] = self._once(instruction)
+        return self._found[instruction.id]
+
+    def _once(self, instruction: Instruction) -> float:
+        opcode = instruction.opcode
+        if instruction.id in self.moves or opcode == "copy-start":
+            return 0.0
+        if opcode.endswith(("-done", "-update")):
+            return 0.0
+        if opcode == "while":
+            count = trip_count(self.module, instruction)
+            return (1 if count is None else count) * sum(self._called(instruction))
+        if opcode == "conditional":
+            return max(self._called(instruction))
+        if opcode in ("call", "async-start"):
+            return sum(self._called(instruction))
+        if opcode in NO_TRAFFIC_OPCODES:
+            return 0.0
+        cycles = _estimated_cycles(instruction.backend_config)
+        if cycles:
+            return self.machine.cycles_seconds(cycles)
+        return self._roofline(instruction)
+
+    def _called(self, instruction: Instruction) -> Iterable[float]:
+        called = (self.module.computations[i] for i in instruction.called_computation_ids)
+        return (self._computation(computation) for computation in called)
+
+    def _roofline(self, instruction: Instruction) -> float:
+        estimate = _custom_call_estimate(instruction)
+        if estimate is not None:
+            flops, size = estimate
+            dtype = self.module.instructions[instruction.operand_ids[0]].shape.dtype
+            return max(flops / _peak(self.machine, dtype), size / self._bytes_per_s)
+        work = matrix_work(self.module, instruction)
+        return max(
+            sum(_matrix_seconds(self.machine, part) for part in work),
+            self._device_bytes(instruction) / self._bytes_per_s,
+        )
+
+    def _device_bytes(self, instruction: Instruction) -> int:
+        moved = self.traffic.get(instruction.id, Traffic())
+        # A memory space without a tier (GPU collectives, TPU scalars) is device memory.
+        return sum(
+            size
+            for direction in (moved.read, moved.written)
+            for space, size in direction.items()
+            if space not in self._elsewhere
+        )
+
+
+def _estimated_cycles(config: Mapping[str, Any]) -> int:
+    return int(config.get("window_config", {}).get("estimated_cycles", 0))
+
+
+def _custom_call_estimate(instruction: Instruction) -> tuple[int, int] | None:
+    """FLOPs and bytes that a kernel's author declared (``pallas_call(cost_estimate=...)``)."""
+    if instruction.opcode != "custom-call":
+        return None
+    config = instruction.backend_config
+    estimate = config.get("custom_call_config", config).get("cost_estimate")
+    if estimate is None or not instruction.operand_ids:
+        return None
+    return int(estimate.get("flops", 0)), int(estimate.get("bytes_accessed", 0))
+
+
+def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
+    flops_per_s = min(_peak(machine, dtype) for dtype in work.dtypes)
+    if work.dtypes == ("f32", "f32"):
+        if machine.platform == "tpu":
+            flops_per_s /= _BF16_PASSES.get(work.precision, 1)
+        elif machine.gpu is not None and work.precision == _HIGHEST:
+            # Off the tensor cores: a multiply-add a lane and clock.
+            lanes = machine.gpu.core_count * machine.gpu.fpus_per_core
+            flops_per_s = 2 * lanes * machine.clock_hz
+    return work.flops / flops_per_s
+
+
+def _peak(machine: Machine, dtype: str) -> float:
+    """FLOP/s of a dot; of a type that the machine file leaves out, those of its slowest."""
+    known = dict(machine.peak_flops)
+    return known[dtype] if dtype in known else min(known.values())
+
+
+def _stream_bytes_per_s(machine: Machine) -> float:
+    device = machine.device_memory.name
+    for link in machine.links:
+        on_chip = machine.tier(link.destination).memory_space == 1
+        if link.source == device and on_chip:
+            return link.bytes_per_s
+    return machine.hbm_bytes_per_s
