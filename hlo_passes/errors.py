@@ -101,3 +101,31 @@ class TopologyError(MemplanError, ValueError):
         super().__init__(
             f"topology {name!r}: {problem}. Try 'v5e', 'v5e:2x2', 'v5p:2x2x1', 'h200' or 'h200:8'."
         )
+
+
+class HookError(MemplanError):
+    """XLA did not do with memplan's hook what it does in the versions that were seen."""
+
+    def __init__(self, token: str, problem: str) -> None:
+        super().__init__(
+            f"compiler hook {token}: {problem}. memplan was seen to work with jax 0.11.2 to "
+            "0.12.0.1; check jax.__version__ and the plugin's."
+        )
+
+
+class UnscheduledModuleError(MemplanError, ValueError):
+    """A module without a schedule, where one is needed."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"module {module}: it has no schedule, so nothing can be said about when a buffer "
+            "is live. Expected a module after XLA's scheduler: Compiled, a dump of "
+            "*after_optimizations*, or text with is_scheduled=true."
+        )
+
+
+class ReplayError(MemplanError):
+    """A module that cannot be replayed on a CPU, or arguments that do not fit it."""
+
+    def __init__(self, where: str, problem: str, hint: str) -> None:
+        super().__init__(f"cannot replay {where}: {problem}. {hint}")

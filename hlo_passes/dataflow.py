@@ -1,0 +1,443 @@
+"""Which positions hold the same value, and which values must lie in the same bytes.
+
+    p0 ──► copy-start ─(0,)─► copy-done ──► fusion        one value, at three positions
+    init ──► while ◄─► body parameter … body root          four values, one buffer
+
+A *position* is a part of an instruction's output. A *value* is defined at one position and
+flows unchanged to others: through tuples, bitcasts, asynchronous pairs, calls and loops
+that hand it on. A *buffer* is a set of values that must lie in the same bytes: what a loop
+carries, the branches of a conditional, an in-place update and its operand, a donated
+argument and its output.
+
+The terms are XLA's HloPosition, HloUse, HloValue and HloBuffer, and the rules those of
+xla/hlo/analysis/hlo_dataflow_analysis.cc (in its SSA form) and hlo_alias_analysis.cc. We
+deviate in the order of work: one walk in execution order instead of a worklist. The walk
+takes loops to hand on what they were given and is repeated with a merge at every place
+where that proves wrong, which is once or twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from hlo_passes.aliasing import in_place_pairs
+from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
+
+BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
+
+_POINTER_BYTES = 8
+
+
+class Position(NamedTuple):
+    """Part `index` of what `instruction` gives."""
+
+    instruction: Instruction
+    index: ShapeIndex
+
+    @property
+    def shape(self) -> Shape:
+        return self.instruction.shape.at(self.index)
+
+    def __str__(self) -> str:
+        part = ",".join(map(str, self.index))
+        return f"{self.instruction.name}{{{part}}}" if part else self.instruction.name
+
+
+class Use(NamedTuple):
+    """`instruction` reads part `index` of its operand number `operand`."""
+
+    instruction: Instruction
+    operand: int
+    index: ShapeIndex
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """What one position defines.
+
+    Attributes:
+      id: in the order of definition along the execution.
+      positions: where it is found, its definition first.
+      uses: who reads it. Passing on (tuple, get-tuple-element) is no use.
+      is_phi: it merges a loop's initial and carried value, or a conditional's branches.
+    """
+
+    id: int
+    positions: tuple[Position, ...]
+    uses: tuple[Use, ...]
+    is_phi: bool
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.positions[0].instruction
+
+    @property
+    def index(self) -> ShapeIndex:
+        return self.positions[0].index
+
+    @property
+    def shape(self) -> Shape:
+        return self.positions[0].shape
+
+    def __str__(self) -> str:
+        return str(self.positions[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Values that must lie in the same bytes.
+
+    Attributes:
+      id: in the order of first definition.
+      values: in the order of definition.
+      kind: ``"parameter"`` of the entry (donated or not), ``"constant"``, ``"output"`` of
+        the entry, ``"temp"``, or ``"tuple"``: a table of pointers to a tuple's elements.
+      size: bytes, tiling included; of a tuple its pointers.
+      memory_space: XLA's number; 0 is the device's main memory.
+      live_out: the entry computation returns it.
+    """
+
+    id: int
+    values: tuple[Value, ...]
+    kind: BufferKind
+    size: int
+    memory_space: int
+    live_out: bool
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction that defines it first."""
+        return self.values[0].instruction
+
+    @property
+    def index(self) -> ShapeIndex:
+        return self.values[0].index
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        return tuple(p for v in self.values for p in v.positions)
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        return tuple(u for v in self.values for u in v.uses)
+
+    def __str__(self) -> str:
+        return str(self.values[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataflow:
+    """The values and buffers of a module.
+
+    Attributes:
+      values: indexed by `Value.id`.
+      buffers: indexed by `Buffer.id`.
+    """
+
+    module: Module
+    values: tuple[Value, ...]
+    buffers: tuple[Buffer, ...]
+    _value_at: Mapping[tuple[int, ShapeIndex], int]
+    _buffer_of: Sequence[int]
+
+    def value_at(self, instruction: Instruction, index: ShapeIndex = ()) -> Value:
+        """Returns the value at a position.
+
+        Raises:
+          KeyError: when the position does not exist, or its computation runs inside one
+            instruction (a fusion's body) and has no buffers.
+        """
+        return self.values[self._value_at[instruction.id, index]]
+
+    def buffer_at(self, instruction: Instruction, index: ShapeIndex = ()) -> Buffer:
+        """Returns the buffer that holds the value at a position; raises as `value_at`."""
+        return self.buffer_of(self.value_at(instruction, index))
+
+    def buffer_of(self, value: Value) -> Buffer:
+        return self.buffers[self._buffer_of[value.id]]
+
+    @cached_property
+    def users(self) -> Mapping[int, tuple[Instruction, ...]]:
+        """Instruction id to the instructions that have it as an operand, in order."""
+        users: dict[int, dict[int, Instruction]] = {}
+        for i in self.module.instructions.values():
+            for operand in i.operand_ids:
+                users.setdefault(operand, {})[i.id] = i
+        return {k: tuple(v.values()) for k, v in users.items()}
+
+
+def analyze_dataflow(module: Module) -> Dataflow:
+    """Finds the values and buffers of all computations that run on their own.
+
+    Computations inside one instruction (of a fusion, reduce, sort, ...) have none. A
+    computation that several instructions call is followed from the first of them; the
+    others count as opaque (XLA's final modules have no such computation).
+
+    Complexity: linear in the positions of the module, times the walks (see above).
+    """
+    merges: set[tuple[int, ShapeIndex]] = set()
+    while True:
+        walk = _Walk(module, merges)
+        walk.visit(module.entry)
+        if walk.merges_missing <= merges:
+            return _collect(module, walk)
+        merges |= walk.merges_missing
+
+
+def subshapes(shape: Shape, prefix: ShapeIndex = ()) -> Iterator[tuple[ShapeIndex, Shape]]:
+    """Yields the shape and every part of it, tuples before their elements."""
+    yield prefix, shape
+    for i, element in enumerate(shape.tuple_shapes):
+        yield from subshapes(element, (*prefix, i))
+
+
+class _Walk:
+    """One pass over the module in execution order.
+
+    Args:
+      merges: the (loop, index) at which the body gives back another value than it got.
+    """
+
+    def __init__(self, module: Module, merges: set[tuple[int, ShapeIndex]]) -> None:
+        self.module = module
+        self.merges = merges
+        self.merges_missing: set[tuple[int, ShapeIndex]] = set()
+        self.value_at: dict[tuple[int, ShapeIndex], int] = {}
+        self.definitions: list[tuple[Position, bool]] = []
+        self.same_buffer: list[tuple[int, int]] = []
+        self.visited: dict[int, Computation] = {}
+        self._indices: dict[int, tuple[ShapeIndex, ...]] = {}
+
+    def indices(self, shape: Shape) -> tuple[ShapeIndex, ...]:
+        if not shape.is_tuple:
+            return ((),)
+        found = self._indices.get(id(shape))
+        if found is None:
+            found = self._indices[id(shape)] = tuple(index for index, _ in subshapes(shape))
+        return found
+
+    def visit(self, computation: Computation) -> None:
+        self.visited[computation.id] = computation
+        for i in computation.instructions:
+            self._place(i)
+            for pair in in_place_pairs(self.module, i):
+                operand = i.operand_ids[pair.operand]
+                self._alias(self.value_at[operand, pair.operand_index], self._at(i, pair[2]))
+
+    def _at(self, instruction: Instruction, index: ShapeIndex) -> int:
+        return self.value_at[instruction.id, index]
+
+    def _define(self, i: Instruction, index: ShapeIndex, is_phi: bool = False) -> int:
+        value = len(self.definitions)
+        self.definitions.append((Position(i, index), is_phi))
+        self.value_at[i.id, index] = value
+        return value
+
+    def _alias(self, a: int, b: int) -> None:
+        if a != b:
+            self.same_buffer.append((a, b))
+
+    def _place(self, i: Instruction) -> None:
+        called = [self.module.computations[c] for c in i.called_computation_ids]
+        follow = bool(called) and not any(c.id in self.visited for c in called)
+        match i.opcode:
+            case "parameter" if i.computation_id != self.module.entry.id:
+                return  # The caller has placed it.
+            case "while" if follow:
+                self._while(i, body=called[0], condition=called[1])
+            case "conditional" if follow:
+                self._conditional(i, called)
+            case "call" | "async-start" if follow:
+                for parameter in called[0].parameters:
+                    self._hand_over(i.operand_ids[parameter.parameter_number], parameter)
+                self.visit(called[0])
+                self._forward(i, called[0].root)
+            case _:
+                self._forward(i, None)
+
+    def _forward(self, i: Instruction, root: Instruction | None) -> None:
+        for index in self.indices(i.shape):
+            source = _source(i, index, root)
+            if source is None:
+                self._define(i, index)
+            else:
+                self.value_at[i.id, index] = self.value_at[source]
+
+    def _hand_over(self, source: int, parameter: Instruction) -> None:
+        for index in self.indices(parameter.shape):
+            self.value_at[parameter.id, index] = self.value_at[source, index]
+
+    def _while(self, i: Instruction, body: Computation, condition: Computation) -> None:
+        init = i.operand_ids[0]
+        indices = self.indices(i.shape)
+        parameters = (condition.parameters[0], body.parameters[0])
+        for parameter in parameters:
+            for index in indices:
+                if (i.id, index) in self.merges:
+                    merged = self._define(parameter, index, is_phi=True)
+                    self._alias(self.value_at[init, index], merged)
+                else:
+                    self.value_at[parameter.id, index] = self.value_at[init, index]
+        self.visit(condition)
+        self.visit(body)
+        for index in indices:
+            given, carried = self.value_at[init, index], self._at(body.root, index)
+            if (i.id, index) in self.merges:
+                merged = self._define(i, index, is_phi=True)
+                self._alias(given, merged)
+                self._alias(given, carried)
+                continue
+            self.value_at[i.id, index] = given
+            if given != carried:
+                self.merges_missing.add((i.id, index))
+
+    def _conditional(self, i: Instruction, branches: Sequence[Computation]) -> None:
+        for n, branch in enumerate(branches):
+            self._hand_over(i.operand_ids[n + 1], branch.parameters[0])
+            self.visit(branch)
+        for index in self.indices(i.shape):
+            results = {self._at(branch.root, index) for branch in branches}
+            if len(results) == 1:
+                self.value_at[i.id, index] = results.pop()
+                continue
+            merged = self._define(i, index, is_phi=True)
+            for result in results:
+                self._alias(merged, result)
+
+
+def _source(
+    i: Instruction, index: ShapeIndex, root: Instruction | None
+) -> tuple[int, ShapeIndex] | None:
+    """Where the value at `index` of `i` comes from; None when `i` defines it there.
+
+    `root` is the root of the computation that a call or an asynchronous start wraps.
+    """
+    operands, head, rest = i.operand_ids, index[:1], index[1:]
+    match i.opcode:
+        case "bitcast" | "add-dependency" | "domain" | "opt-barrier" | "all-reduce-done":
+            return operands[0], index
+        case "get-tuple-element":
+            return operands[0], (i.tuple_index, *index)
+        case "tuple" if index:
+            return operands[index[0]], rest
+        case "copy" if index:
+            return operands[0], index
+        case "call" if root is not None:
+            return root.id, index
+        case "copy-start" if index == (1,):
+            return operands[0], ()
+        case "copy-done":
+            return operands[0], (0,)
+        case "async-start" if i.shape.at(index).is_tuple:
+            return None
+        case "async-start" if head == (0,):
+            return operands[rest[0]], rest[1:]
+        case "async-start" if head == (1,) and root is not None:
+            return root.id, rest
+        case "async-update" if not i.shape.at(index).is_tuple:
+            return operands[0], index
+        case "async-done" | "all-gather-done" | "collective-permute-done" if not i.shape.at(
+            index
+        ).is_tuple:
+            return operands[0], (1, *index)
+        case "all-gather-start" | "collective-permute-start" if head == (0,):
+            if not i.shape.at((0,)).is_tuple:
+                return operands[0], ()
+            return (operands[rest[0]], rest[1:]) if rest else None
+        case "send" | "recv-done" if head == (0,):
+            return operands[0], rest if i.opcode == "send" else index
+        case _:
+            return None
+
+
+def _uses(i: Instruction, index: ShapeIndex) -> bool:
+    """Whether `i` reads part `index` of an operand, rather than passing it on
+    (xla/service/hlo_value.cc, MayUseOperandValue)."""
+    if i.opcode in ("tuple", "domain"):
+        return False
+    return not index or i.opcode not in ("get-tuple-element", "copy")
+
+
+def _collect(module: Module, walk: _Walk) -> Dataflow:
+    n = len(walk.definitions)
+    positions: list[list[Position]] = [[p] for p, _ in walk.definitions]
+    uses: list[list[Use]] = [[] for _ in range(n)]
+    for computation in walk.visited.values():
+        for i in computation.instructions:
+            for index in walk.indices(i.shape):
+                value = walk.value_at[i.id, index]
+                if (position := Position(i, index)) != positions[value][0]:
+                    positions[value].append(position)
+            for number, operand in enumerate(i.operand_ids):
+                for index in walk.indices(module.instructions[operand].shape):
+                    if _uses(i, index):
+                        uses[walk.value_at[operand, index]].append(Use(i, number, index))
+    values = tuple(
+        Value(v, tuple(positions[v]), tuple(uses[v]), walk.definitions[v][1]) for v in range(n)
+    )
+    for alias in module.input_output_aliases:
+        parameter = module.entry.parameters[alias.parameter]
+        walk.same_buffer.append(
+            (
+                walk.value_at[module.entry.root.id, alias.output_index],
+                walk.value_at[parameter.id, alias.parameter_index],
+            )
+        )
+    groups = _components(n, walk.same_buffer)
+    returned = {
+        walk.value_at[module.entry.root.id, i] for i in walk.indices(module.entry.root.shape)
+    }
+    buffers: list[Buffer] = []
+    buffer_of = [0] * n
+    for members in groups:
+        for v in members:
+            buffer_of[v] = len(buffers)
+        group = tuple(values[v] for v in members)
+        live_out = not returned.isdisjoint(members)
+        buffers.append(
+            Buffer(
+                len(buffers),
+                group,
+                _kind(module, group, live_out),
+                max(_size(v.shape) for v in group),
+                group[0].shape.memory_space,
+                live_out,
+            )
+        )
+    return Dataflow(module, values, tuple(buffers), walk.value_at, buffer_of)
+
+
+def _components(n: int, pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The connected components of `n` nodes, each sorted, in the order of their least."""
+    leader = list(range(n))
+
+    def find(a: int) -> int:
+        while leader[a] != a:
+            leader[a] = a = leader[leader[a]]
+        return a
+
+    for a, b in pairs:
+        a, b = find(a), find(b)
+        leader[max(a, b)] = min(a, b)
+    components: dict[int, list[int]] = {}
+    for a in range(n):
+        components.setdefault(find(a), []).append(a)
+    return list(components.values())
+
+
+def _kind(module: Module, values: Sequence[Value], live_out: bool) -> BufferKind:
+    if any(v.shape.is_tuple for v in values):
+        return "tuple"
+    definers = {(v.instruction.opcode, v.instruction.computation_id) for v in values}
+    if ("parameter", module.entry.id) in definers:
+        return "parameter"
+    if any(opcode == "constant" for opcode, _ in definers):
+        return "constant"
+    return "output" if live_out else "temp"
+
+
+def _size(shape: Shape) -> int:
+    return len(shape.tuple_shapes) * _POINTER_BYTES if shape.is_tuple else shape.byte_size

@@ -1,0 +1,173 @@
+"""When each value is live: the schedule flattened into one time line.
+
+    entry      a   while                       b
+    condition      ├ c0 c1
+    body           │       ├ d0 d1 d2
+    time       0   1  2    3  4  5    6        7
+    value a    [───────)                            last read: the loop's start
+    carried               [────────────────────)    what the body gives back, until b
+
+A computation that an instruction runs stands before it on the line: first the condition of
+a while, then its body; the branches of a conditional one after the other. Ranges are
+half-open: a value defined at t whose last reader is at u has ``LiveRange(t, u + 1)``, so
+that an operand and the result of its last reader overlap in one tick unless they share
+bytes (see `buffer_sharing`).
+
+The rules are those of xla/hlo/utils/hlo_live_range.cc, in its module-scoped form. A range
+there is closed; add one to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hlo_passes.dataflow import Buffer, Dataflow, Value
+from hlo_passes.errors import UnscheduledModuleError
+from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.plan import LiveRange, LogicalTime
+
+_ASYNCHRONOUS = ("async-start", "async-update", "async-done")
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRanges:
+    """The time line of a module and the life of its values on it.
+
+    Attributes:
+      sequence: all instructions that run on their own, in flattened order.
+      time_of: instruction id to its index in `sequence`.
+      end: the time after the last instruction.
+      of_value: indexed by `Value.id`. Values of one buffer that overlap are cut so that
+        they follow on each other.
+    """
+
+    dataflow: Dataflow
+    sequence: tuple[Instruction, ...]
+    time_of: Mapping[int, LogicalTime]
+    of_value: tuple[LiveRange, ...]
+
+    @property
+    def end(self) -> LogicalTime:
+        return len(self.sequence)
+
+    def of_buffer(self, buffer: Buffer) -> LiveRange:
+        """Returns the range from the first to the last moment at which `buffer` is live.
+
+        A loop's carry may be dead in between: see `of_value`.
+        """
+        ranges = [self.of_value[v.id] for v in buffer.values]
+        return LiveRange(min(r.start for r in ranges), max(r.end for r in ranges))
+
+
+def compute_live_ranges(dataflow: Dataflow) -> LiveRanges:
+    """Flattens the schedule and finds the live range of every value.
+
+    Raises:
+      UnscheduledModuleError: when the module has no schedule.
+    """
+    module = dataflow.module
+    if not module.is_scheduled:
+        raise UnscheduledModuleError(module.name)
+    line = _TimeLine(module)
+    line.flatten(module.entry)
+    ranges = [_life(v, line) for v in dataflow.values]
+    for buffer in dataflow.buffers:
+        _untangle(buffer, ranges)
+    time_of = {i.id: t for t, i in enumerate(line.sequence)}
+    return LiveRanges(dataflow, tuple(line.sequence), time_of, tuple(ranges))
+
+
+class _TimeLine:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.sequence: list[Instruction] = []
+        self.time_of: dict[int, LogicalTime] = {}
+        self.span: dict[int, LiveRange] = {}
+        self.done_of: dict[int, Instruction] = {}  # computation in an async pair → its done
+        for i in module.instructions.values():
+            if i.opcode == "async-done":
+                for c in self._wrapped(i):
+                    self.done_of[c] = i
+
+    def flatten(self, computation: Computation) -> None:
+        if computation.id in self.span:
+            return
+        start = len(self.sequence)
+        self.span[computation.id] = LiveRange(start, start)
+        for i in computation.instructions:
+            for c in self._runs(i):
+                self.flatten(self.module.computations[c])
+            self.time_of[i.id] = len(self.sequence)
+            self.sequence.append(i)
+        self.span[computation.id] = LiveRange(start, len(self.sequence))
+
+    def _runs(self, i: Instruction) -> tuple[int, ...]:
+        called = i.called_computation_ids
+        match i.opcode:
+            case "while":
+                return called[1], called[0]
+            case "call" | "conditional" | "async-start":
+                return called
+            case _:
+                return ()
+
+    def _wrapped(self, done: Instruction) -> tuple[int, ...]:
+        """The computation that the start of an asynchronous pair wraps."""
+        start = done
+        while start.opcode in _ASYNCHRONOUS and start.opcode != "async-start":
+            start = self.module.instructions[start.operand_ids[0]]
+        return start.called_computation_ids
+
+    def is_root(self, i: Instruction) -> bool:
+        return self.module.computations[i.computation_id].root is i
+
+
+def _life(value: Value, line: _TimeLine) -> LiveRange:
+    definer = value.instruction
+    span = line.span[definer.computation_id]
+    time = line.time_of[definer.id]
+    if definer.opcode == "parameter":
+        # Nothing that stands before the parameter may write over it.
+        start = span.start
+        if definer.computation_id == line.module.entry.id and not _is_donated(value, line.module):
+            return LiveRange(start, len(line.sequence) + 1)
+    else:
+        start = time
+    last = span.end if line.is_root(definer) else time
+    if definer.computation_id in line.done_of:
+        # What an asynchronous call holds, it holds until it is done.
+        last = max(last, line.time_of[line.done_of[definer.computation_id].id])
+    for position in value.positions[1:]:
+        i = position.instruction
+        last = max(last, line.span[i.computation_id].end if line.is_root(i) else line.time_of[i.id])
+    for user in {use.instruction for use in value.uses}:
+        if user.opcode == "call":
+            continue  # It reads nothing itself: the callee's parameter is a position above.
+        if user.opcode == "while":
+            # The body's parameter takes the operand over: the loop reads it no longer.
+            user = line.module.computations[user.called_computation_ids[0]].parameters[0]
+        last = max(last, line.time_of[user.id])
+    return LiveRange(start, last + 1)
+
+
+def _is_donated(value: Value, module: Module) -> bool:
+    number = value.instruction.parameter_number
+    return any(
+        a.parameter == number and a.parameter_index == value.index
+        for a in module.input_output_aliases
+    )
+
+
+def _untangle(buffer: Buffer, ranges: list[LiveRange]) -> None:
+    """Cuts the lives of a buffer's values so that one ends where the next starts.
+
+    init  [────────)              init  [───)
+    body      [────────)     →    body      [────────)
+    """
+    ordered = sorted((ranges[v.id], v.id) for v in buffer.values)
+    for k in range(len(ordered) - 1):
+        (one, one_id), (two, two_id) = ordered[k], ordered[k + 1]
+        one, two = ranges[one_id], ranges[two_id]
+        ranges[two_id] = LiveRange(two.start, max(one.end, two.end))
+        ranges[one_id] = LiveRange(one.start, min(one.end, two.start + 1))

@@ -1,0 +1,269 @@
+"""The entry schedule as the planner sees it: ticks, managed transfers, everything else.
+
+    entry      p  start  a   while  done  b   tuple
+    tick                 c0  c1           c2  c3            see `plan`
+    transfer      └─────────────────┘     └ read at 2
+    workspace                [──)                           what the loop needs inside
+
+A *managed transfer* brings an entry parameter from host memory to the device; it has no
+tick, for the planner decides where it stands. What a called computation needs inside
+belongs to the tick of the instruction that calls it. Everything that is neither is a
+`Resident`: bytes that are on the device during a range of ticks whatever the planner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hlo_passes.allocations import HeapRange, find_allocations
+from hlo_passes.assignment import assign_offsets
+from hlo_passes.dataflow import Buffer
+from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.live_ranges import LiveRanges
+from hlo_passes.plan import LiveRange, LogicalTime
+from hlo_passes.sharing import Target
+
+DEVICE_MEMORY_SPACE = 0
+
+
+class Read(NamedTuple):
+    """One direct user of a transferred value.
+
+    Attributes:
+      user: the instruction.
+      tick: when it reads.
+      last: the tick of the last read of the same bytes through what `user` makes of them
+        (bitcasts, tuples, in-place updates); ``last >= tick``.
+    """
+
+    user: Instruction
+    tick: LogicalTime
+    last: LogicalTime
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagedTransfer:
+    """An entry parameter in host memory that the entry copies to the device.
+
+    Attributes:
+      parameter: its instruction; its number is ``parameter.parameter_number``.
+      start, done: the pair that copies it; None where the target has no such pair (CPU).
+      size: bytes on the device.
+      reads: in schedule order.
+      is_written: an in-place operation overwrites the copy, so that a second copy made
+        afterwards would not be the same.
+      lives_out: the entry returns the copy.
+    """
+
+    parameter: Instruction
+    start: Instruction | None
+    done: Instruction | None
+    size: int
+    reads: tuple[Read, ...]
+    is_written: bool
+    lives_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes on the device that the planner does not move.
+
+    Attributes:
+      name: the HLO instruction that defines the buffer; for ``"workspace"`` the one that
+        needs it inside.
+      size: bytes.
+      live_range: in ticks, half-open; to the end when the entry returns it.
+      kind: ``"parameter"``, ``"constant"`` and ``"output"`` have allocations of their own;
+        ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts.
+    """
+
+    name: str
+    size: int
+    live_range: LiveRange
+    kind: Literal["parameter", "constant", "output", "temp", "workspace"]
+
+
+@dataclass(frozen=True, eq=False)
+class EntryTicks:
+    """The entry computation in ticks.
+
+    Attributes:
+      instructions: c0, c1, ...: the entry's schedule without parameters and without the
+        starts and dones of managed transfers.
+      tick_of: instruction id to tick, for every instruction that runs on its own. One
+        without a tick has the tick of the next that has; one of a called computation that
+        of its caller.
+      transfers: in the order of their starts (on CPU: of the parameters).
+      residents: by start.
+    """
+
+    instructions: tuple[Instruction, ...]
+    tick_of: Mapping[int, LogicalTime]
+    transfers: tuple[ManagedTransfer, ...]
+    residents: tuple[Resident, ...]
+
+    @property
+    def end(self) -> LogicalTime:
+        """The tick after the last instruction."""
+        return len(self.instructions)
+
+
+def entry_ticks(
+    ranges: LiveRanges, target: Target, host_parameters: Collection[int] | None = None
+) -> EntryTicks:
+    """Maps the live ranges of a scheduled module to the planner's ticks.
+
+    Args:
+      ranges: of the module before planning.
+      target: whose rules of sharing bytes hold.
+      host_parameters: numbers of the entry parameters that are managed on a target whose
+        HLO has no transfers (CPU): they are read where the parameter is. None: managed is
+        what a copy-start and copy-done of the entry bring from memory space 5 to 0. A
+        parameter that is read in any other way (by a fusion that reads host memory, through
+        an asynchronous slice) is not.
+
+    Complexity: that of `find_allocations`, and linear in the positions.
+    """
+    module = ranges.dataflow.module
+    managed = _managed(module, host_parameters)
+    hidden = {i.id for m in managed for i in (m.start, m.done) if i is not None}
+    instructions = tuple(
+        i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in hidden
+    )
+    view = _View(ranges, instructions, managed)
+    return EntryTicks(
+        instructions,
+        view.tick_of,
+        tuple(view.transfer(m) for m in managed),
+        tuple(sorted(view.residents(target), key=lambda r: (r.live_range, r.name))),
+    )
+
+
+class _Managed(NamedTuple):
+    parameter: Instruction
+    start: Instruction | None
+    done: Instruction | None
+
+    @property
+    def source(self) -> Instruction:
+        """The instruction whose users read the bytes on the device."""
+        return self.done or self.parameter
+
+
+def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_Managed]:
+    if host_parameters is not None:
+        chosen = (p for p in module.entry.parameters if p.parameter_number in host_parameters)
+        return [_Managed(p, None, None) for p in chosen]
+    found: dict[int, _Managed] = {}
+    for done in module.entry.instructions:
+        if done.opcode != "copy-done" or done.shape.memory_space != DEVICE_MEMORY_SPACE:
+            continue
+        start = module.instructions[done.operand_ids[0]]
+        source = module.instructions[start.operand_ids[0]]
+        if source.opcode == "parameter" and source.shape.memory_space == HOST_MEMORY_SPACE:
+            found[start.id] = _Managed(source, start, done)
+    return [found[i.id] for i in module.entry.instructions if i.id in found]
+
+
+class _View:
+    """The module seen through the ticks."""
+
+    def __init__(
+        self, ranges: LiveRanges, instructions: Sequence[Instruction], managed: Sequence[_Managed]
+    ) -> None:
+        self.ranges = ranges
+        self.dataflow = ranges.dataflow
+        self.entry = ranges.dataflow.module.entry
+        self.instructions = instructions
+        self.tick_of = _ticks(ranges, instructions)
+        # The copies go with their pairs, and so do a pair's token and table of pointers.
+        pairs = {i.id for m in managed for i in (m.source, m.start) if i is not None}
+        self.moved = {
+            v.id
+            for v in self.dataflow.values
+            if any(p.instruction.id in pairs for p in v.positions)
+        }
+
+    @property
+    def end(self) -> LogicalTime:
+        return len(self.instructions)
+
+    def transfer(self, m: _Managed) -> ManagedTransfer:
+        buffer = self.dataflow.buffer_at(m.source)
+        users = self.dataflow.users.get(m.source.id, ())
+        reads = [Read(u, self.tick_of[u.id], self._last_read(u, buffer)) for u in users]
+        return ManagedTransfer(
+            m.parameter,
+            m.start,
+            m.done,
+            m.source.shape.byte_size,
+            tuple(sorted(reads, key=lambda r: r.tick)),
+            is_written=sum(not v.is_phi for v in buffer.values) > 1,
+            lives_out=buffer.live_out,
+        )
+
+    def _last_read(self, user: Instruction, buffer: Buffer) -> LogicalTime:
+        """The last tick at which `user`, or what it hands the bytes on to, reads `buffer`;
+        the end when the entry returns them."""
+        holders = {p.instruction.id for p in buffer.positions}
+        readers = {u.instruction.id for u in buffer.uses}
+        last, queue, seen = 0, [user], {user.id}
+        for i in queue:
+            if i is self.entry.root and i.id in holders:
+                return self.end
+            last = max(last, self.tick_of[i.id])
+            if i.id not in holders:
+                continue
+            for u in self.dataflow.users.get(i.id, ()):
+                if u.id not in seen and (u.id in holders or u.id in readers):
+                    seen.add(u.id)
+                    queue.append(u)
+        return last
+
+    def residents(self, target: Target) -> Iterator[Resident]:
+        allocations = find_allocations(self.ranges, target, apart=self.moved)
+        for b in self.dataflow.buffers:
+            if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0 or b.id in allocations.reused:
+                continue
+            if b.kind in ("temp", "tuple") or any(v.id in self.moved for v in b.values):
+                continue
+            start = self.tick_of[b.instruction.id] if b.kind == "output" else 0
+            yield Resident(str(b), b.size, LiveRange(start, self.end), b.kind)
+        groups: dict[int, list[HeapRange]] = {}
+        for h in allocations.heap:
+            if h.value.id not in self.moved:
+                groups.setdefault(h.group, []).append(h)
+        inside: dict[LogicalTime, list[HeapRange]] = {}
+        for members in groups.values():
+            live = self._ticks_of(members)
+            if any(h.value.instruction.computation_id == self.entry.id for h in members):
+                yield Resident(str(members[0].value), members[0].size, live, "temp")
+            else:
+                inside.setdefault(live.start, []).extend(members)
+        for tick, members in inside.items():
+            packing = assign_offsets(
+                [h.size for h in members],
+                [h.events for h in members],
+                groups=[h.group for h in members],
+            )
+            name = self.instructions[tick].name
+            yield Resident(name, packing.total, LiveRange(tick, tick + 1), "workspace")
+
+    def _ticks_of(self, members: Sequence[HeapRange]) -> LiveRange:
+        start = min(self.tick_of[h.value.instruction.id] for h in members)
+        last = max(self.ranges.of_value[h.value.id].end - 1 for h in members)
+        if last >= self.ranges.end:
+            return LiveRange(start, self.end)
+        return LiveRange(start, self.tick_of[self.ranges.sequence[last].id] + 1)
+
+
+def _ticks(ranges: LiveRanges, instructions: Sequence[Instruction]) -> dict[int, LogicalTime]:
+    own = {i.id: tick for tick, i in enumerate(instructions)}
+    tick_of: dict[int, LogicalTime] = {}
+    tick = len(instructions)
+    # Backwards: what runs inside an instruction stands before it on the time line.
+    for i in reversed(ranges.sequence):
+        tick = tick_of[i.id] = own.get(i.id, tick)
+    return tick_of
