@@ -8,7 +8,7 @@
 
 The tiers are those of the memory spaces in the shapes, so that a prefetch into on-chip
 memory is a move like one from the host. On CPU shapes carry no memory space: there the far
-tier is the machine's second one.
+tier is the one whose link to device memory comes first in the machine file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def moves(module: Module, machine: Machine, traffic: Mapping[int, Traffic]) -> M
 
 
 def _custom_call(start: Instruction, machine: Machine, moved: Traffic) -> Move:
-    near, far = (tier.name for tier in machine.tiers[:2])
+    near = machine.device_memory.name
+    far = next(link.source for link in machine.links if link.destination == near)
     engine = _ENGINE.search(start.proto.backend_config)
     size = sum(moved.read.values())
     if engine is not None and int(engine[1]) == TO_HOST:

@@ -29,7 +29,7 @@ from functools import cached_property
 from custom_calls.targets import COPY_DONE
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Computation, Instruction, Module
-from hlo_passes.machine import Machine
+from hlo_passes.machine import Link, Machine
 from hlo_passes.moves import Move, moves
 from hlo_passes.plan import Plan, Transfer
 from hlo_passes.traffic import traffic
@@ -213,6 +213,14 @@ def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
     return Timeline(now, compute_s, stall_s, tuple(computes), spans)
 
 
+def queue_of(link: Link) -> Direction:
+    """Names the queue that a link's transfers stand in: its own, or, where it is not full
+    duplex, the one it has in common with the opposite direction."""
+    if link.full_duplex:
+        return link.source, link.destination
+    return min(link.source, link.destination), max(link.source, link.destination)
+
+
 class _Links:
     """When each engine of each link is free."""
 
@@ -220,19 +228,13 @@ class _Links:
         self._machine = machine
         engines: dict[Direction, int] = {}
         for link in machine.links:
-            queue = self._queue(link.source, link.destination)
-            engines[queue] = max(engines.get(queue, 0), link.engines)
+            engines[queue_of(link)] = max(engines.get(queue_of(link), 0), link.engines)
         self._free = {queue: [0.0] * count for queue, count in engines.items()}
-
-    def _queue(self, source: str, destination: str) -> Direction:
-        if self._machine.link(source, destination).full_duplex:
-            return source, destination
-        return min(source, destination), max(source, destination)
 
     def enqueue(self, start: Start, now: float) -> tuple[float, float]:
         """Returns when the transfer begins and ends."""
         link = self._machine.link(start.source, start.destination)
-        free = self._free[self._queue(start.source, start.destination)]
+        free = self._free[queue_of(link)]
         begin = max(now + link.latency_s, free[0])
         end = begin + start.size / link.bytes_per_s
         heapq.heapreplace(free, end)

@@ -1,0 +1,35 @@
+"""A machine with round numbers and modules from text, for results worked out by hand."""
+
+from dataclasses import replace
+
+from hlo_passes.ir import Module
+from hlo_passes.machine import Link, Machine, Tier
+from hlo_passes.proto import hlo_pb2
+from hlo_passes.xla import hlo_text_to_proto
+
+
+def module_of(text: str) -> Module:
+    return Module(hlo_pb2.HloModuleProto.FromString(hlo_text_to_proto(text)))
+
+
+def link(source: str, destination: str, **changes: object) -> Link:
+    """10 bytes a second, no latency, one engine, full duplex."""
+    made = Link(source, destination, 10.0, 1.0, 0.0, 1, True)
+    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def toy_machine(**changes: object) -> Machine:
+    """Device memory: 100 bytes a second. f32: 1000 FLOP/s; bf16: 2000. Clock: 1 kHz."""
+    made = Machine(
+        name="toy",
+        aliases=(),
+        platform="tpu",
+        hbm_bytes_per_s=100.0,
+        clock_hz=1000.0,
+        peak_flops=(("f32", 1000.0), ("bf16", 2000.0)),
+        tiers=(Tier("hbm", 0, 10_000), Tier("vmem", 1, 100), Tier("host", 5, 100_000)),
+        links=(link("host", "hbm"), link("hbm", "host")),
+        gpu=None,
+        sources=(),
+    )
+    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
