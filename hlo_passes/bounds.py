@@ -14,7 +14,9 @@ t, at most `headroom(t)` bytes are on the device then, and `gone(t)` may have le
     S(t) + c(t)                                             S(d)
      │─ gone(t) ─│▓▓ headroom(t) ▓▓│◄─ the rest starts later ─►│  = need(d)
 
-One sweep takes the maximum over all t, since the part with t does not depend on d.
+One sweep takes the maximum over all t, since the part with t does not depend on d. The
+beginning of the step is such a moment too: nothing has started then, or, where the planner
+is free to keep some of the arguments on the device, at most `resident` bytes are there.
 
 Transfers that cannot start before a given tick (an eviction, and the refetch behind it) add
 a bound of their own. A link is a machine, a transfer a job with a head (the time before it
@@ -68,6 +70,7 @@ def lower_bound_s(
     demands: Iterable[Demand],
     machine: Machine,
     headroom: Sequence[float] | None = None,
+    resident: float = 0,
 ) -> float:
     """Returns seconds that no schedule with these transfers can undercut.
 
@@ -78,6 +81,9 @@ def lower_bound_s(
       headroom: for each tick, the bytes of device memory left for the destinations of
         demands (the budget less everything else that is live); None where memory is no
         concern.
+      resident: bytes of demands that need no transfer, whichever they are, as they may lie
+        on the device when the step begins. What stays for the whole step has at most
+        ``min(headroom)``.
 
     Raises:
       NotOnMachineError: when a demand has no link to take.
@@ -95,6 +101,7 @@ def lower_bound_s(
             machine.link(*direction),
             wanted,
             headroom if direction[1] == machine.device_memory.name else None,
+            resident,
         )
         for direction, wanted in directions.items()
     ]
@@ -108,6 +115,9 @@ def lower_bound_s(
             reached += tick_seconds[tick]
             for sweep in sweeps:
                 sweep.ends(tick, reached)
+
+    if resident:  # then no single transfer is sure to be made
+        return reached
 
     # tails[d]: compute from tick d on.
     tails = [0.0, *accumulate(reversed(tick_seconds))][::-1]
@@ -134,6 +144,7 @@ class _Sweep:
         link: Link,
         demands: Iterable[Demand],
         headroom: Sequence[float] | None,
+        resident: float,
     ) -> None:
         self._rate = link.bytes_per_s * link.engines
         self._latency = link.latency_s
@@ -146,7 +157,7 @@ class _Sweep:
         self._needed = self._gone = 0
         # Bytes that can have started by a moment, and moment - bytes / rate. The first is
         # the beginning of the step.
-        self._moments: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._moments: list[tuple[float, float]] = [(resident, -resident / self._rate)]
         self._latest = float("-inf")  # of the moments that need more than had started
 
     def earliest(self, tick: LogicalTime) -> float:

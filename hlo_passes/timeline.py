@@ -31,7 +31,7 @@ from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.machine import Link, Machine
 from hlo_passes.moves import Move, moves
-from hlo_passes.plan import Plan, Transfer
+from hlo_passes.plan import Transfer
 from hlo_passes.traffic import traffic
 from hlo_passes.trip_count import trip_count
 
@@ -266,17 +266,20 @@ class _Stalls:
         return self._before[last] + min(time, self._ends[last]) - self._begins[last]
 
 
-def plan_events(tick_seconds: Sequence[float], plan: Plan) -> Iterator[TimelineEvent]:
+def plan_events(
+    tick_seconds: Sequence[float], transfers: Iterable[Transfer]
+) -> Iterator[TimelineEvent]:
     """Yields the events of a plan: at a tick its starts, in the plan's order, then its dones,
     then the tick's compute.
 
     Args:
-      tick_seconds: the cost of ``c0, c1, ...``. A transfer may be done at the tick behind
-        the last one, when the step ends.
+      tick_seconds: the cost of ``c0, c1, ...``.
+      transfers: ``Plan.transfers``. One may be done at the tick behind the last, when the
+        step ends.
     """
     starts: dict[int, list[Transfer]] = defaultdict(list)
     dones: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in plan.transfers:
+    for transfer in transfers:
         starts[transfer.start].append(transfer)
         dones[transfer.done].append(transfer)
     for tick in range(len(tick_seconds) + 1):

@@ -82,6 +82,12 @@ def test_evictions_need_no_room_on_the_device():
     assert lower_bound_s([1.0, 1.0], demands, toy_machine(), [0, 0]) == 2.0
 
 
+def test_what_is_resident_need_not_move():
+    demands = [fetch(20, 0), fetch(20, 1)]
+    assert lower_bound_s([1.0, 1.0], demands, toy_machine(), resident=40) == 2.0
+    assert lower_bound_s([1.0, 1.0], demands, toy_machine(), resident=10) == 3.0 + 1.0
+
+
 def test_a_demand_needs_a_link():
     with pytest.raises(NotOnMachineError, match="no link 'nvme->hbm'"):
         lower_bound_s([1.0], [Demand(1, "nvme", "hbm", 0, 0, 1)], toy_machine())
@@ -149,6 +155,19 @@ def test_no_schedule_beats_the_bound(schedule, machine, data):
     # The schedule is one of those that fit into the room that it takes.
     headroom = room_taken(ticks, transfers)
     assert lower_bound_s(ticks, demands, machine, headroom) <= took + 1e-9
+
+
+@given(schedules(), MACHINES, st.data())
+def test_no_choice_of_residents_beats_the_bound(schedule, machine, data):
+    ticks, transfers = schedule
+    transfers = [t for t in transfers if t[2] == "hbm"]
+    kept = data.draw(st.integers(0, len(transfers)))
+    demands = [Demand(t[0], t[1], t[2], 0, t[5], t[6]) for t in transfers]
+    moved = transfers[kept:]
+    took = simulated_s(ticks, moved, machine, range(len(moved)))
+    resident = sum(t[0] for t in transfers[:kept])
+    headroom = [resident + taken for taken in room_taken(ticks, moved)]
+    assert lower_bound_s(ticks, demands, machine, headroom, min(headroom)) <= took + 1e-9
 
 
 @given(schedules(), MACHINES)

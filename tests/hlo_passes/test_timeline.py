@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import MalformedModuleError, NotOnMachineError
-from hlo_passes.plan import Plan, Prediction, Transfer
+from hlo_passes.plan import Transfer
 from hlo_passes.timeline import Compute, Done, Start, plan_events, schedule_events, simulate
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
@@ -190,18 +190,13 @@ def test_fifty_thousand_events_take_less_than_a_second():
     assert time.process_time() - began < 1.0
 
 
-def plan_of(*transfers):
-    prediction = Prediction(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return Plan("", "toy", 100, (), (), (), transfers, (), prediction)
-
-
 def test_at_a_tick_a_plan_starts_then_waits_then_computes():
-    plan = plan_of(
+    transfers = [
         Transfer(0, "v", "host", "hbm", 10, start=0, done=1, end=2),
         Transfer(1, "w", "host", "hbm", 20, start=1, done=1, end=2),
         Transfer(2, "x", "hbm", "host", 30, start=1, done=2, end=2, kind="evict"),
-    )
-    assert list(plan_events([1.0, 2.0], plan)) == [
+    ]
+    assert list(plan_events([1.0, 2.0], transfers)) == [
         Start(0, 10, "host", "hbm"),
         Compute("c0", 1.0),
         Start(1, 20, "host", "hbm"),
