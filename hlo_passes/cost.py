@@ -7,6 +7,19 @@ XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of it
 modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
 has one for GPU or CPU.
 
+Estimate over roofline, kernel by kernel (libtpu of jax 0.12):
+
+                                         v5e          v5p          v6e
+    matmul, 256 rows and more, bf16      1.03–1.14    1.04–1.40    1.15–1.71
+    element-wise, f32                    1.12         1.20         1.24
+    element-wise, bf16                   2.2–3.7      2.3          2.5–5.8
+    reduction, bf16                      6.4          8.4          10.5
+    two Llama layers, forward            1.16         1.33         1.27
+
+The estimate charges a bf16 element like an f32 one, which is most of the third row. No
+kernel's estimate was below its roofline: an estimate is taken as it stands, and where there
+is none, compute is underpriced rather than overpriced.
+
 The roofline (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) counts the FLOPs
 of dots and convolutions (`hlo_passes.flops`) and the bytes that go to or come from device
 memory (`hlo_passes.traffic`); operands that live in on-chip memory are free. Memory runs at

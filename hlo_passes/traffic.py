@@ -135,20 +135,27 @@ class _Fusions:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._users: dict[int, list[tuple[Instruction, int]]] = defaultdict(list)
+        # The root of a fusion, and the fused fusion that hands it on, if one does.
+        self._outputs: dict[int, Instruction | None] = {}
         for computation in module.computations.values():
             if not computation.is_fusion:
                 continue
+            self._outputs.setdefault(computation.root.id, None)
             for user in computation.instructions:
                 for place, operand in enumerate(user.operand_ids):
                     self._users[operand].append((user, place))
+                if user.opcode == "fusion":
+                    (body,) = user.called_computation_ids
+                    self._outputs[module.computations[body].root.id] = user
         self._shares: dict[int, float] = {}
 
     def share(self, value: Instruction) -> float:
         """The fraction of a fused value's elements that the fusion needs, at most 1."""
         if value.id not in self._shares:
-            users = self._users[value.id]
-            # A value without users is the fusion's output.
-            needed = sum(self._share_for(value, *use) for use in users) if users else 1.0
+            needed = sum(self._share_for(value, *use) for use in self._users[value.id])
+            if value.id in self._outputs:
+                caller = self._outputs[value.id]
+                needed += 1.0 if caller is None else self.share(caller)
             self._shares[value.id] = min(1.0, needed)
         return self._shares[value.id]
 
