@@ -122,6 +122,19 @@ def test_an_estimate_of_nothing_is_none():
     assert costs_of(estimated(0))["n"] == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize(("cycles", "seconds"), [(9500, 9.5), (1500, 8.0)])
+def test_an_executable_lends_its_estimate_above_the_roofline(cycles, seconds):
+    scheduled = module_of(entry("a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"))
+    found = instruction_costs(scheduled, toy_machine(), module_of(estimated(cycles)))
+    assert found[scheduled.entry.root.id] == pytest.approx(seconds)
+
+
+def test_an_estimate_is_for_one_name_and_opcode():
+    scheduled = module_of(entry("a = f32[100] parameter(0)", "ROOT n = f32[100] abs(a)"))
+    found = instruction_costs(scheduled, toy_machine(), module_of(estimated(9500)))
+    assert found[scheduled.entry.root.id] == pytest.approx(8.0)
+
+
 @pytest.mark.parametrize(("flops", "size", "seconds"), [(5000, 10, 5.0), (0, 700, 7.0)])
 def test_a_kernels_declared_cost_is_taken(flops, size, seconds):
     estimate = f'{{"flops":"{flops}","transcendentals":"0","bytes_accessed":"{size}"}}'
