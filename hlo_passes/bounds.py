@@ -94,6 +94,8 @@ def lower_bound_s(
     queues: dict[Direction, list[Demand]] = defaultdict(list)
     for demand in demands:
         link = machine.link(demand.source, demand.destination)
+        if not demand.size:
+            continue  # no bytes, no transfer
         directions[demand.source, demand.destination].append(demand)
         queues[queue_of(link)].append(demand)
     sweeps = [

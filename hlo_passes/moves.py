@@ -61,7 +61,10 @@ def moves(module: Module, machine: Machine, traffic: Mapping[int, Traffic]) -> M
             continue
         ends = tiers.get(source), tiers.get(destination)
         if ends[0] is not None and ends[1] is not None and ends in linked:
-            found[id_] = Move(moved.read[source], ends[0], ends[1], is_async)
+            # Device memory also serves what does not cross: the indices.
+            near = source == machine.device_memory.memory_space
+            size = moved.written[destination] if near else moved.read[source]
+            found[id_] = Move(size, ends[0], ends[1], is_async)
     return found
 
 

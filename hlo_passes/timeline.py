@@ -101,7 +101,9 @@ class TransferSpan:
     @property
     def overlapped_bytes(self) -> float:
         """The share of `size` that moved while the engine computed."""
-        return self.size * self.hidden_s / (self.end - self.begin) if self.size else 0.0
+        if self.end == self.begin:
+            return 0.0
+        return self.size * self.hidden_s / (self.end - self.begin)
 
 
 @dataclass(frozen=True)
