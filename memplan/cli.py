@@ -1,0 +1,277 @@
+"""The command line: ``memplan inspect | plan | passes | machines | demo``.
+
+A command imports what it needs when it runs, so that ``memplan machines`` does not wait for
+jax. What memplan refuses is one sentence on stderr and exit status 2; tables go to stdout,
+progress to stderr and only to a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hlo_passes.errors import MemplanError
+from memplan import __version__
+
+if TYPE_CHECKING:
+    from hlo_passes.machine import Machine
+    from hlo_passes.plan import Plan
+    from memplan.report.tables import Table
+    from memplan.report.view import Report, RunView
+
+REFUSED = 2
+"""Exit status when the input or a budget is refused, as for a wrong option."""
+
+
+class UsageError(MemplanError, ValueError):
+    """Options that do not go together."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the words behind ``memplan``; those of the process by default.
+
+    Returns:
+      The exit status: 0, or `REFUSED`.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemplanError as error:
+        print(f"memplan: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"memplan: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="memplan", description="Plan the memory of XLA programs, byte by byte."
+    )
+    parser.add_argument("--version", action="version", version=f"memplan {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    inspect = commands.add_parser(
+        "inspect", help="who holds the memory of a compiled program, and what moves"
+    )
+    inspect.add_argument(
+        "source", help="a scheduled module: HLO text, a .pb proto, or an --xla_dump_to folder"
+    )
+    inspect.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
+    _add_outputs(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    plan = commands.add_parser("plan", help="plan a program within a budget")
+    plan.add_argument(
+        "source",
+        help="a scheduled module with its weights in host memory, as for inspect; or "
+        "module:function, which returns (fun, args) or (fun, args, jit_options), args being "
+        "arrays or jax.ShapeDtypeStruct",
+    )
+    plan.add_argument(
+        "--machine",
+        required=True,
+        help="a machine (memplan machines); for module:function a topology too: v5e:2x2, h200:8",
+    )
+    plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    _add_outputs(plan)
+    plan.set_defaults(run=_plan)
+
+    passes = commands.add_parser("passes", help="list the passes in order")
+    _add_json(passes)
+    passes.set_defaults(run=_passes)
+
+    machines = commands.add_parser("machines", help="list the known machines, or show one")
+    machines.add_argument("name", nargs="?", help="a name, an alias, or a .toml file")
+    _add_json(machines)
+    machines.set_defaults(run=_machines)
+
+    demo = commands.add_parser("demo", help="plan a Llama for two accelerators that are not here")
+    _add_json(demo)
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from hlo_passes.machine import load_machine
+    from hlo_passes.reader import read_module
+    from memplan.report.build import view_run
+
+    machine = load_machine(options.machine) if options.machine else None
+    if options.trace and machine is None:
+        raise UsageError("--trace needs --machine: a trace is made of predicted seconds")
+    with _progress("Reading"):
+        module = read_module(Path(options.source))
+        run = view_run("schedule", module, machine)
+    _show(options, _report([run], machine, None))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from hlo_passes.budget import parse_bytes
+    from memplan.reference import is_reference
+
+    budget = parse_bytes(options.hbm)
+    if is_reference(options.source):
+        plan, machine, runs = _plan_function(options.source, options.machine, budget)
+    else:
+        plan, machine, runs = _plan_file(Path(options.source), options.machine, budget)
+    if options.out:
+        if plan is None:
+            raise UsageError("no plan to write: XLA's own program keeps to the budget")
+        plan.save(options.out)
+    _show(options, _report(runs, machine, budget))
+
+
+def _plan_file(
+    path: Path, machine_name: str, budget: int
+) -> tuple[Plan | None, Machine, list[RunView]]:
+    from hlo_passes import pipeline
+    from hlo_passes.machine import load_machine
+    from hlo_passes.reader import read_module
+    from memplan.report.build import view_run
+
+    machine = load_machine(machine_name)
+    with _progress("Planning"):
+        module = read_module(path)
+        plan = pipeline.plan_module(module, machine, budget)
+        rewritten = pipeline.rewrite_module(module, plan, machine)
+        return (
+            plan,
+            machine,
+            [
+                view_run("XLA alone", module, machine),
+                view_run("memplan", rewritten, machine, plan=plan),
+            ],
+        )
+
+
+def _passes(options: argparse.Namespace) -> None:
+    from hlo_passes.pipeline import PASSES
+    from memplan.report.tables import Column, Table
+
+    if options.json:
+        _print_json([{"name": p.name, "establishes": p.establishes} for p in PASSES])
+        return
+    rows = tuple((str(n), p.name, p.establishes) for n, p in enumerate(PASSES, 1))
+    columns = (Column("", right=True), Column("pass"), Column("establishes"))
+    _print_tables([Table("", columns, rows)])
+
+
+def _machines(options: argparse.Namespace) -> None:
+    from hlo_passes.machine import load_machine, machine_names
+    from memplan.machine_tables import machine_overview, machine_sources
+
+    if options.name:
+        machine = load_machine(options.name)
+        if options.json:
+            _print_json(machine.to_dict())
+        else:
+            _print_tables(machine_sources(machine))
+        return
+    machines = [load_machine(name) for name in machine_names()]
+    if options.json:
+        _print_json([machine.to_dict() for machine in machines])
+    else:
+        _print_tables([machine_overview(machines)])
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from memplan import demo
+
+    demo.main(json=options.json)
+
+
+def _plan_function(
+    source: str, machine_name: str, budget: int
+) -> tuple[Plan | None, Machine, list[RunView]]:
+    from hlo_passes.machine import load_machine
+    from memplan.reference import load_reference
+    from memplan.report.build import view_run
+
+    machine = load_machine(machine_name.partition(":")[0])
+    with _progress("Loading"):
+        import jax
+
+        # Nothing runs here: an accelerator of this machine is neither needed nor taken.
+        jax.config.update("jax_platforms", "cpu")
+        program = load_reference(source)
+        from memplan.api import jit
+        from memplan.topology import topology
+    with _progress("Compiling"):
+        target = machine if machine.platform == "cpu" else topology(machine_name)
+        step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)
+        compiled = step.lower(*program.args).compile()
+        memory = compiled.memory_analysis()
+        name = "memplan" if compiled.plan else "XLA alone"
+        view = view_run(name, compiled.module, machine, plan=compiled.plan, compiled=memory)
+    return compiled.plan, machine, [view]
+
+
+def _report(runs: Sequence[RunView], machine: Machine | None, budget: int | None) -> Report:
+    from memplan.report.view import Report
+
+    name = "" if machine is None else machine.name
+    return Report(runs[0].module, name, budget, tuple(runs), __version__)
+
+
+def _show(options: argparse.Namespace, report: Report) -> None:
+    from memplan.report.html import render_html
+    from memplan.report.summary import summarize
+    from memplan.report.tables import report_tables
+    from memplan.report.trace import render_trace
+
+    if options.html:
+        options.html.write_text(render_html(report), encoding="utf-8")
+    if options.trace:
+        options.trace.write_text(render_trace(report), encoding="utf-8")
+    if options.json:
+        _print_json(summarize(report))
+    else:
+        _print_tables(report_tables(report))
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _print_tables(tables: Iterable[Table]) -> None:
+    from memplan.report.tables import write_tables
+
+    write_tables(tables, sys.stdout)
+
+
+@contextmanager
+def _progress(what: str) -> Generator[None]:
+    """A spinner on stderr while something takes its time; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what}…"):
+        yield

@@ -1,0 +1,82 @@
+"""The machine library as tables: all machines on a line each, or one with its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hlo_passes.machine import Machine, Tier
+from hlo_passes.units import format_bytes
+from memplan.report.tables import Column, Table
+
+
+def machine_overview(machines: Sequence[Machine]) -> Table:
+    """Returns one row a machine."""
+    columns = (
+        Column("machine"),
+        Column("other names"),
+        Column("memory", right=True),
+        Column("bandwidth", right=True),
+        Column("fed by", right=True),
+        Column("bf16", right=True),
+    )
+    return Table("", columns, tuple(map(_overview, machines)), "Sources: memplan machines NAME")
+
+
+def _overview(machine: Machine) -> tuple[str, ...]:
+    memory = machine.device_memory
+    into = [link for link in machine.links if link.destination == memory.name]
+    # What is between the device and its own chip feeds nothing.
+    fed = [link for link in into if link.source != "vmem"]
+    fastest = max(fed, key=lambda link: link.bytes_per_s)
+    peaks = dict(machine.peak_flops)
+    return (
+        machine.name,
+        ", ".join(machine.aliases),
+        f"{format_bytes(memory.capacity_bytes)} {memory.name}",
+        f"{machine.hbm_bytes_per_s / 1e9:,.0f} GB/s",
+        f"{fastest.bytes_per_s / 1e9:,.1f} GB/s from {fastest.source}",
+        f"{peaks['bf16'] / 1e12:,.0f} TFLOP/s" if "bf16" in peaks else "–",
+    )
+
+
+def machine_sources(machine: Machine) -> Iterator[Table]:
+    """Yields the tables of one machine: its numbers, each with its source."""
+    sources = dict(machine.sources)
+
+    def rows(prefix: str, values: dict[str, str]) -> Iterator[tuple[str, ...]]:
+        for key, value in values.items():
+            yield key, value, sources.get(f"{prefix}{key}", "")
+
+    def table(title: str, prefix: str, values: dict[str, str]) -> Table:
+        columns = (Column("number"), Column("value", right=True), Column("source"))
+        return Table(title, columns, tuple(rows(prefix, values)))
+
+    yield table(
+        machine.name,
+        "",
+        {
+            "hbm_bytes_per_s": f"{machine.hbm_bytes_per_s / 1e9:,.1f} GB/s",
+            "clock_hz": f"{machine.clock_hz / 1e9:g} GHz",
+            **{f"peak_flops.{d}": f"{f / 1e12:,.1f} TFLOP/s" for d, f in machine.peak_flops},
+        },
+    )
+    for tier in machine.tiers:
+        yield table(
+            _tier_title(tier), f"tiers.{tier.name}.", {"capacity_bytes": f"{tier.capacity_bytes:,}"}
+        )
+    for link in machine.links:
+        yield table(
+            f"{link.source} → {link.destination}",
+            f"links.{link.source}->{link.destination}.",
+            {
+                "nominal_bytes_per_s": f"{link.nominal_bytes_per_s / 1e9:,.2f} GB/s",
+                "efficiency": f"{link.efficiency:g}",
+                "latency_s": f"{link.latency_s * 1e6:g} µs",
+                "engines": str(link.engines),
+            },
+        )
+
+
+def _tier_title(tier: Tier) -> str:
+    space = f", memory space {tier.memory_space}" if tier.memory_space is not None else ""
+    return f"{tier.name}{space}"

@@ -1,0 +1,6 @@
+"""What memplan shows of a program: one value (`Report`), three ways to see it.
+
+Module, Plan, Machine ─ build ─► Report ─┬─ html    one self-contained page
+                                         ├─ trace   opens in Perfetto
+                                         └─ tables  a terminal, or plain text in a pipe
+"""

@@ -1,0 +1,428 @@
+"""Reads a scheduled module, and what the analyses say of it, into a `RunView`.
+
+The same code reads XLA's schedule and memplan's rewritten one: what a report claims of a
+plan is derived from the module that is compiled, not copied from the plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from custom_calls.targets import COPY_DONE, COPY_START
+from hlo_passes import timeline
+from hlo_passes.allocations import Allocations, HeapRange, find_allocations
+from hlo_passes.assignment import XLA_STRATEGIES, assign_offsets
+from hlo_passes.cost import instruction_costs
+from hlo_passes.dataflow import Position, Value, analyze_dataflow
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module, Shape
+from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.machine import Machine
+from hlo_passes.plan import LiveRange, LogicalTime, Plan
+from hlo_passes.sharing import Target
+from hlo_passes.timeline import TransferId
+from hlo_passes.traffic import traffic
+from memplan.report.view import (
+    BAND_KINDS,
+    Band,
+    BandKind,
+    Clock,
+    ComputeSpan,
+    DeviceBytes,
+    Held,
+    RunView,
+    Step,
+    TierUsage,
+    TransferView,
+)
+
+HELD_LIMIT = 20
+"""How many of the buffers at a peak a view names."""
+
+# Of memory spaces, where no machine names its tiers.
+_TIER_NAMES = {0: "hbm", 1: "vmem", HOST_MEMORY_SPACE: "host"}
+
+ON_CHIP_MEMORY_SPACE = 1
+
+_KINDS: dict[str, BandKind] = {
+    "parameter": "arguments",
+    "output": "outputs",
+    "constant": "constants",
+}
+
+_STARTS = ("copy-start", "async-start")
+_DONES = ("copy-done", "async-done")
+
+# What stands between a start and its done without doing work that could hide it.
+_IDLE = frozenset(
+    {"bitcast", "constant", "get-tuple-element", "parameter", "tuple", *_STARTS, *_DONES}
+)
+
+# Instructions that XLA made up about another one: the name to show is the other's.
+_ABOUT_OPERAND = frozenset({"bitcast", "copy", "get-tuple-element", *_STARTS, *_DONES})
+
+
+class CompiledBytes(Protocol):
+    """What ``Compiled.memory_analysis()`` gives."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+
+
+def view_run(
+    name: str,
+    module: Module,
+    machine: Machine | None = None,
+    *,
+    plan: Plan | None = None,
+    compiled: CompiledBytes | None = None,
+) -> RunView:
+    """Reads one scheduled program.
+
+    Args:
+      name: what the run is called beside others.
+      module: scheduled.
+      machine: names the tiers and predicts seconds; without it there are none.
+      plan: the plan that `module` was rewritten by: its labels, its fences, its bound, and
+        the tiers of arguments where the module itself does not tell (CPU).
+      compiled: the executable's own bytes, shown in place of memplan's.
+
+    Raises:
+      UnscheduledModuleError: when the module has no schedule.
+
+    Complexity: that of `find_allocations` and of one simulated step.
+    """
+    return _Builder(module, machine, plan).run(name, compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of one tier, held during `ranges`, disjoint."""
+
+    value: Value
+    size: int
+    kind: BandKind
+    ranges: tuple[LiveRange, ...]
+
+
+class _Builder:
+    def __init__(self, module: Module, machine: Machine | None, plan: Plan | None) -> None:
+        self.module = module
+        self.machine = machine
+        self.plan = plan
+        self.labels: Mapping[str, str] = {} if plan is None else plan.labels
+        self.placed = {} if plan is None else {p.buffer: p.tier for p in plan.placements}
+        # Without a machine: the rules of sharing bytes that all targets have in common.
+        self.target: Target = "cpu" if machine is None else machine.platform
+        self.ranges = compute_live_ranges(analyze_dataflow(module))
+        self.sequence = self.ranges.sequence
+        self.tick_of = {i.name: tick for tick, i in enumerate(self.sequence)}
+        self.steps = tuple(map(self._step, self.sequence))
+
+    def run(self, name: str, compiled: CompiledBytes | None) -> RunView:
+        simulated = self._simulated()
+        return RunView(
+            name=name,
+            module=self.module.name,
+            steps=self.steps,
+            tiers=tuple(self._tiers()),
+            device=self._device(compiled),
+            transfers=tuple(self._transfers(simulated)),
+            order=tuple(self._order()),
+            clock=None if simulated is None else self._clock(simulated),
+        )
+
+    def _step(self, instruction: Instruction) -> Step:
+        about = self._about(instruction)
+        return Step(instruction.name, about.op_name, self.module.source_line(about))
+
+    def _about(self, i: Instruction) -> Instruction:
+        """The instruction whose name and source line say what `i` is for."""
+        while not i.op_name:
+            called = [self.module.computations[c] for c in i.called_computation_ids]
+            if i.opcode == "fusion" and called and called[0].root.op_name:
+                return called[0].root
+            if i.opcode not in _ABOUT_OPERAND or not i.operand_ids:
+                return i
+            i = self.module.instructions[i.operand_ids[0]]
+        return i
+
+    def _label(self, i: Instruction) -> str:
+        """The user's name of an argument, or of the argument that `i` is a copy of."""
+        about = self._about(i)
+        if about.opcode != "parameter":
+            return ""
+        return self.labels.get(about.name) or about.op_name
+
+    # Memory.
+
+    def _device(self, compiled: CompiledBytes | None) -> DeviceBytes:
+        if compiled is not None:
+            return DeviceBytes(
+                arguments=compiled.argument_size_in_bytes,
+                outputs=compiled.output_size_in_bytes,
+                aliased=compiled.alias_size_in_bytes,
+                temp=compiled.temp_size_in_bytes,
+                source="xla",
+            )
+        parameters = {p.parameter_number: p for p in self.module.entry.parameters}
+        heap = self._allocations(DEVICE_MEMORY_SPACE).heap
+        packing = assign_offsets(
+            [held.size for held in heap],
+            [held.events for held in heap],
+            groups=[held.group for held in heap],
+            strategies=XLA_STRATEGIES,
+        )
+        return DeviceBytes(
+            arguments=sum(self._device_size(p.shape) for p in parameters.values()),
+            outputs=self._device_size(self.module.entry.root.shape),
+            aliased=sum(
+                self._device_size(parameters[a.parameter].shape.at(a.parameter_index))
+                for a in self.module.input_output_aliases
+            ),
+            temp=packing.total,
+            source="memplan",
+        )
+
+    def _device_size(self, shape: Shape) -> int:
+        leaves = (leaf for _, leaf in shape.leaves())
+        return sum(leaf.byte_size for leaf in leaves if leaf.memory_space == DEVICE_MEMORY_SPACE)
+
+    def _allocations(self, space: int) -> Allocations:
+        return find_allocations(self.ranges, self.target, space)
+
+    def _tiers(self) -> Iterator[TierUsage]:
+        blocks: dict[str, list[_Block]] = defaultdict(list)
+        for space in sorted({b.memory_space for b in self.ranges.dataflow.buffers}):
+            # On-chip memory is XLA's alone: there one buffer may be made of others' bytes
+            # (ConcatBitcast), and no sum of sizes says what is taken.
+            if space in self._tier_names and space != ON_CHIP_MEMORY_SPACE:
+                for block in self._blocks(space):
+                    blocks[self._tier_of(block.value)].append(block)
+        for tier, capacity in self._capacities.items():
+            if tier in blocks:
+                yield self._usage(tier, capacity, blocks[tier])
+
+    @cached_property
+    def _tier_names(self) -> Mapping[int, str]:
+        if self.machine is None:
+            return _TIER_NAMES
+        tiers = self.machine.tiers
+        return {t.memory_space: t.name for t in tiers if t.memory_space is not None}
+
+    @cached_property
+    def _capacities(self) -> Mapping[str, int | None]:
+        """By tier, device memory first."""
+        if self.machine is None:
+            return dict.fromkeys(_TIER_NAMES.values())
+        return {tier.name: tier.capacity_bytes for tier in self.machine.tiers}
+
+    def _tier_of(self, value: Value) -> str:
+        if value.instruction.opcode == "parameter" and value.instruction.name in self.placed:
+            # On CPU the shapes do not tell.
+            return self.placed[value.instruction.name]
+        return self._tier_names[value.shape.memory_space]
+
+    def _blocks(self, space: int) -> Iterator[_Block]:
+        """What lies in a memory space. Arguments, outputs and constants are there for the
+        whole step: XLA gives each an allocation of its own."""
+        allocations = self._allocations(space)
+        whole = (LiveRange(0, self.ranges.end),)
+        for b in self.ranges.dataflow.buffers:
+            if b.memory_space != space or not b.size or b.id in allocations.reused:
+                continue
+            if b.kind not in ("temp", "tuple"):
+                yield _Block(b.values[0], b.size, _KINDS[b.kind], whole)
+        groups: dict[int, list[HeapRange]] = defaultdict(list)
+        for held in allocations.heap:
+            groups[held.group].append(held)
+        for members in groups.values():
+            values = [held.value for held in members]
+            moved = any(self._arrives(value) for value in values)
+            ranges = _union([self.ranges.of_value[value.id] for value in values])
+            kind = "transferred" if moved else "temporaries"
+            yield _Block(values[0], members[0].size, kind, ranges)
+
+    def _arrives(self, value: Value) -> bool:
+        """Whether a transfer brings `value` from another memory."""
+        return any(self._brings(position, value.shape.memory_space) for position in value.positions)
+
+    def _brings(self, position: Position, space: int) -> bool:
+        """Whether `position` is the destination of a copy from outside `space`."""
+        start, index = position.instruction, position.index
+        if start.custom_call_target == COPY_START:
+            return True
+        # A start gives its source, its destination and a flag; which is where differs.
+        if (start.opcode, index[:1]) not in (("copy-start", (0,)), ("async-start", (1,))):
+            return False
+        operands = map(self.module.instructions.__getitem__, start.operand_ids)
+        return any(operand.shape.memory_space != space for operand in operands)
+
+    def _usage(self, tier: str, capacity: int | None, blocks: Sequence[_Block]) -> TierUsage:
+        end = self.ranges.end
+        changes: dict[BandKind, npt.NDArray[np.int64]] = {
+            kind: np.zeros(end + 1, np.int64) for kind in BAND_KINDS
+        }
+        for block in blocks:
+            for start, stop in block.ranges:
+                changes[block.kind][min(start, end)] += block.size
+                changes[block.kind][min(stop, end)] -= block.size
+        where = np.flatnonzero(np.any([c[:end] != 0 for c in changes.values()], axis=0))
+        times = sorted({0, *where.tolist()})
+        bands = [
+            Band(kind, tuple(np.cumsum(change)[times].tolist()))
+            for kind, change in changes.items()
+            if change.any()
+        ]
+        totals = np.sum([band.bytes for band in bands], axis=0)
+        peak_time = times[int(totals.argmax())]
+        held = [b for b in blocks if any(r.start <= peak_time < r.end for r in b.ranges)]
+        held.sort(key=lambda b: (-b.size, b.value.id))
+        return TierUsage(
+            tier=tier,
+            capacity_bytes=capacity,
+            times=tuple(times),
+            bands=tuple(bands),
+            end=end,
+            peak=self.steps[peak_time],
+            held=tuple(self._held(b, peak_time) for b in held[:HELD_LIMIT]),
+            held_count=len(held),
+        )
+
+    def _held(self, block: _Block, time: LogicalTime) -> Held:
+        value = block.value
+        live = next(r for r in block.ranges if r.start <= time < r.end)
+        return Held(
+            buffer=str(value),
+            # A start's flag is no copy of the argument.
+            label="" if block.kind == "temporaries" else self._label(value.instruction),
+            kind=block.kind,
+            size=block.size,
+            shape=str(value.shape),
+            live_range=LiveRange(live.start, min(live.end, self.ranges.end)),
+            origin=self._step(value.instruction),
+        )
+
+    # Transfers and seconds.
+
+    def _simulated(self) -> timeline.Timeline | None:
+        if self.machine is None:
+            return None
+        costs = instruction_costs(self.module, self.machine)
+        events = timeline.schedule_events(self.module, costs, self.machine)
+        return timeline.simulate(events, self.machine)
+
+    def _transfers(self, simulated: timeline.Timeline | None) -> Iterator[TransferView]:
+        working = np.cumsum([0, *(i.opcode not in _IDLE for i in self.sequence)])
+        dones = self._done_ticks()
+
+        def view(start: LogicalTime, source: str, destination: str, size: int) -> TransferView:
+            instruction = self.sequence[start]
+            done = dones.get(instruction.id, start)
+            return TransferView(
+                buffer=instruction.name,
+                label=self._label(instruction),
+                source=source,
+                destination=destination,
+                size=size,
+                start=start,
+                done=done,
+                computes_between=int(working[done] - working[start]),
+            )
+
+        if simulated is not None:
+            for span in simulated.transfers:
+                start = self.tick_of[_without_iteration(span.transfer)]
+                seen = view(start, span.source, span.destination, span.size)
+                yield replace(
+                    seen,
+                    issued_s=span.issue,
+                    busy=(span.begin, span.end),
+                    hidden_s=span.hidden_s,
+                )
+            return
+        moved = traffic(self.module)
+        for start, instruction in enumerate(self.sequence):
+            if instruction.opcode in _STARTS and (bytes_ := moved.get(instruction.id)):
+                source = max(bytes_.read, key=bytes_.read.__getitem__)
+                destination = max(bytes_.written, key=bytes_.written.__getitem__)
+                if source != destination and {source, destination} <= self._tier_names.keys():
+                    ends = self._tier_names[source], self._tier_names[destination]
+                    yield view(start, *ends, bytes_.read[source])
+
+    def _done_ticks(self) -> dict[int, LogicalTime]:
+        """The tick at which what an instruction starts is waited for, by its id."""
+        found: dict[int, LogicalTime] = {}
+        for tick, i in enumerate(self.sequence):
+            if i.opcode in _DONES or i.custom_call_target == COPY_DONE:
+                start = self.module.instructions[i.operand_ids[0]]
+                while start.opcode == "async-update":
+                    start = self.module.instructions[start.operand_ids[0]]
+                found[start.id] = tick
+        return found
+
+    def _clock(self, simulated: timeline.Timeline) -> Clock:
+        assert self.machine is not None
+        busiest = max(simulated.link_s.values(), default=0.0)
+        bound = max(simulated.compute_s, busiest)
+        return Clock(
+            machine=self.machine.name,
+            step_time_s=simulated.step_time_s,
+            lower_bound_s=bound if self.plan is None else self.plan.prediction.lower_bound_s,
+            compute_s=simulated.compute_s,
+            stall_s=simulated.stall_s,
+            link_s=busiest,
+            spans=tuple(self._spans(simulated)),
+        )
+
+    def _spans(self, simulated: timeline.Timeline) -> Iterator[ComputeSpan]:
+        """The computes, with a stall in each gap between them."""
+        dones = self._done_ticks()
+        waits: dict[float, LogicalTime] = {}
+        for t in simulated.transfers:
+            start = self.tick_of[_without_iteration(t.transfer)]
+            if t.waited:
+                waits[t.end] = dones.get(self.sequence[start].id, start)
+        now = 0.0
+        for span in simulated.computes:
+            tick = self.tick_of[_without_iteration(span.name)]
+            if span.begin > now:
+                yield ComputeSpan(waits.get(span.begin, tick), now, span.begin, stall=True)
+            yield ComputeSpan(tick, span.begin, span.end, stall=False)
+            now = span.end
+        if simulated.step_time_s > now:
+            last = len(self.sequence) - 1
+            yield ComputeSpan(last, now, simulated.step_time_s, stall=True)
+
+    def _order(self) -> Iterator[str]:
+        if self.plan is not None:
+            for fence in self.plan.fences:
+                yield f"{fence.before} → {fence.after} ({fence.reason})"
+            return
+        for i in self.sequence:
+            for before in i.control_predecessor_ids:
+                yield f"%{self.module.instructions[before].name} → %{i.name} (control)"
+
+
+def _without_iteration(name: TransferId) -> str:
+    """``copy-start.3#2``, the start in a loop's third iteration, is ``copy-start.3``."""
+    return str(name).partition("#")[0]
+
+
+def _union(ranges: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
+    """Merges ranges that touch."""
+    merged: list[LiveRange] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1].end:
+            merged[-1] = LiveRange(merged[-1].start, max(merged[-1].end, end))
+        else:
+            merged.append(LiveRange(start, end))
+    return tuple(merged)

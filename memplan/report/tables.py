@@ -1,0 +1,228 @@
+"""Tables for people: drawn on a terminal, plain columns in a pipe.
+
+A pipe gets every cell whole, whatever the width, and the same text on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from hlo_passes.units import format_bytes, format_seconds
+from memplan.report.view import Report, RunView, TierUsage, TransferView, figures
+
+HELD_LIMIT = 10
+TRANSFER_LIMIT = 10
+ORDER_LIMIT = 10
+
+
+class Column(NamedTuple):
+    """A column's heading; numbers stand to the right."""
+
+    heading: str
+    right: bool = False
+
+
+class Table(NamedTuple):
+    """Rows of text under a title. `note` stands below it, ``""`` for none."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def write_tables(tables: Iterable[Table], stream: TextIO) -> None:
+    """Writes tables one below the other."""
+    console = Console(file=stream, highlight=False)
+    for k, table in enumerate(tables):
+        if console.is_terminal:
+            _draw(table, console)
+        else:
+            stream.write("\n" * (k > 0) + plain_text(table))
+
+
+def plain_text(table: Table) -> str:
+    """Returns a table as aligned columns, two blanks apart, without trailing blanks."""
+    headings = tuple(column.heading for column in table.columns)
+    lines = [headings, *table.rows] if any(headings) else list(table.rows)
+    widths = [max(map(len, cells), default=0) for cells in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, table.columns, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    text = [table.title, *("  " + line(cells) for cells in lines), *filter(None, [table.note])]
+    return "\n".join(filter(None, text)) + "\n"
+
+
+def _draw(table: Table, console: Console) -> None:
+    drawn = RichTable(
+        title=Text(table.title),
+        caption=Text(table.note) if table.note else None,
+        box=box.ROUNDED,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        show_header=any(column.heading for column in table.columns),
+    )
+    for column in table.columns:
+        drawn.add_column(
+            column.heading, justify="right" if column.right else "left", overflow="fold"
+        )
+    for row in table.rows:
+        # Names may hold what rich would read as markup: params['w'][0].
+        drawn.add_row(*map(Text, row))
+    console.print(drawn)
+
+
+def report_tables(report: Report) -> Iterator[Table]:
+    """Yields the numbers of a report; then for each run its memories, who holds the device
+    at its peak, the transfers and the orders."""
+    yield _figures_table(report)
+    for run in report.runs:
+        of_run = f"{run.name}: " if len(report.runs) > 1 else ""
+        yield _tiers_table(of_run, run)
+        for tier in run.tiers[:1]:
+            yield _held_table(of_run, tier)
+        if run.off_device:
+            yield _routes_table(of_run, run)
+            yield _transfers_table(of_run, run.off_device)
+        if run.order:
+            yield _order_table(of_run, run.order)
+
+
+def _figures_table(report: Report) -> Table:
+    rows = figures(report)
+    title = report.title + (f" on {report.machine}" if report.machine else "")
+    headings = [run.name if len(report.runs) > 1 else "" for run in report.runs]
+    return Table(
+        title,
+        (Column(""), *(Column(heading, right=True) for heading in headings), Column("")),
+        tuple((row.label, *row.values, row.note) for row in rows),
+    )
+
+
+def _tiers_table(of_run: str, run: RunView) -> Table:
+    return Table(
+        f"{of_run}most bytes live at once",
+        (
+            Column("memory"),
+            Column("live", right=True),
+            Column("of", right=True),
+            Column("tick", right=True),
+            Column("at"),
+        ),
+        tuple(
+            (
+                tier.tier,
+                format_bytes(tier.peak_bytes),
+                "–" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes),
+                str(tier.peak_time),
+                str(tier.peak),
+            )
+            for tier in run.tiers
+        ),
+    )
+
+
+def _held_table(of_run: str, tier: TierUsage) -> Table:
+    shown = tier.held[:HELD_LIMIT]
+    rest = tier.peak_bytes - sum(held.size for held in shown)
+    more = tier.held_count - len(shown)
+    return Table(
+        f"{of_run}held at the {tier.tier} peak",
+        (
+            Column("bytes", right=True),
+            Column("kind"),
+            Column("live in ticks", right=True),
+            Column("buffer"),
+            Column("made by"),
+        ),
+        tuple(
+            (
+                format_bytes(held.size),
+                held.kind,
+                f"{held.live_range.start}–{held.live_range.end}",
+                held.label or f"%{held.buffer}",
+                "" if held.label else held.origin.made_by,
+            )
+            for held in shown
+        ),
+        f"and {more} more, {format_bytes(rest)} together" if more else "",
+    )
+
+
+def _routes_table(of_run: str, run: RunView) -> Table:
+    routes: dict[str, list[TransferView]] = {}
+    for transfer in run.off_device:
+        routes.setdefault(transfer.route, []).append(transfer)
+    return Table(
+        f"{of_run}transfers",
+        (
+            Column("route"),
+            Column("number", right=True),
+            Column("bytes", right=True),
+            Column("overlapped", right=True),
+        ),
+        tuple(
+            (
+                route,
+                str(len(transfers)),
+                format_bytes(sum(t.size for t in transfers)),
+                f"{sum(t.hidden_bytes for t in transfers) / sum(t.size for t in transfers):.1%}",
+            )
+            for route, transfers in routes.items()
+        ),
+        "overlapped: predicted by the machine model"
+        if run.clock is not None
+        else "overlapped: some work stands between start and done; --machine predicts how much",
+    )
+
+
+def _transfers_table(of_run: str, transfers: Sequence[TransferView]) -> Table:
+    exposed = sorted(transfers, key=lambda t: (t.hidden_bytes - t.size, t.start))
+    shown = exposed[:TRANSFER_LIMIT]
+    return Table(
+        f"{of_run}the least hidden transfers",
+        (
+            Column("bytes", right=True),
+            Column("start", right=True),
+            Column("done", right=True),
+            Column("work between", right=True),
+            Column("takes", right=True),
+            Column("hidden", right=True),
+            Column("buffer"),
+        ),
+        tuple(
+            (
+                format_bytes(t.size),
+                str(t.start),
+                str(t.done),
+                str(t.computes_between),
+                "–" if t.busy is None else format_seconds(t.busy[1] - t.busy[0]),
+                f"{t.hidden_bytes / t.size:.0%}" if t.size else "–",
+                t.name,
+            )
+            for t in shown
+        ),
+        f"and {len(transfers) - len(shown)} more" if len(transfers) > len(shown) else "",
+    )
+
+
+def _order_table(of_run: str, order: Sequence[str]) -> Table:
+    more = len(order) - ORDER_LIMIT
+    return Table(
+        f"{of_run}{len(order)} orders beyond dataflow",
+        (Column(""),),
+        tuple((line,) for line in order[:ORDER_LIMIT]),
+        f"and {more} more" if more > 0 else "",
+    )

@@ -1,0 +1,160 @@
+"""A trace that opens in Perfetto and chrome://tracing: a process for each run.
+
+    compute     │ c0 │ c1 │ waits │ c2 │       spans of the compute engine
+    host→hbm      ╰─►├────w2──────┤ ╰─►        a thread for each link; arrows from the start
+    hbm bytes   ▁▁▂▂▅▅▅▅▃▃                     to the bytes, and from the bytes to the done
+
+Times are predictions of a machine model, in microseconds from the start of the step. The
+format is Google's "Trace Event Format" (Duffy and others, 2016): ``X`` is a span, ``C`` a
+counter, ``s`` and ``f`` the ends of an arrow, ``M`` a name.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+from hlo_passes.plan import LogicalTime
+from memplan.report.view import Clock, Report, RunView
+
+_COMPUTE_THREAD = 0
+_NANOSECOND = 1e-9
+
+_Event = dict[str, Any]
+
+
+def render_trace(report: Report) -> str:
+    """Returns the trace as JSON. A run without a clock has no times and is left out."""
+    named: list[_Event] = []
+    timed: list[_Event] = []
+    for process, run in enumerate(report.runs, 1):
+        if run.clock is None:
+            continue
+        named += _names(process, run)
+        timed += _spans(process, run, run.clock)
+        timed += _memory(process, run, run.clock)
+        timed += _transfers(process, run, run.clock)
+    document = {
+        "traceEvents": named + sorted(timed, key=lambda event: event["ts"]),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "title": report.title,
+            "machine": report.machine,
+            "memplan": report.version,
+            "times": "predicted",
+        },
+    }
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _names(process: int, run: RunView) -> Iterator[_Event]:
+    def name(kind: str, thread: int, args: dict[str, Any]) -> _Event:
+        return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
+
+    yield name("process_name", 0, {"name": f"{run.name}: {run.module}"})
+    yield name("process_sort_index", 0, {"sort_index": process})
+    for route, thread in {"compute": _COMPUTE_THREAD, **_threads(run)}.items():
+        yield name("thread_name", thread, {"name": route})
+        yield name("thread_sort_index", thread, {"sort_index": thread})
+
+
+def _threads(run: RunView) -> dict[str, int]:
+    routes = dict.fromkeys(t.route for t in run.transfers)
+    return {route: thread for thread, route in enumerate(routes, _COMPUTE_THREAD + 1)}
+
+
+def _span(process: int, thread: int, name: str, start_s: float, end_s: float) -> _Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": start_s * 1e6,
+        "dur": max(0.0, end_s - start_s) * 1e6,
+    }
+
+
+def _spans(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
+    for span in clock.spans:
+        step = run.steps[span.tick]
+        name = f"waits at {step.instruction}" if span.stall else step.instruction
+        event = _span(process, _COMPUTE_THREAD, name, span.start_s, span.end_s)
+        event["cat"] = "stall" if span.stall else "compute"
+        event["args"] = {"op_name": step.op_name, "source": step.source_line, "tick": span.tick}
+        yield event
+
+
+def _transfers(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
+    threads = _threads(run)
+    when = _Clock(clock)
+    for number, transfer in enumerate(run.transfers):
+        if transfer.busy is None:
+            continue
+        thread = threads[transfer.route]
+        begin, end = transfer.busy
+        event = _span(process, thread, transfer.name, begin, end)
+        event["cat"] = "transfer"
+        event["args"] = {
+            "buffer": transfer.buffer,
+            "bytes": transfer.size,
+            "hidden_us": transfer.hidden_s * 1e6,
+            "start_tick": transfer.start,
+            "done_tick": transfer.done,
+        }
+        yield event
+        # An arrow binds to the span around its end; a span does not hold its own last moment.
+        last = max(begin, end - _NANOSECOND)
+        needed = max(end, when.start(transfer.done))
+        identity = f"{process}.{number}"
+        yield from _arrow(
+            process, f"{identity}.start", (_COMPUTE_THREAD, transfer.issued_s), (thread, begin)
+        )
+        yield from _arrow(process, f"{identity}.done", (thread, last), (_COMPUTE_THREAD, needed))
+
+
+def _arrow(
+    process: int, identity: str, tail: tuple[int, float], head: tuple[int, float]
+) -> Iterator[_Event]:
+    """From a thread at a second to another."""
+    common = {
+        "name": identity.rpartition(".")[2],
+        "cat": "transfer",
+        "id": identity,
+        "pid": process,
+    }
+    yield {**common, "ph": "s", "tid": tail[0], "ts": tail[1] * 1e6}
+    yield {**common, "ph": "f", "bp": "e", "tid": head[0], "ts": head[1] * 1e6}
+
+
+def _memory(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
+    when = _Clock(clock)
+    for tier in run.tiers:
+        for i, tick in enumerate(tier.times):
+            yield {
+                "ph": "C",
+                "name": f"{tier.tier} bytes",
+                "pid": process,
+                "tid": _COMPUTE_THREAD,
+                "ts": when.start(tick) * 1e6,
+                "args": {band.kind: band.bytes[i] for band in tier.bands},
+            }
+
+
+class _Clock:
+    """Seconds at which the engine comes to a tick."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._end = clock.step_time_s
+        self._ticks: list[LogicalTime] = []
+        self._seconds: list[float] = []
+        for span in clock.spans:
+            # A loop's body comes back to its ticks: its first round stands for all.
+            if not self._ticks or span.tick > self._ticks[-1]:
+                self._ticks.append(span.tick)
+                self._seconds.append(span.start_s)
+
+    def start(self, tick: LogicalTime) -> float:
+        at = bisect_left(self._ticks, tick)
+        return self._seconds[at] if at < len(self._seconds) else self._end

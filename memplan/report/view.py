@@ -1,0 +1,362 @@
+"""The value that every report shows, and the figures that are read off it.
+
+A `RunView` is one scheduled program (XLA's own, or memplan's); a `Report` sets the runs of
+one module beside each other. They hold facts and no presentation: bytes, seconds, logical
+ticks. What a page and a table print in common, `figures` words once.
+
+    ticks        0      1      2      3      4
+    times        (0,           2,     3)            where the bytes change
+    band         8 ────────────► 24 ──► 8 ────►     bytes from times[i] until times[i + 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from hlo_passes.plan import LiveRange, LogicalTime
+from hlo_passes.units import format_bytes, format_seconds
+
+BandKind = Literal["arguments", "outputs", "constants", "transferred", "temporaries"]
+
+BAND_KINDS: tuple[BandKind, ...] = (
+    "arguments",
+    "outputs",
+    "constants",
+    "transferred",
+    "temporaries",
+)
+"""In stacking order, from what never moves to what always does."""
+
+
+class Step(NamedTuple):
+    """An instruction, as a person finds it again.
+
+    Attributes:
+      instruction: its HLO name.
+      op_name: the framework's name of the operation, ``""`` where XLA made it up.
+      source_line: ``file:line``, or ``""``.
+    """
+
+    instruction: str
+    op_name: str = ""
+    source_line: str = ""
+
+    def __str__(self) -> str:
+        """``%fusion.3 (jit(step)/dot_general, model.py:12)``."""
+        return f"%{self.instruction} ({self.made_by})" if self.made_by else f"%{self.instruction}"
+
+    @property
+    def made_by(self) -> str:
+        """``jit(step)/dot_general, model.py:12``, or what is known of it."""
+        return ", ".join(filter(None, (self.op_name, self.source_line)))
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The bytes of one kind of buffer, aligned with `TierUsage.times`."""
+
+    kind: BandKind
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A buffer that is live at a tier's peak.
+
+    Attributes:
+      buffer: the HLO instruction that defines it, with the part's index if any.
+      label: the user's name for it, or ``""``.
+      kind: what it counts as.
+      size: bytes.
+      shape: as XLA writes it.
+      live_range: half-open, in ticks.
+      origin: the defining instruction.
+    """
+
+    buffer: str
+    label: str
+    kind: BandKind
+    size: int
+    shape: str
+    live_range: LiveRange
+    origin: Step
+
+
+@dataclass(frozen=True)
+class TierUsage:
+    """The bytes that a program holds in one memory, over logical time.
+
+    Attributes:
+      tier: ``hbm``, ``host``, ...
+      capacity_bytes: what the machine has; None where no machine is known.
+      times: the ticks at which a band changes, from 0.
+      bands: one for each kind that the tier ever holds, in the order of `BAND_KINDS`.
+      end: the tick after the last instruction.
+      peak: the instruction that runs at `peak_time`.
+      held: the largest buffers that are live at `peak_time`, largest first, of
+        `held_count`.
+    """
+
+    tier: str
+    capacity_bytes: int | None
+    times: tuple[LogicalTime, ...]
+    bands: tuple[Band, ...]
+    end: LogicalTime
+    peak: Step
+    held: tuple[Held, ...]
+    held_count: int
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """The sum of the bands, aligned with `times`."""
+        return tuple(map(sum, zip(*(band.bytes for band in self.bands), strict=True)))
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.totals)
+
+    @property
+    def peak_time(self) -> LogicalTime:
+        return self.times[self.totals.index(self.peak_bytes)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Device memory, by the names of ``memory_analysis()``.
+
+    Attributes:
+      arguments, outputs, aliased, temp: bytes; `aliased` is in both of the first two.
+      source: ``"xla"`` if the compiler reported them for its executable, ``"memplan"`` if
+        they were worked out from the module.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temp: int
+    source: Literal["xla", "memplan"]
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs + self.temp - self.aliased
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """An asynchronous copy between two tiers.
+
+    Attributes:
+      buffer: HLO name of what moves.
+      label: the user's name for it, or ``""``.
+      source, destination: tier names.
+      size: bytes moved.
+      start, done: ticks at which it is issued and waited for.
+      computes_between: how many instructions that do work run in between; 0 means that
+        nothing can hide it.
+      issued_s: predicted seconds from the start of the step to its start.
+      busy: predicted seconds at which the link begins and ends to carry it; None without a
+        machine.
+      hidden_s: how long of that the compute engine is at work.
+    """
+
+    buffer: str
+    label: str
+    source: str
+    destination: str
+    size: int
+    start: LogicalTime
+    done: LogicalTime
+    computes_between: int
+    issued_s: float = 0.0
+    busy: tuple[float, float] | None = None
+    hidden_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.label or self.buffer
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether it fills or drains on-chip memory, and does not leave the device."""
+        return "vmem" in (self.source, self.destination)
+
+    @property
+    def route(self) -> str:
+        return f"{self.source}→{self.destination}"
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes that travel while the compute engine works; without a machine, all or none."""
+        if self.busy is None:
+            return self.size if self.computes_between else 0
+        start, end = self.busy
+        return self.size * min(1.0, self.hidden_s / (end - start)) if end > start else self.size
+
+
+class ComputeSpan(NamedTuple):
+    """Seconds during which the instruction at `tick` runs, or waits.
+
+    Attributes:
+      stall: the compute engine waits for a transfer; `tick` is the one that waits.
+    """
+
+    tick: LogicalTime
+    start_s: float
+    end_s: float
+    stall: bool
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What a machine model says of the run's seconds. Predictions, not measurements.
+
+    Attributes:
+      machine: the machine's name.
+      step_time_s: of one step.
+      lower_bound_s: no schedule can be faster on this machine model.
+      compute_s: the sum of the instructions' costs.
+      stall_s: of the step, how long the compute engine waits for transfers.
+      link_s: how long the busiest link is busy.
+      spans: of the compute engine, in order, without overlap.
+    """
+
+    machine: str
+    step_time_s: float
+    lower_bound_s: float
+    compute_s: float
+    stall_s: float
+    link_s: float
+    spans: tuple[ComputeSpan, ...]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One scheduled program.
+
+    Attributes:
+      name: what a column is headed with: ``"XLA alone"``, ``"memplan"``.
+      module: the module's name.
+      steps: the instruction at each tick.
+      tiers: memories that the program uses, device memory first; not those on the chip.
+      device: its bytes there.
+      transfers: in issue order.
+      order: ``before → after (reason)``: the orders beyond dataflow that it keeps.
+      clock: None when no machine was named.
+    """
+
+    name: str
+    module: str
+    steps: tuple[Step, ...]
+    tiers: tuple[TierUsage, ...]
+    device: DeviceBytes
+    transfers: tuple[TransferView, ...]
+    order: tuple[str, ...]
+    clock: Clock | None
+
+    @property
+    def off_device(self) -> tuple[TransferView, ...]:
+        """The transfers to and from slower memories: not those into on-chip memory."""
+        return tuple(t for t in self.transfers if not t.on_chip)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(t.size for t in self.off_device)
+
+    @property
+    def overlapped(self) -> float | None:
+        """The fraction of the moved bytes that travel while compute runs; None without any."""
+        if not self.moved_bytes:
+            return None
+        return sum(t.hidden_bytes for t in self.off_device) / self.moved_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """The runs of one module beside each other: one, or before and after.
+
+    Attributes:
+      title: the module's name.
+      machine: the machine's name, or ``""``.
+      budget_bytes: what the device was asked to keep to, or None.
+      version: memplan's.
+    """
+
+    title: str
+    machine: str
+    budget_bytes: int | None
+    runs: tuple[RunView, ...]
+    version: str
+
+
+class Figure(NamedTuple):
+    """A row of the table of numbers.
+
+    Attributes:
+      label: with "predicted" where a machine model made it.
+      values: a text for each run.
+      amounts: the number behind each text, None where there is none.
+      note: what the label leaves open.
+    """
+
+    label: str
+    values: tuple[str, ...]
+    amounts: tuple[float | None, ...]
+    note: str
+
+
+def figures(report: Report) -> tuple[Figure, ...]:
+    """Returns the numbers of a report, in the order of interest.
+
+    Rows that no run has a value for are left out.
+    """
+    return tuple(f for f in _figures(report) if any(a is not None for a in f.amounts))
+
+
+def _figures(report: Report) -> Iterator[Figure]:
+    memory = report.runs[0].tiers[0].tier.upper() if report.runs[0].tiers else "Device"
+
+    def figure(
+        label: str,
+        read: Callable[[RunView], float | None],
+        write: Callable[[float], str],
+        note: str = "",
+    ) -> Figure:
+        amounts = tuple(map(read, report.runs))
+        return Figure(label, tuple("–" if a is None else write(a) for a in amounts), amounts, note)
+
+    def seconds(read: Callable[[Clock], float]) -> Callable[[RunView], float | None]:
+        return lambda run: None if run.clock is None else read(run.clock)
+
+    worked_out = any(run.device.source == "memplan" for run in report.runs)
+    source = "worked out from the module" if worked_out else "as XLA reports it"
+    yield figure(f"{memory} temp", lambda r: r.device.temp, format_bytes, source)
+    yield figure(
+        f"{memory} total",
+        lambda r: r.device.total,
+        format_bytes,
+        "arguments + outputs + temp − aliased",
+    )
+    yield figure("Budget", lambda _: report.budget_bytes, format_bytes)
+    yield figure(f"Arguments in {memory}", lambda r: r.device.arguments, format_bytes)
+    yield figure("Moved", lambda r: r.moved_bytes or None, format_bytes, "bytes over links")
+    yield figure(
+        "Overlapped",
+        lambda r: r.overlapped,
+        lambda fraction: f"{fraction:.1%}",
+        "of the moved bytes, while compute runs",
+    )
+    yield figure("Step time, predicted", seconds(lambda c: c.step_time_s), format_seconds)
+    yield figure(
+        "Lower bound, predicted",
+        seconds(lambda c: c.lower_bound_s),
+        format_seconds,
+        "no schedule is faster on this machine model",
+    )
+    yield figure("Compute, predicted", seconds(lambda c: c.compute_s), format_seconds)
+    yield figure(
+        "Stalls, predicted", seconds(lambda c: c.stall_s), format_seconds, "waiting for transfers"
+    )
+    yield figure("Link busy, predicted", seconds(lambda c: c.link_s), format_seconds)

@@ -1,0 +1,35 @@
+"""The reports of the small program, made once."""
+
+from pathlib import Path
+
+import pytest
+
+from hlo_passes.machine import Machine, load_machine
+from hlo_passes.reader import read_module
+from memplan.report.build import view_run
+from memplan.report.view import Report
+from tests.memplan.programs import streamed_text
+
+TOY = Path(__file__).parent / "toy.toml"
+
+
+@pytest.fixture(scope="session")
+def toy() -> Machine:
+    """1 GB/s of everything, 1 MiB of device memory."""
+    return load_machine(TOY)
+
+
+@pytest.fixture(scope="session")
+def report(toy: Machine) -> Report:
+    """XLA's order, and a weight ahead, within 800 KiB."""
+    before = view_run("XLA alone", read_module(streamed_text()), toy)
+    after = view_run("memplan", read_module(streamed_text(ahead=1)), toy)
+    return Report("jit_step", "toy", 800 * 1024, (before, after), "0.0")
+
+
+@pytest.fixture
+def streamed_file(tmp_path: Path) -> Path:
+    """The program in XLA's order, as a text dump."""
+    path = tmp_path / "step.hlo"
+    path.write_text(streamed_text())
+    return path

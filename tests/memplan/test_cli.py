@@ -1,0 +1,239 @@
+"""The command line, called as a function: what it prints, and what it refuses."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import memplan
+import memplan.cli as cli
+from hlo_passes.machine import load_machine, machine_from_dict, machine_names
+from hlo_passes.plan import Plan
+from tests.memplan.conftest import TOY
+from tests.memplan.programs import streamed_text
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*words)`: stdout of a command that succeeds."""
+
+    def run(*words: object) -> str:
+        assert cli.main(list(map(str, words))) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(*words)`: the sentence on stderr of a command that fails."""
+
+    def refused(*words: object) -> str:
+        assert cli.main(list(map(str, words))) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        assert captured.err.startswith("memplan: ")
+        return captured.err
+
+    return refused
+
+
+def test_inspect_prints_the_peak_and_who_holds_it(run, golden, streamed_file):
+    golden("inspect.txt", run("inspect", streamed_file, "--machine", TOY))
+
+
+def test_inspect_needs_no_machine(run, golden, streamed_file):
+    golden("inspect_no_machine.txt", run("inspect", streamed_file))
+
+
+def test_inspect_as_json(run, streamed_file):
+    data = json.loads(run("inspect", streamed_file, "--machine", TOY, "--json"))
+    assert (data["format"], data["version"]) == ("memplan.report", 1)
+    (shown,) = data["runs"]
+    hbm = shown["tiers"][0]
+    assert hbm["peak_bytes"] == sum(held["size"] for held in hbm["held"])
+    assert hbm["peak"]["instruction"]
+    assert [t["buffer"] for t in shown["transfers"]] == ["start.0", "start.1", "start.2"]
+    assert shown["predicted"]["step_time_s"] > 0
+
+
+def test_inspect_writes_a_page_and_a_trace(run, streamed_file, tmp_path):
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    run("inspect", streamed_file, "--machine", TOY, "--html", page, "--trace", trace)
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_inspect_shows_orders_beyond_dataflow(run, tmp_path):
+    text = streamed_text(ahead=1).replace(
+        "copy-start(w.2)", "copy-start(w.2), control-predecessors={dot.0}"
+    )
+    path = tmp_path / "step.hlo"
+    path.write_text(text)
+    assert "%dot.0 → %start.2 (control)" in run("inspect", path)
+
+
+def test_a_dump_folder_is_a_source(run, tmp_path):
+    (tmp_path / "module_0001.jit_step.after_optimizations.txt").write_text(streamed_text())
+    assert run("inspect", tmp_path).startswith("jit_step\n")
+
+
+def test_plan_keeps_to_the_budget_and_saves(run, streamed_file, tmp_path):
+    out, page = tmp_path / "plan.json", tmp_path / "report.html"
+    words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB", "--out", out)
+    data = json.loads(run(*words, "--html", page, "--json"))
+    before, after = data["runs"]
+    assert (before["name"], after["name"]) == ("XLA alone", "memplan")
+    assert after["device"]["total"] <= data["budget_bytes"] == 850 * 1024
+    assert after["device"]["total"] < before["device"]["total"]
+    assert after["order"]
+    assert Plan.load(out).budget_bytes == 850 * 1024
+    assert page.exists()
+
+
+def test_plan_of_a_function(run, tmp_path, monkeypatch):
+    (tmp_path / "toy_program.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def program():\n"
+        "    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
+        "    return (lambda w, x: x @ w), (x, x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("plan", "toy_program:program", "--machine", "cpu", "--hbm", "1GiB", "--json")
+    data = json.loads(run(*words))
+    assert [shown["name"] for shown in data["runs"]] == ["XLA alone"]
+    assert data["runs"][0]["device"]["source"] == "xla"
+
+
+def test_passes(run):
+    listed = json.loads(run("passes", "--json"))
+    names = [p["name"] for p in listed]
+    assert names[0] == "read"
+    assert names.index("verify-plan") < names.index("rewrite")
+    text = run("passes")
+    assert all(p["name"] in text and p["establishes"] in text for p in listed)
+
+
+def test_machines(run):
+    text = run("machines")
+    assert all(name in text for name in machine_names())
+    listed = json.loads(run("machines", "--json"))
+    assert [machine_from_dict(data) for data in listed] == [
+        load_machine(n) for n in machine_names()
+    ]
+
+
+def test_a_machine_shows_its_sources(run):
+    text = run("machines", "v5e")
+    machine = load_machine("v5e")
+    assert all(source in text for _, source in machine.sources)
+    assert machine_from_dict(json.loads(run("machines", "v5e", "--json"))) == machine
+
+
+def test_machines_does_not_wait_for_jax():
+    script = "from memplan.cli import main; main(['machines'])"
+    script += "; import sys; assert 'jax' not in sys.modules"
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    # Some 0.2 s; jax alone takes over a second.
+    assert time.monotonic() - began < 5
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"memplan {memplan.__version__}\n"
+
+
+def test_no_hlo(refused, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("not a module\nat all\n")
+    assert str(path) in refused("inspect", path)
+
+
+def test_a_truncated_proto(refused, tmp_path):
+    from hlo_passes.reader import read_module
+
+    path = tmp_path / "step.hlo.pb"
+    path.write_bytes(read_module(streamed_text()).to_bytes()[:-40])
+    assert "copied whole" in refused("inspect", path)
+
+
+def test_an_empty_file(refused, tmp_path):
+    (tmp_path / "step.hlo").touch()
+    assert "the input is empty" in refused("inspect", tmp_path / "step.hlo")
+
+
+def test_a_file_that_is_not_there(refused, tmp_path):
+    path = tmp_path / "step.hlo"
+    assert refused("inspect", path) == f"memplan: {path}: No such file or directory\n"
+
+
+def test_a_folder_that_cannot_be_written(refused, streamed_file, tmp_path):
+    path = tmp_path / "missing" / "report.html"
+    assert str(path) in refused("inspect", streamed_file, "--html", path)
+
+
+def test_a_program_without_a_schedule(refused, tmp_path):
+    path = tmp_path / "step.hlo"
+    path.write_text(streamed_text().replace(", is_scheduled=true", ""))
+    assert "it has no schedule" in refused("inspect", path)
+
+
+def test_a_machine_that_does_not_exist(refused, streamed_file):
+    for words in (("inspect", streamed_file, "--machine"), ("machines",)):
+        assert "no machine 'v5f'. Did you mean" in refused(*words, "v5f")
+
+
+@pytest.mark.parametrize("budget", ["12 GB", "-1", "0", "12GX", "lots"])
+def test_a_budget_that_cannot_be_read(refused, streamed_file, budget):
+    message = refused("plan", streamed_file, "--machine", TOY, f"--hbm={budget}")
+    assert f"memory budget {budget!r}" in message
+    assert "Try '12GiB'" in message
+
+
+def test_a_budget_that_cannot_be_kept(refused, streamed_file):
+    message = refused("plan", streamed_file, "--machine", TOY, "--hbm", "300KiB")
+    assert "300.0 KiB" in message
+    assert "model.py" in message
+
+
+def test_a_trace_without_a_machine(refused, streamed_file, tmp_path):
+    message = refused("inspect", streamed_file, "--trace", tmp_path / "trace.json")
+    assert message == "memplan: --trace needs --machine: a trace is made of predicted seconds\n"
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("no_such_module:f", "there is no module no_such_module"),
+        ("json:no_such_function", "json has no no_such_function"),
+        ("json:decoder", "decoder is a module"),
+        ("platform:machine", "it returned str"),
+    ],
+)
+def test_a_reference_that_names_no_program(refused, reference, problem):
+    message = refused("plan", reference, "--machine", "cpu", "--hbm", "1GiB")
+    assert f"{reference}: {problem}. Expected MODULE:FUNCTION" in message
+
+
+def test_output_that_nobody_reads_on(streamed_file):
+    command = [sys.executable, "-c", "from memplan.cli import main; raise SystemExit(main())"]
+    with subprocess.Popen(
+        [*command, "inspect", streamed_file, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(memplan.__file__).parent.parent,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
