@@ -27,8 +27,8 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
     """Returns the outputs of `instruction` that must share an operand's buffer.
 
     Updates (dynamic-update-slice, scatter, set-dimension-size), all-reduce-start,
-    collective-permute(-start) given its destination, ragged-all-to-all, what a custom call
-    or fusion declares (``output_operand_aliasing``), and a fusion whose output is an update
+    collective-permute(-start) given its destination, ragged-all-to-all, what a custom call,
+    asynchronous start or fusion declares (``output_operand_aliasing``), and a fusion whose output is an update
     of one of its parameters.
     """
     annotated = tuple(
@@ -49,7 +49,7 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
             return (InPlacePair(1, (), (1,)),)
         case "ragged-all-to-all":
             return (InPlacePair(1, (), ()),)
-        case "custom-call":
+        case "custom-call" | "async-start":
             return annotated
         case "fusion":
             found = (

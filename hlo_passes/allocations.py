@@ -56,7 +56,8 @@ def find_allocations(
     """
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
-    reused = _reuse_allocations(ranges, target, buffers, apart)
+    # The TPU compiler leaves the caller's allocations alone (seen with libtpu of jax 0.12).
+    reused = _reuse_allocations(ranges, target, buffers, apart) if target != "tpu" else {}
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     return Allocations(_replay_heap(ranges, target, on_heap, apart), reused)
 
@@ -69,9 +70,16 @@ def _reuse_allocations(
     held: dict[int, list[Value]] = {}  # buffer with an allocation → the values in it
     reusable: list[Buffer] = []
     placed_in: dict[int, int] = {}
-    ordered = sorted(
-        buffers, key=lambda b: (-b.size, not b.live_out, ranges.of_buffer(b).start, b.id)
-    )
+    # The proto lists callees first, and XLA goes through the callers first.
+    computation = {c: -n for n, c in enumerate(dataflow.module.computations)}
+    place = {i: n for n, i in enumerate(dataflow.module.instructions)}
+
+    def order(b: Buffer) -> tuple[int, bool, tuple[int, int]]:
+        definers = (v.instruction for v in b.values)
+        first = min((computation[i.computation_id], place[i.id]) for i in definers)
+        return -b.size, not b.live_out, first
+
+    ordered = sorted(buffers, key=order)
     for b in ordered:
         if b.kind in ("constant", "tuple"):
             continue

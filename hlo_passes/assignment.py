@@ -29,7 +29,7 @@ Strategy = Literal["spatial", "temporal", "load"]
 XLA_STRATEGIES: tuple[Strategy, ...] = ("spatial", "temporal")
 ALL_STRATEGIES: tuple[Strategy, ...] = (*XLA_STRATEGIES, "load")
 
-_Ints = npt.NDArray[np.int64]
+type _Ints = npt.NDArray[np.int64]
 
 
 class Packing(NamedTuple):

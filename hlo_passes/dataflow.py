@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hlo_passes.aliasing import in_place_pairs
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
@@ -31,11 +31,12 @@ BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
 _POINTER_BYTES = 8
 
 
-class Position(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Position:
     """Part `index` of what `instruction` gives."""
 
     instruction: Instruction
-    index: ShapeIndex
+    index: ShapeIndex = ()
 
     @property
     def shape(self) -> Shape:
@@ -46,7 +47,8 @@ class Position(NamedTuple):
         return f"{self.instruction.name}{{{part}}}" if part else self.instruction.name
 
 
-class Use(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Use:
     """`instruction` reads part `index` of its operand number `operand`."""
 
     instruction: Instruction
@@ -59,7 +61,8 @@ class Value:
     """What one position defines.
 
     Attributes:
-      id: in the order of definition along the execution.
+      id: XLA's order: by computation, callees first, and by the instruction's place in the
+        proto; the merges of loops and conditionals come last.
       positions: where it is found, its definition first.
       uses: who reads it. Passing on (tuple, get-tuple-element) is no use.
       is_phi: it merges a loop's initial and carried value, or a conditional's branches.
@@ -91,8 +94,8 @@ class Buffer:
     """Values that must lie in the same bytes.
 
     Attributes:
-      id: in the order of first definition.
-      values: in the order of definition.
+      id: in the order of the first value's.
+      values: by id.
       kind: ``"parameter"`` of the entry (donated or not), ``"constant"``, ``"output"`` of
         the entry, ``"temp"``, or ``"tuple"``: a table of pointers to a tuple's elements.
       size: bytes, tiling included; of a tuple its pointers.
@@ -363,6 +366,7 @@ def _uses(i: Instruction, index: ShapeIndex) -> bool:
 
 def _collect(module: Module, walk: _Walk) -> Dataflow:
     n = len(walk.definitions)
+    _renumber(module, walk)
     positions: list[list[Position]] = [[p] for p, _ in walk.definitions]
     uses: list[list[Use]] = [[] for _ in range(n)]
     for computation in walk.visited.values():
@@ -408,6 +412,20 @@ def _collect(module: Module, walk: _Walk) -> Dataflow:
             )
         )
     return Dataflow(module, values, tuple(buffers), walk.value_at, buffer_of)
+
+
+def _renumber(module: Module, walk: _Walk) -> None:
+    """Gives the values XLA's order. The walk's is that of execution; where XLA breaks ties
+    between equal buffers by their ids, another order would end in another packing."""
+    place = {i: n for n, i in enumerate(module.instructions)}
+    order = sorted(
+        range(len(walk.definitions)),
+        key=lambda v: (walk.definitions[v][1], place[walk.definitions[v][0].instruction.id], v),
+    )
+    new = {old: v for v, old in enumerate(order)}
+    walk.definitions = [walk.definitions[old] for old in order]
+    walk.value_at = {where: new[v] for where, v in walk.value_at.items()}
+    walk.same_buffer = [(new[a], new[b]) for a, b in walk.same_buffer]
 
 
 def _components(n: int, pairs: Sequence[tuple[int, int]]) -> list[list[int]]:

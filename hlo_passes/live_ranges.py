@@ -27,8 +27,6 @@ from hlo_passes.errors import UnscheduledModuleError
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import LiveRange, LogicalTime
 
-_ASYNCHRONOUS = ("async-start", "async-update", "async-done")
-
 
 @dataclass(frozen=True, eq=False)
 class LiveRanges:
@@ -84,11 +82,13 @@ class _TimeLine:
         self.sequence: list[Instruction] = []
         self.time_of: dict[int, LogicalTime] = {}
         self.span: dict[int, LiveRange] = {}
-        self.done_of: dict[int, Instruction] = {}  # computation in an async pair → its done
-        for i in module.instructions.values():
-            if i.opcode == "async-done":
-                for c in self._wrapped(i):
-                    self.done_of[c] = i
+        # Computation that an asynchronous pair wraps → the pair.
+        self.pair_of: dict[int, tuple[Instruction, Instruction]] = {}
+        for done in module.instructions.values():
+            if done.opcode == "async-done":
+                start = self._start_of(done)
+                for c in start.called_computation_ids:
+                    self.pair_of[c] = (start, done)
 
     def flatten(self, computation: Computation) -> None:
         if computation.id in self.span:
@@ -112,12 +112,10 @@ class _TimeLine:
             case _:
                 return ()
 
-    def _wrapped(self, done: Instruction) -> tuple[int, ...]:
-        """The computation that the start of an asynchronous pair wraps."""
-        start = done
-        while start.opcode in _ASYNCHRONOUS and start.opcode != "async-start":
-            start = self.module.instructions[start.operand_ids[0]]
-        return start.called_computation_ids
+    def _start_of(self, i: Instruction) -> Instruction:
+        while i.opcode in ("async-update", "async-done"):
+            i = self.module.instructions[i.operand_ids[0]]
+        return i
 
     def is_root(self, i: Instruction) -> bool:
         return self.module.computations[i.computation_id].root is i
@@ -135,9 +133,10 @@ def _life(value: Value, line: _TimeLine) -> LiveRange:
     else:
         start = time
     last = span.end if line.is_root(definer) else time
-    if definer.computation_id in line.done_of:
-        # What an asynchronous call holds, it holds until it is done.
-        last = max(last, line.time_of[line.done_of[definer.computation_id].id])
+    if definer.computation_id in line.pair_of:
+        # What an asynchronous call holds, it holds from its start until it is done.
+        first, done = line.pair_of[definer.computation_id]
+        start, last = line.time_of[first.id], max(last, line.time_of[done.id])
     for position in value.positions[1:]:
         i = position.instruction
         last = max(last, line.span[i.computation_id].end if line.is_root(i) else line.time_of[i.id])

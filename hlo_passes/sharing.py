@@ -59,7 +59,7 @@ def can_share(
     numbers = [n for n, o in enumerate(user.operand_ids) if o == operand.instruction.id]
     match user.opcode:
         case "fusion":
-            return _fusion_may_share(module, user, numbers[0])
+            return _fusion_may_share(module, user, numbers[0], target)
         case "while" | "conditional":
             return True
         case "dynamic-update-slice" | "scatter" | "set-dimension-size":
@@ -74,23 +74,22 @@ def can_share(
             return _elementwise_on(module, user, numbers[0])
 
 
-def _fusion_may_share(module: Module, fusion: Instruction, number: int) -> bool:
+def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: Target) -> bool:
     body = module.computations[fusion.called_computation_ids[0]]
     users = _users(module, body)
     parameter = body.parameters[number]
-    if fusion.proto.fusion_kind in ("kLoop", "kInput"):
+    kind = fusion.proto.fusion_kind
+    # On TPU the epilogue of a convolution may write over any operand that it reads element by
+    # element (seen with libtpu of jax 0.12; XLA's own rule below knows a root addition only).
+    if kind in ("kLoop", "kInput") or (kind == "kOutput" and target == "tpu"):
         return all(
             i.opcode == "tuple" or _elementwise_on(module, i, n)
             for i, n in _transitive_uses(parameter, users)
         )
-    if fusion.proto.fusion_kind == "kOutput" and body.root.opcode == "add":
-        # dot + x: the sum may lie where x did when nothing else in the fusion reads x.
+    if kind == "kOutput" and body.root.opcode == "add":
         addends = [module.instructions[o] for o in body.root.operand_ids]
-        matched = [n for n, a in enumerate(addends) if a.opcode in ("convolution", "dot")]
-        if not matched:
-            return False
-        uses = users.get(parameter.id, ())
-        return len(uses) == 1 and uses[0] == (body.root, 1 - matched[0])
+        products = [n for n, a in enumerate(addends) if a.opcode in ("convolution", "dot")]
+        return bool(products) and users.get(parameter.id) == ((body.root, 1 - products[0]),)
     return False
 
 
