@@ -77,6 +77,11 @@ class CompiledBytes(Protocol):
     temp_size_in_bytes: int
 
 
+# Calls that compute nothing: XLA:TPU's name for buffers that lie beside each other, and the
+# wait for a copy on CPU.
+_PASSED_ON = frozenset({"ConcatBitcast", COPY_START, COPY_DONE})
+
+
 def view_run(
     name: str,
     module: Module,
@@ -309,7 +314,19 @@ class _Builder:
             shape=str(value.shape),
             live_range=LiveRange(live.start, min(live.end, self.ranges.end)),
             origin=self._step(value.instruction),
+            reader=self._reader(value.instruction),
         )
+
+    def _reader(self, i: Instruction) -> Step | None:
+        """The first instruction that works on what `i` gives, through what only passes it on."""
+        time_of = self.ranges.time_of
+        while True:
+            users = [u for u in self.ranges.dataflow.users.get(i.id, ()) if u.id in time_of]
+            if not users:
+                return None
+            i = min(users, key=lambda u: time_of[u.id])
+            if i.opcode not in _ABOUT_OPERAND and i.custom_call_target not in _PASSED_ON:
+                return self._step(i)
 
     # Transfers and seconds.
 

@@ -50,7 +50,12 @@ def _run(run: RunView, strings: _Strings) -> dict[str, Any]:
         "name": run.name,
         "steps": list(map(step, run.steps)),
         "tiers": [
-            {**asdict(tier), "peak_time": tier.peak_time, "peak_bytes": tier.peak_bytes}
+            {
+                **asdict(tier),
+                "peak_time": tier.peak_time,
+                "peak_bytes": tier.peak_bytes,
+                "held": [{**asdict(held), "name": held.name} for held in tier.held],
+            }
             for tier in run.tiers
         ],
         "transfers": [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memplan.report.view import Report, RunView, TierUsage
+from memplan.report.view import Held, Report, RunView, TierUsage
 
 FORMAT_VERSION = 1
 
@@ -53,5 +53,10 @@ def _tier(tier: TierUsage) -> dict[str, Any]:
         "peak_time": tier.peak_time,
         "peak": tier.peak._asdict(),
         "held_count": tier.held_count,
-        "held": [{**asdict(held), "origin": held.origin._asdict()} for held in tier.held],
+        "held": [_held(held) for held in tier.held],
     }
+
+
+def _held(held: Held) -> dict[str, Any]:
+    reader = None if held.reader is None else held.reader._asdict()
+    return {**asdict(held), "origin": held.origin._asdict(), "reader": reader}

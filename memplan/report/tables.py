@@ -145,15 +145,15 @@ def _held_table(of_run: str, tier: TierUsage) -> Table:
             Column("kind"),
             Column("live in ticks", right=True),
             Column("buffer"),
-            Column("made by"),
+            Column("made by, or read by"),
         ),
         tuple(
             (
                 format_bytes(held.size),
                 held.kind,
                 f"{held.live_range.start}–{held.live_range.end}",
-                held.label or f"%{held.buffer}",
-                "" if held.label else held.origin.made_by,
+                held.name,
+                held.about,
             )
             for held in shown
         ),

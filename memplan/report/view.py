@@ -74,6 +74,7 @@ class Held:
       shape: as XLA writes it.
       live_range: half-open, in ticks.
       origin: the defining instruction.
+      reader: the first instruction that works on it, or None.
     """
 
     buffer: str
@@ -83,6 +84,18 @@ class Held:
     shape: str
     live_range: LiveRange
     origin: Step
+    reader: Step | None
+
+    @property
+    def name(self) -> str:
+        return self.label or f"%{self.buffer}"
+
+    @property
+    def about(self) -> str:
+        """Where to look in the source: who made it or, of an argument, who reads it first."""
+        if not self.label:
+            return self.origin.made_by
+        return f"read by {self.reader.made_by or self.reader}" if self.reader else ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -92,6 +94,16 @@ def test_names_are_text(name):
     assert data["runs"][0]["transfers"][0]["name"] == f"{name}[0]"
     assert "innerHTML" not in page.scripts[1]
     assert not [tag for tag, _ in page.tags if tag in ("img", "b", "i")]
+
+
+def test_the_script_parses(report, tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    script = tmp_path / "page.js"
+    script.write_text(Page(html.render_html(report)).scripts[1])
+    checked = subprocess.run([node, "--check", script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_a_large_program_stays_small():
