@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend.backend import get_backend
+from jax.extend.mlir import hlo_to_stablehlo
 from jaxlib import _hlo, _jax, _xla
 from jaxlib._jax import mlir
 from jaxlib.mlir import ir
@@ -121,3 +124,35 @@ def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mappin
     build_options.use_shardy_partitioner = True
     device_list = _jax.DeviceList(tuple(devices))
     return devices[0].client.compile(stablehlo, device_list, compile_options)
+
+
+def run_on_cpu(proto: bytes, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Compiles a portable HLO module for one CPU device and runs it once.
+
+    Args:
+      proto: a serialized ``HloModuleProto`` without a schedule.
+      arguments: one array for each entry parameter, of its shape and dtype.
+
+    Returns:
+      The elements of the entry's result.
+
+    Raises whatever XLA raises. The conversion is public (``jax.extend.mlir``), the client
+    is not: ``compile_and_load``, ``execute_sharded`` (0.12.0.1).
+    """
+    client = get_backend("cpu")
+    devices = _jax.DeviceList(tuple(client.local_devices()[:1]))
+    program = hlo_to_stablehlo(proto)
+    executable = client.compile_and_load(program, devices, _jax.CompileOptions())
+    with jax.enable_x64(True):  # without it device_put would narrow 64-bit arguments
+        buffers = [jax.device_put(a, devices[0]) for a in arguments]
+    results = executable.execute_sharded(buffers).disassemble_into_single_device_arrays()
+    return [np.asarray(shards[0]) for shards in results]
+
+
+def kept_arguments(lowered: Any) -> list[int]:
+    """Flat indices of the arguments that became parameters, in parameter order.
+
+    jax drops arguments that the program does not use. Needs
+    ``Lowered._lowering.compile_args["kept_var_idx"]`` (0.11.2, 0.12.0.1).
+    """
+    return sorted(lowered._lowering.compile_args["kept_var_idx"])

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from hlo_passes import xla
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.xla import clear_hook, compile_for_topology, register_hook
 from memplan.topology import topology
 
 MODULES = Path(__file__).parent.parent / "data" / "replay"
@@ -65,7 +65,7 @@ class Program:
 def _value(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if dtype.kind in "iu":
         return np.asarray(random.integers(0, 10, shape), dtype)
-    scale = 1 / np.sqrt(shape[0]) if len(shape) == 2 else 1
+    scale = 1 / np.sqrt(shape[-2]) if len(shape) in (2, 3) else 1
     return np.asarray(random.standard_normal(shape) * scale, dtype)
 
 
@@ -206,7 +206,7 @@ def compile_program(program: Program, target: str, options: dict[str, Any] | Non
         executable = traced.lower().compile(options or {}).runtime_executable()
     else:
         lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-        executable = xla.compile_for_topology(lowered, devices.devices[:1], options or {})
+        executable = compile_for_topology(lowered, devices.devices[:1], options or {})
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     variants.append(("gpu", "cublas", {"xla_gpu_enable_triton_gemm": False}))
     for target, suffix, options in variants:
         topology(TARGETS[target])  # loads the plugin that the hook goes to
-        xla.register_hook(target, f"replay_{suffix}", seen.append)
+        register_hook(target, f"replay_{suffix}", seen.append)
         for name, program in PROGRAMS.items():
             if suffix == "cublas" and name not in ("chain", "mlp"):
                 continue
@@ -229,7 +229,7 @@ def main() -> None:
             data = lzma.compress(proto.SerializeToString(), preset=9 | lzma.PRESET_EXTREME)
             (MODULES / f"{name}.{suffix}.pb.xz").write_bytes(data)
             print(f"{name}.{suffix}: {len(data)} bytes")
-        xla.clear_hook(target, f"replay_{suffix}")
+        clear_hook(target, f"replay_{suffix}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,584 @@
+"""Makes a module that was compiled for one device run on any: a TPU's or GPU's on CPU.
+
+A module after scheduling is ordinary HLO, wrapped in what only its target knows. Each
+wrapper has a plain meaning, and takes it on here:
+
+    layouts, tiles, memory spaces          dropped: values do not depend on them
+    copy, copy-start, copy-done            the operand itself; memplan's own calls likewise
+    async-start ... async-done, fusion     a call of the wrapped computation
+    bitcast                                the same bytes, by transposes and reshapes
+    float types mixed in one operation     the widest of them, then rounded
+    custom-call "AllocateBuffer"           NaN everywhere: nothing may read it
+    custom-call "ConcatBitcast"            concatenate
+    custom-call "__cublas$lt$matmul"       dot
+    schedule, control edges, donation      dropped: the values follow from dataflow alone
+
+What has no such meaning on one CPU (collectives, infeed, other custom calls) is refused
+by name. Plain meanings are written as HLO text, and XLA's own parser reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from custom_calls import targets
+from hlo_passes import xla
+from hlo_passes.errors import ReplayError
+from hlo_passes.ir import Instruction, Module, Shape
+from hlo_passes.proto import hlo_pb2
+
+_STARTS = frozenset({"async-start", "async-update", "copy-start"})
+_DONES = frozenset({"async-done", "async-update", "copy-done"})
+_CALLS = frozenset({"async-start", "fusion"})
+
+# Opcodes, and targets of custom calls, that have the value of their first operand.
+_IDENTITIES = frozenset({"add-dependency", "copy-start"}) | _DONES
+_IDENTITY_TARGETS = frozenset(
+    {
+        "AssumeGatherIndicesInBound",
+        "GatherScatterIndicesBitpacked",
+        targets.COPY_START,
+        targets.COPY_DONE,
+    }
+)
+
+_GEMM_TARGETS = frozenset({"__cublas$gemm", "__cublas$lt$matmul"})
+
+# Custom calls that XLA:CPU implements itself (jaxlib 0.12.0.1).
+_CPU_TARGETS = frozenset({"TopK"})
+
+# Prefixes of the opcodes that talk to other devices or to the host.
+_COMMUNICATION = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-",
+    "infeed",
+    "outfeed",
+    "partition-id",
+    "ragged-all-to-all",
+    "recv",
+    "reduce-scatter",
+    "replica-id",
+    "send",
+)
+
+# XLA's numbers of f16, bf16, f32 and f64 (xla/xla_data.proto), from narrow to wide.
+_FLOATS = (10, 16, 11, 12)
+
+# Between operands and result of these, different float types are no accident.
+_TYPED_FREELY = frozenset(
+    {"bitcast-convert", "call", "conditional", "convert", "custom-call", "stochastic-convert"}
+)
+
+_LOCAL_ID = 2**32 - 1  # XLA numbers instructions (computation id << 32) | local id
+
+
+def portable(module: Module) -> Module:
+    """Rewrites `module` into HLO that needs no particular device.
+
+    Args:
+      module: the program of one device, at any stage after scheduling; left as it is.
+
+    Returns:
+      An unscheduled module with the same parameters, outputs and values, its arrays
+      row-major. The instructions that remain keep their ids.
+
+    Raises:
+      ReplayError: when an instruction has no meaning on a single CPU.
+    """
+    return _Rewriter(module).run()
+
+
+class _Rewriter:
+    """One run of `portable`: the module that is read and the one that grows."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._plain: dict[str, hlo_pb2.HloComputationProto] = {}  # by HLO text
+        self._first_plain_id = max(module.computations) + 1
+        self._local_ids = itertools.count(1 + max(i & _LOCAL_ID for i in module.instructions))
+
+    def run(self) -> Module:
+        source = self._module.to_proto()
+        computations = [self._computation(c) for c in source.computations]
+        _make_row_major([*source.host_program_shape.parameters, source.host_program_shape.result])
+        # Built anew rather than edited: the fields that memplan does not declare (buffer
+        # donors, prefetches, sharding) speak about the target.
+        return Module(
+            hlo_pb2.HloModuleProto(
+                name=source.name,
+                entry_computation_name=source.entry_computation_name,
+                computations=[*self._plain.values(), *computations],  # callees first
+                host_program_shape=source.host_program_shape,
+                id=source.id,
+                entry_computation_id=source.entry_computation_id,
+                stack_frame_index=source.stack_frame_index,
+            )
+        )
+
+    def _computation(self, source: hlo_pb2.HloComputationProto) -> hlo_pb2.HloComputationProto:
+        result = hlo_pb2.HloComputationProto(
+            name=source.name, program_shape=source.program_shape, id=source.id
+        )
+        _make_row_major([*result.program_shape.parameters, result.program_shape.result])
+        value: dict[int, int] = {}  # id of an instruction -> of the one with its value now
+        for proto in source.instructions:
+            instruction = self._module.instructions[proto.id]
+            self._refuse_the_impossible(instruction)
+            operands = [value[i] for i in instruction.operand_ids]
+            if self._is_identity(instruction):
+                value[instruction.id] = operands[0]
+                continue
+            result.instructions.extend(self._instructions(instruction, operands))
+            value[instruction.id] = instruction.id
+        result.root_id = value[source.root_id]
+        return result
+
+    def _is_identity(self, instruction: Instruction) -> bool:
+        if instruction.opcode == "copy":
+            # On a TPU a copy may round as well.
+            return self._operand_shapes(instruction)[0].dtype == instruction.shape.dtype
+        return (
+            instruction.opcode in _IDENTITIES or instruction.custom_call_target in _IDENTITY_TARGETS
+        )
+
+    def _instructions(
+        self, instruction: Instruction, operands: Iterable[int]
+    ) -> Iterator[hlo_pb2.HloInstructionProto]:
+        """Yields what stands for `instruction`; the last has its id."""
+        if instruction.opcode in _CALLS:
+            yield _call(instruction, operands, instruction.called_computation_ids[0])
+            return
+        meaning = self._plain_meaning(instruction)
+        if meaning is not None:
+            yield _call(instruction, operands, self._plain_computation_id(meaning))
+            return
+        kept = _kept(instruction, operands)
+        declared = hlo_pb2.ShapeProto.FromString(kept.shape.SerializeToString())
+        if instruction.opcode not in _TYPED_FREELY:
+            yield from self._widen(instruction, kept)
+        if kept.shape == declared:
+            yield kept
+            return
+        kept.id = self._new_id(instruction)
+        kept.name = f"{kept.name}.unrounded"
+        yield kept
+        yield from self._rounded(instruction, kept, declared)
+
+    def _widen(
+        self, instruction: Instruction, kept: hlo_pb2.HloInstructionProto
+    ) -> Iterator[hlo_pb2.HloInstructionProto]:
+        """Makes `kept` work in the widest of the float types that it mixes, if it does.
+
+        TPU modules round in passing (``bf16 pad(bf16, f32)``) and GPU modules multiply bf16
+        into f32. StableHLO knows no such pad, XLA:CPU not every such dot. Yields the
+        conversions of operands, and gives `kept` the shape that it then computes.
+        """
+        sources = [self._module.instructions[i].proto.shape for i in instruction.operand_ids]
+        if instruction.shape.is_tuple:
+            if instruction.opcode == "reduce":  # results and inputs correspond
+                for result, source in zip(kept.shape.tuple_shapes, sources, strict=False):
+                    result.element_type = source.element_type
+            return
+        mixed = {s.element_type for s in (*sources, kept.shape)} & set(_FLOATS)
+        if len(mixed) < 2:
+            return
+        widest = max(mixed, key=_FLOATS.index)
+        for position, source in enumerate(sources):
+            if source.element_type in mixed - {widest}:
+                operand = kept.operand_ids[position]
+                shape = hlo_pb2.ShapeProto(element_type=widest, dimensions=source.dimensions)
+                conversion = self._new("convert", instruction, shape, [operand])
+                kept.operand_ids[position] = conversion.id
+                yield conversion
+        if kept.shape.element_type in mixed:
+            kept.shape.element_type = widest
+
+    def _rounded(
+        self,
+        instruction: Instruction,
+        computed: hlo_pb2.HloInstructionProto,
+        declared: hlo_pb2.ShapeProto,
+    ) -> Iterator[hlo_pb2.HloInstructionProto]:
+        """Yields the conversion of `computed` to the shape that `instruction` declares."""
+        if not declared.tuple_shapes:
+            last = self._new("convert", instruction, declared, [computed.id])
+        else:
+            elements: list[int] = []
+            for i, (source, result) in enumerate(
+                zip(computed.shape.tuple_shapes, declared.tuple_shapes, strict=True)
+            ):
+                element = self._new("get-tuple-element", instruction, source, [computed.id])
+                element.tuple_index = i
+                conversion = self._new("convert", instruction, result, [element.id])
+                elements.append(conversion.id)
+                yield from (element, conversion)
+            last = self._new("tuple", instruction, declared, elements)
+        last.id, last.name = instruction.id, instruction.name
+        yield last
+
+    def _new(
+        self,
+        opcode: str,
+        origin: Instruction,
+        shape: hlo_pb2.ShapeProto,
+        operands: Iterable[int],
+    ) -> hlo_pb2.HloInstructionProto:
+        local_id = next(self._local_ids)
+        return hlo_pb2.HloInstructionProto(
+            name=f"{opcode}.{local_id}.for.{origin.name}",
+            opcode=opcode,
+            shape=shape,
+            metadata=origin.proto.metadata,
+            id=origin.computation_id << 32 | local_id,
+            operand_ids=operands,
+        )
+
+    def _plain_meaning(self, instruction: Instruction) -> str | None:
+        """The value of `instruction` as HLO text, or None where XLA:CPU computes it itself.
+
+        The text has one computation, whose parameters are the instruction's operands.
+        """
+        operands = self._operand_shapes(instruction)
+        if instruction.opcode == "bitcast":
+            return _bitcast(operands[0], instruction.shape)
+        target = instruction.custom_call_target
+        if not target or target in _CPU_TARGETS:
+            return None
+        if target == "AllocateBuffer":
+            return _plain_text(_undefined("content", instruction.shape))
+        if target == "ConcatBitcast":
+            return self._concatenate(instruction)
+        if target in _GEMM_TARGETS:
+            return self._gemm(instruction)
+        raise self._error(
+            instruction,
+            f'no CPU implements its target "{target}"',
+            "Replay the program without that operation, or as compiled for another target.",
+        )
+
+    def _concatenate(self, instruction: Instruction) -> str:
+        """What a TPU fetches in slices (``slice-start``), whole again."""
+        operands, result = self._operand_shapes(instruction), instruction.shape
+        sizes = zip(*(shape.dimensions for shape in operands), strict=True)
+        sliced = [d for d, n in enumerate(sizes) if set(n) != {result.dimensions[d]}] or [0]
+        if sum(shape.dimensions[sliced[0]] for shape in operands) != result.dimensions[sliced[0]]:
+            raise self._error(
+                instruction,
+                f"its operands {', '.join(map(str, operands))} are no slices of the result",
+                "XLA is not known to make such a call: please report the module.",
+            )
+        return _plain_text(
+            [
+                *(
+                    f"slice.{i} = {_text(shape.dtype, shape.dimensions)} parameter({i})"
+                    for i, shape in enumerate(operands)
+                ),
+                f"ROOT whole = {_text(result.dtype, result.dimensions)} concatenate("
+                f"{', '.join(f'slice.{i}' for i in range(len(operands)))}), "
+                f"dimensions={{{sliced[0]}}}",
+            ]
+        )
+
+    def _gemm(self, instruction: Instruction) -> str:
+        """``alpha * dot(lhs, rhs) + beta * addend``, as XLA folds it into a cuBLAS call.
+
+        See xla/service/gpu/transforms/gemm_rewriter.cc. cuBLAS accumulates in f32, f64 in
+        f64, and rounds once.
+        """
+        config = instruction.backend_config["gemm_backend_config"]
+        (_, result), *workspace = instruction.shape.leaves()
+        if config["epilogue"] != "DEFAULT" or result.dtype not in ("bf16", "f16", "f32", "f64"):
+            raise self._error(
+                instruction,
+                f"a cuBLAS call with epilogue {config['epilogue']} on {result} is not known here",
+                "Compile with xla_gpu_enable_cublaslt=false and replay that.",
+            )
+        lhs, rhs, *addend = self._operand_shapes(instruction)
+        numbers = config["dot_dimension_numbers"]
+        dimensions = ", ".join(
+            f"{side}_{kind}_dims={_braces(numbers[f'{side}_{kind}_dimensions'])}"
+            for side in ("lhs", "rhs")
+            for kind in ("batch", "contracting")
+        )
+        accumulator = "f64" if result.dtype == "f64" else "f32"
+        wide = _text(accumulator, result.dimensions)
+        lines = [
+            f"lhs = {_text(lhs.dtype, lhs.dimensions)} parameter(0)",
+            f"rhs = {_text(rhs.dtype, rhs.dimensions)} parameter(1)",
+            f"lhs.wide = {_text(accumulator, lhs.dimensions)} convert(lhs)",
+            f"rhs.wide = {_text(accumulator, rhs.dimensions)} convert(rhs)",
+            f"dot = {wide} dot(lhs.wide, rhs.wide), {dimensions}",
+            f"alpha = {accumulator}[] constant({config['alpha_real']!r})",
+            f"alphas = {wide} broadcast(alpha), dimensions={{}}",
+            f"product = {wide} multiply(dot, alphas)",
+        ]
+        if addend:
+            lines += [
+                f"addend = {_text(addend[0].dtype, addend[0].dimensions)} parameter(2)",
+                f"addend.wide = {wide} convert(addend)",
+                f"beta = {accumulator}[] constant({config['beta']!r})",
+                f"betas = {wide} broadcast(beta), dimensions={{}}",
+                f"scaled = {wide} multiply(addend.wide, betas)",
+                f"sum = {wide} add(product, scaled)",
+            ]
+        total = "sum" if addend else "product"
+        rounded = f"{_text(result.dtype, result.dimensions)} convert({total})"
+        if not instruction.shape.is_tuple:
+            return _plain_text([*lines, f"ROOT result = {rounded}"])
+        scratch = [_undefined(f"scratch.{i}", shape) for i, (_, shape) in enumerate(workspace)]
+        outputs = ["result", *(f"scratch.{i}" for i in range(len(scratch)))]
+        shapes = ", ".join(_text(s.dtype, s.dimensions) for _, s in instruction.shape.leaves())
+        lines += [f"result = {rounded}", *itertools.chain(*scratch)]
+        return _plain_text([*lines, f"ROOT outputs = ({shapes}) tuple({', '.join(outputs)})"])
+
+    def _plain_computation_id(self, text: str) -> int:
+        """Adds the computation that `text` describes, once, and returns its id."""
+        if text not in self._plain:
+            parsed = hlo_pb2.HloModuleProto.FromString(xla.hlo_text_to_proto(text))
+            (computation,) = parsed.computations
+            computation.id = self._first_plain_id + len(self._plain)
+            computation.name = f"plain.{computation.id}"
+            new_ids: dict[int, int] = {}
+            for proto in computation.instructions:
+                local_id = next(self._local_ids)
+                new_ids[proto.id] = computation.id << 32 | local_id
+                proto.id = new_ids[proto.id]
+                proto.name = f"{proto.name}.{local_id}"  # unique in the module
+                proto.operand_ids[:] = [new_ids[i] for i in proto.operand_ids]
+            computation.root_id = new_ids[computation.root_id]
+            self._plain[text] = computation
+        return self._plain[text].id
+
+    def _refuse_the_impossible(self, instruction: Instruction) -> None:
+        if instruction.opcode.startswith(_COMMUNICATION):
+            raise self._error(
+                instruction,
+                f"{instruction.opcode} needs other devices or the host",
+                "Compile the program for one device and replay that.",
+            )
+        for i in instruction.operand_ids:
+            start = self._module.instructions[i]
+            if start.opcode in _STARTS and instruction.opcode not in _DONES:
+                raise self._error(
+                    instruction,
+                    f"it reads {start}, which is in flight",
+                    "Only the matching done may; read its result.",
+                )
+
+    def _operand_shapes(self, instruction: Instruction) -> list[Shape]:
+        return [self._module.instructions[i].shape for i in instruction.operand_ids]
+
+    def _new_id(self, origin: Instruction) -> int:
+        return origin.computation_id << 32 | next(self._local_ids)
+
+    def _error(self, instruction: Instruction, problem: str, hint: str) -> ReplayError:
+        line = self._module.source_line(instruction)
+        where = f"{instruction} ({line})" if line else str(instruction)
+        return ReplayError(where, problem, hint)
+
+
+def _call(
+    instruction: Instruction, operands: Iterable[int], computation_id: int
+) -> hlo_pb2.HloInstructionProto:
+    proto = instruction.proto
+    # An async start has the shape (operands, result, context ...); the call only computes.
+    shape = proto.shape.tuple_shapes[1] if instruction.opcode == "async-start" else proto.shape
+    call = hlo_pb2.HloInstructionProto(
+        name=instruction.name,
+        opcode="call",
+        shape=shape,
+        metadata=proto.metadata,
+        id=instruction.id,
+        operand_ids=operands,
+        called_computation_ids=[computation_id],
+    )
+    _make_row_major([call.shape])
+    return call
+
+
+def _kept(instruction: Instruction, operands: Iterable[int]) -> hlo_pb2.HloInstructionProto:
+    kept = hlo_pb2.HloInstructionProto()
+    kept.CopyFrom(instruction.proto)
+    kept.operand_ids[:] = operands
+    for target_specific in ("backend_config", "control_predecessor_ids", "frontend_attributes"):
+        kept.ClearField(target_specific)
+    order = list(kept.shape.layout.minor_to_major)
+    _make_row_major([kept.shape])
+    if instruction.opcode == "constant":
+        kept.shape.layout.minor_to_major[:] = order  # the literal's numbers stand in it
+    elif instruction.opcode == "copy":
+        kept.opcode = "convert"  # other copies are identities
+    return kept
+
+
+def _make_row_major(shapes: Iterable[hlo_pb2.ShapeProto]) -> None:
+    """Gives every array the default layout, in place: no tiles, no memory space."""
+    for shape in shapes:
+        _make_row_major(shape.tuple_shapes)
+        if shape.HasField("layout"):
+            order = range(len(shape.dimensions) - 1, -1, -1)
+            shape.layout.CopyFrom(hlo_pb2.LayoutProto(minor_to_major=order))
+
+
+def _physical_order(shape: Shape) -> list[int]:
+    """The dimensions from major to minor."""
+    return list(reversed(shape.layout.minor_to_major)) or list(range(len(shape.dimensions)))
+
+
+def _bitcast(source: Shape, result: Shape) -> str:
+    """A bitcast as HLO on values: it keeps the bytes and changes how they are read.
+
+    The elements of an array in the order of its bytes are a row-major 1-D array:
+
+        source ─ transposed to its physical dimension order
+               ─ each tile: padded, split into tiles, tile counts before tile sizes
+               ─ flat: the bytes of both ─ flat
+                 the same steps of the result's layout, backwards ─ result
+
+    (The "Tiled layout" page of XLA's documentation; `hlo_passes.ir.tiled_element_count`.)
+    """
+    value = _Chain(source.dtype, source.dimensions)
+    same_tiling = _tiling(source) == _tiling(result)
+    value.transpose(_physical_order(source))
+    for tile in () if same_tiling else source.layout.tiles:
+        step = _Tiled.of(value.sizes, tile)
+        value.reshape(step.sizes)
+        value.pad(step.padded)
+        value.reshape(step.split)
+        value.transpose(step.order)
+    value.reshape([math.prod(value.sizes)])
+    value.bitcast_convert(result.dtype)
+
+    sizes = [result.dimensions[d] for d in _physical_order(result)]
+    steps: list[_Tiled] = []
+    for tile in () if same_tiling else result.layout.tiles:
+        steps.append(_Tiled.of(sizes, tile))
+        sizes = [steps[-1].split[d] for d in steps[-1].order]
+    # Tiles that pad the end of one and not of the other: those bytes carry nothing.
+    value.pad([max(value.sizes[0], math.prod(sizes))])
+    value.slice([math.prod(sizes)])
+    value.reshape(sizes)
+    for step in reversed(steps):
+        value.reshape([step.split[d] for d in step.order])
+        value.transpose(_inverse(step.order))
+        value.reshape(step.padded)
+        value.slice(step.sizes)
+    value.reshape([result.dimensions[d] for d in _physical_order(result)])
+    value.transpose(_inverse(_physical_order(result)))
+    return _plain_text(value.lines)
+
+
+def _tiling(shape: Shape) -> tuple[object, ...]:
+    """What decides where tiles put the elements: equal values, equal places."""
+    sizes = [shape.dimensions[d] for d in _physical_order(shape)]
+    untouched = max(len(sizes) - max(map(len, shape.layout.tiles), default=0), 0)
+    return (shape.layout.tiles, sizes[untouched:], math.prod(sizes[:untouched]))
+
+
+@dataclass(frozen=True)
+class _Tiled:
+    """One tile applied to the minor dimensions of an array.
+
+    Attributes:
+      sizes: the array's, with leading ones where the tile has more dimensions.
+      padded: rounded up to whole tiles.
+      split: each tiled size as (number of tiles, size of the tile).
+      order: the dimensions of `split` as they lie in memory.
+    """
+
+    sizes: list[int]
+    padded: list[int]
+    split: list[int]
+    order: list[int]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], tile: Sequence[int]) -> _Tiled:
+        sizes = [1] * (len(tile) - len(sizes)) + list(sizes)
+        outer = len(sizes) - len(tile)
+        counts = [-(-n // t) for n, t in zip(sizes[outer:], tile, strict=True)]
+        pairs = list(zip(counts, tile, strict=True))
+        split = sizes[:outer] + [n for pair in pairs for n in pair]
+        of_counts = range(outer, len(split), 2)
+        return cls(
+            sizes,
+            sizes[:outer] + [count * t for count, t in pairs],
+            split,
+            [*range(outer), *of_counts, *(d + 1 for d in of_counts)],
+        )
+
+
+class _Chain:
+    """HLO text in which each line takes the one before; steps that change nothing are none."""
+
+    def __init__(self, dtype: str, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.lines = [f"v0 = {_text(dtype, sizes)} parameter(0)"]
+        self._dtype = dtype
+
+    def transpose(self, order: Sequence[int]) -> None:
+        if list(order) != sorted(order):
+            sizes = [self.sizes[d] for d in order]
+            self._then("transpose", sizes, f", dimensions={_braces(order)}")
+
+    def reshape(self, sizes: Sequence[int]) -> None:
+        if list(sizes) != self.sizes:
+            self._then("reshape", sizes)
+
+    def bitcast_convert(self, dtype: str) -> None:
+        if dtype != self._dtype:
+            self._dtype = dtype
+            self._then("bitcast-convert", self.sizes)
+
+    def pad(self, sizes: Sequence[int]) -> None:
+        if list(sizes) != self.sizes:
+            zero = f"zero{len(self.lines)}"
+            self.lines.append(f"{zero} = {self._dtype}[] constant(0)")
+            high = "x".join(f"0_{n - m}" for n, m in zip(sizes, self.sizes, strict=True))
+            self._then("pad", sizes, f", padding={high}", zero, operand=-2)
+
+    def slice(self, sizes: Sequence[int]) -> None:
+        if list(sizes) != self.sizes:
+            bounds = ", ".join(f"[0:{n}]" for n in sizes)
+            self._then("slice", sizes, f", slice={{{bounds}}}")
+
+    def _then(
+        self, opcode: str, sizes: Sequence[int], attributes: str = "", *more: str, operand: int = -1
+    ) -> None:
+        operands = [self.lines[operand].split(" ")[0], *more]
+        self.sizes = list(sizes)
+        line = f"v{len(self.lines)} = {_text(self._dtype, sizes)} {opcode}({', '.join(operands)})"
+        self.lines.append(line + attributes)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _undefined(name: str, shape: Shape) -> list[str]:
+    """Memory without defined content, as lines of HLO text.
+
+    It is full of NaN: what depends on it shows. (Integers have no such number.)
+    """
+    content = "nan" if shape.dtype.startswith(("f", "bf")) else "1"
+    return [
+        f"{name}.content = {shape.dtype}[] constant({content})",
+        f"{name} = {_text(shape.dtype, shape.dimensions)} broadcast({name}.content), "
+        "dimensions={}",
+    ]
+
+
+def _plain_text(lines: Iterable[str]) -> str:
+    return "\n  ".join(["HloModule plain\n\nENTRY plain {", *lines]) + "\n}\n"
+
+
+def _text(dtype: str, sizes: Iterable[int]) -> str:
+    return f"{dtype}[{','.join(map(str, sizes))}]"
+
+
+def _braces(numbers: Iterable[int | str]) -> str:
+    return "{" + ",".join(map(str, numbers)) + "}"
