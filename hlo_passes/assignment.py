@@ -8,10 +8,11 @@
       │ │ a ││  c   │─┘               lower bound: the largest sum of sizes at any tick
     0 └─┴───┴┴──────┴────► tick
 
-This is dynamic storage allocation, NP-hard (Garey and Johnson 1979, SR2). Three orders are
-tried and the best packing is kept. Two are those of XLA's GlobalDecreasingSizeBestFitHeap
-(xla/service/heap_simulator/heap_simulator.cc), whose choice of the free gap is followed
-too; the third is first fit by the largest load that a buffer crosses.
+This is dynamic storage allocation, NP-hard (Garey and Johnson 1979, SR2). Several greedy
+orders are tried and the best packing is kept. Three are those of XLA's
+GlobalDecreasingSizeBestFitHeap (xla/service/heap_simulator/heap_simulator.cc), whose choice
+of the free gap is followed too; the last is first fit by the largest load that a buffer
+crosses, which no order by size or length beats on the loads of large language models.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, LogicalTime
 
-Strategy = Literal["spatial", "temporal", "load"]
+Strategy = Literal["spatial", "temporal", "start", "load"]
 
-XLA_STRATEGIES: tuple[Strategy, ...] = ("spatial", "temporal")
-ALL_STRATEGIES: tuple[Strategy, ...] = (*XLA_STRATEGIES, "load")
+ALL_STRATEGIES: tuple[Strategy, ...] = ("spatial", "temporal", "start", "load")
 
 type _Ints = npt.NDArray[np.int64]
 
@@ -57,9 +57,9 @@ def assign_offsets(
         place, in several ranges); by default each is its own. All have the group's largest
         size.
       strategies: ``"spatial"`` places by decreasing size, then length of life;
-        ``"temporal"`` by decreasing length of life, then size; both take the smallest gap
-        that fits. ``"load"`` places by decreasing (largest load crossed, length of life,
-        area) and takes the lowest gap.
+        ``"temporal"`` by decreasing length of life, then size; ``"start"`` by start, then
+        decreasing size; they take the smallest gap that fits. ``"load"`` places by
+        decreasing (largest load crossed, length of life, area) and takes the lowest gap.
 
     Returns:
       The packing with the least total; of equals the first strategy's. Rectangles of no
@@ -86,16 +86,41 @@ def assign_offsets(
     return min(candidates, key=lambda packing: packing.total)
 
 
-def max_live_load(sizes: Sequence[int], live_ranges: Sequence[LiveRange]) -> int:
+def max_live_load(
+    sizes: Sequence[int],
+    live_ranges: Sequence[LiveRange],
+    *,
+    groups: Sequence[int] | None = None,
+) -> int:
     """Returns the largest sum of the sizes of rectangles that are live at one time.
 
-    No packing can be smaller, whatever its order and alignment. Complexity: O(n log n).
+    Rectangles of one group count once. No packing can be smaller, whatever its order and
+    alignment. Complexity: O(n log n).
     """
+    return peak_load(sizes, live_ranges, groups=groups)[0]
+
+
+def peak_load(
+    sizes: Sequence[int],
+    live_ranges: Sequence[LiveRange],
+    *,
+    groups: Sequence[int] | None = None,
+) -> tuple[int, LogicalTime]:
+    """Returns `max_live_load` and the first moment at which it is reached."""
     if not sizes:
-        return 0
+        return 0, 0
     size, start, end = _columns(sizes, live_ranges)
-    _, load = _load(size, start, end)
-    return int(load.max())
+    if groups is not None:
+        start, end = start.copy(), end.copy()
+        covered: dict[int, int] = {}
+        for k in np.lexsort((end, start)).tolist():
+            # What another rectangle of the group holds already is not counted again.
+            start[k] = max(start[k], covered.get(groups[k], start[k]))
+            end[k] = max(end[k], start[k])
+            covered[groups[k]] = int(end[k])
+    times, load = _load(size, start, end)
+    peak = int(np.argmax(load))
+    return int(load[peak]), int(times[peak])
 
 
 class _Items(NamedTuple):
@@ -130,6 +155,8 @@ def _order(items: _Items, strategy: Strategy) -> npt.NDArray[np.intp]:
             return np.lexsort((first, -length, -items.size))
         case "temporal":
             return np.lexsort((first, -items.size, starts - ends))
+        case "start":
+            return np.lexsort((first, -items.size, starts))
         case "load":
             size = np.empty_like(items.start)
             for k, r in enumerate(items.rows):

@@ -84,7 +84,9 @@ def strip_paths(data: bytes) -> bytes:
     index = proto.stack_frame_index
     root = f"{Path(__file__).parents[2]}/"
     for n, name in enumerate(index.file_names):
-        index.file_names[n] = re.sub(r"^.*/(?:site-packages|lib/python[\d.]+)/", "", name).removeprefix(root)
+        index.file_names[n] = re.sub(
+            r"^.*/(?:site-packages|lib/python[\d.]+)/", "", name
+        ).removeprefix(root)
     return proto.SerializeToString()
 
 

@@ -118,7 +118,12 @@ def _conv_loss(kernels, x):
 def _sort(x, keys):
     values, indices = lax.top_k(x, 64)
     order = jnp.argsort(keys)
-    return values, indices, jnp.take(keys, order), lax.sort((keys, jnp.arange(keys.size)), num_keys=1)
+    return (
+        values,
+        indices,
+        jnp.take(keys, order),
+        lax.sort((keys, jnp.arange(keys.size)), num_keys=1),
+    )
 
 
 def _embedding_loss(table, w, tokens):

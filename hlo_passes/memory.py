@@ -1,0 +1,218 @@
+"""What a compiled module takes of each memory, as XLA itself counts it.
+
+    arguments │ outputs │ aliases (donated: counted in both)        the caller's
+    temporaries = heap after packing + tables of pointers           XLA's own
+    ├ lower bound: the largest sum of live temporaries              no packing can do better
+
+The names are those of ``Compiled.memory_analysis()``, and the numbers are meant to be its
+numbers: `temp_bytes` repeats XLA's buffer assignment (see `allocations`, `sharing`,
+`assignment`) with each backend's own alignment and packing order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hlo_passes.allocations import HeapRange, find_allocations
+from hlo_passes.assignment import Strategy, assign_offsets, peak_load
+from hlo_passes.dataflow import Dataflow, analyze_dataflow
+from hlo_passes.ir import Instruction, Module
+from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.plan import LogicalTime
+from hlo_passes.sharing import Target
+
+
+class _Backend(NamedTuple):
+    """How a backend lays out its temporaries.
+
+    Attributes:
+      alignment: bytes, of the heap's offsets and of each table.
+      strategies: the orders of packing of which it keeps the best.
+      table_bytes: size of any tuple's table; None: one pointer for each element.
+      granularity: bytes that `temp_size_in_bytes` is a multiple of.
+      drops_lone_tables: a program whose tables are its only temporaries reports none.
+    """
+
+    alignment: int
+    strategies: tuple[Strategy, ...]
+    table_bytes: int | None
+    granularity: int
+    drops_lone_tables: bool
+
+
+# xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
+# TPU's numbers were read off buffer assignments that libtpu (of jax 0.12) dumped.
+_BACKENDS: dict[Target, _Backend] = {
+    "cpu": _Backend(64, ("spatial", "temporal"), None, 1, False),
+    "gpu": _Backend(256, ("spatial", "temporal"), None, 1, False),
+    "tpu": _Backend(16384, ("start",), 512, 16384, True),
+}
+
+
+class LiveBuffer(NamedTuple):
+    """A temporary that is live at the peak.
+
+    Attributes:
+      name: the HLO instruction (and part) that defines it.
+      size: bytes.
+      op_name: the framework's name of the operation.
+      source: ``file:line`` of the call, or ``""``.
+    """
+
+    name: str
+    size: int
+    op_name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """Bytes in one memory space.
+
+    Attributes:
+      argument_bytes, output_bytes, alias_bytes, temp_bytes: ``argument_size_in_bytes`` and
+        so on of ``memory_analysis()``.
+      heap_bytes: the packed temporaries alone, without tables and rounding.
+      lower_bound_bytes: the largest sum of live temporaries; ``<= heap_bytes``.
+      peak: the instruction at which it is first reached; None without temporaries.
+      peak_entry_index: the place in the entry's schedule of that instruction, or of the one
+        that runs it.
+      live_at_peak: the temporaries live there, largest first.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    heap_bytes: int
+    lower_bound_bytes: int
+    peak: Instruction | None
+    peak_entry_index: LogicalTime
+    live_at_peak: tuple[LiveBuffer, ...]
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        return self.heap_bytes - self.lower_bound_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+def memory_usage(module: Module, target: Target, memory_space: int = 0) -> MemoryUsage:
+    """Predicts what ``memory_analysis()`` of the compiled module says.
+
+    Args:
+      module: the final module of a compilation, ``read_module(compiled)``. Of a module that
+        XLA will still change (a hook's) the number is an estimate.
+      memory_space: XLA's number; 0 is the device's main memory, 5 the host's.
+
+    Raises:
+      UnscheduledModuleError: when the module has no schedule.
+    """
+    return measure_memory(compute_live_ranges(analyze_dataflow(module)), target, memory_space)
+
+
+def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) -> MemoryUsage:
+    """Does what `memory_usage` does, from live ranges that exist already."""
+    dataflow = ranges.dataflow
+    backend = _BACKENDS[target]
+    heap = find_allocations(ranges, target, memory_space).heap
+    sizes, events, groups = (
+        [h.size for h in heap],
+        [h.events for h in heap],
+        [h.group for h in heap],
+    )
+    packed = assign_offsets(
+        sizes, events, backend.alignment, groups=groups, strategies=backend.strategies
+    ).total
+    bound, moment = peak_load(sizes, events, groups=groups)
+    live = [h for h in heap if h.events.start <= moment < h.events.end]
+    peak = max(live, key=lambda h: h.events.start).value.instruction if live else None
+    module = dataflow.module
+    return MemoryUsage(
+        argument_bytes=_argument_bytes(module, memory_space),
+        output_bytes=_output_bytes(module, backend, memory_space),
+        alias_bytes=_alias_bytes(module, memory_space),
+        temp_bytes=_temp_bytes(packed, _tables(dataflow, backend, memory_space), backend),
+        heap_bytes=packed,
+        lower_bound_bytes=bound,
+        peak=peak,
+        peak_entry_index=_entry_index(ranges, peak) if peak else 0,
+        live_at_peak=_describe(module, live),
+    )
+
+
+def _argument_bytes(module: Module, memory_space: int) -> int:
+    return sum(
+        shape.byte_size
+        for parameter in module.entry.parameters
+        for _, shape in parameter.shape.leaves()
+        if shape.memory_space == memory_space
+    )
+
+
+def _output_bytes(module: Module, backend: _Backend, memory_space: int) -> int:
+    shape = module.entry.root.shape
+    arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
+    if not shape.is_tuple or memory_space != 0:
+        return arrays
+    return arrays + (backend.table_bytes or 8 * len(shape.tuple_shapes))
+
+
+def _alias_bytes(module: Module, memory_space: int) -> int:
+    shapes = (module.entry.root.shape.at(a.output_index) for a in module.input_output_aliases)
+    return sum(s.byte_size for s in shapes if s.memory_space == memory_space)
+
+
+def _tables(dataflow: Dataflow, backend: _Backend, memory_space: int) -> list[int]:
+    """Bytes of each table of pointers that is not the entry's result."""
+    return [
+        backend.table_bytes or b.size
+        for b in dataflow.buffers
+        if b.kind == "tuple" and not b.live_out and b.memory_space == memory_space
+    ]
+
+
+def _temp_bytes(heap: int, tables: Iterable[int], backend: _Backend) -> int:
+    """Bytes of the heap and the tables, set end to end.
+
+    XLA aligns each to where the one before ends. Which comes last, and so ends unaligned,
+    depends on a partition that is not stable (BufferAssignment::CombineTempAllocations): we
+    take a table, and may be wrong by less than the alignment.
+    """
+    if heap == 0 and backend.drops_lone_tables:
+        return 0
+    end = 0
+    for size in (heap, *tables):
+        end = _round_up(end, backend.alignment) + size
+    return _round_up(end, backend.granularity)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _entry_index(ranges: LiveRanges, instruction: Instruction) -> LogicalTime:
+    entry = ranges.dataflow.module.entry
+    index = {i.id: n for n, i in enumerate(entry.instructions)}
+    # What runs inside an instruction stands before it on the time line.
+    following = ranges.sequence[ranges.time_of[instruction.id] :]
+    return next(index[i.id] for i in following if i.id in index)
+
+
+def _describe(module: Module, live: Sequence[HeapRange]) -> tuple[LiveBuffer, ...]:
+    # A buffer that is handed on holds its bytes once: its latest value speaks for it.
+    latest = {h.group: h for h in sorted(live, key=lambda h: h.events.start)}
+    found = [
+        LiveBuffer(
+            str(h.value),
+            h.size,
+            h.value.instruction.op_name,
+            module.source_line(h.value.instruction),
+        )
+        for h in latest.values()
+    ]
+    return tuple(sorted(found, key=lambda b: (-b.size, b.name)))
