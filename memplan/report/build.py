@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from custom_calls.targets import COPY_DONE, COPY_START
 from hlo_passes import timeline
-from hlo_passes.allocations import Allocations, HeapRange, find_allocations
-from hlo_passes.assignment import XLA_STRATEGIES, assign_offsets
+from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import Position, Value, analyze_dataflow
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module, Shape
+from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
+from hlo_passes.memory import measure_memory
 from hlo_passes.plan import LiveRange, LogicalTime, Plan
 from hlo_passes.sharing import Target
 from hlo_passes.timeline import TransferId
@@ -125,8 +125,7 @@ class _Builder:
         self.plan = plan
         self.labels: Mapping[str, str] = {} if plan is None else plan.labels
         self.placed = {} if plan is None else {p.buffer: p.tier for p in plan.placements}
-        # Without a machine: the rules of sharing bytes that all targets have in common.
-        self.target: Target = "cpu" if machine is None else machine.platform
+        self.target: Target = _guess_target(module) if machine is None else machine.platform
         self.ranges = compute_live_ranges(analyze_dataflow(module))
         self.sequence = self.ranges.sequence
         self.tick_of = {i.name: tick for tick, i in enumerate(self.sequence)}
@@ -172,37 +171,29 @@ class _Builder:
     def _device(self, compiled: CompiledBytes | None) -> DeviceBytes:
         if compiled is not None:
             return DeviceBytes(
-                arguments=compiled.argument_size_in_bytes,
+                arguments=compiled.argument_size_in_bytes - self._hosted_bytes,
                 outputs=compiled.output_size_in_bytes,
                 aliased=compiled.alias_size_in_bytes,
                 temp=compiled.temp_size_in_bytes,
                 source="xla",
             )
-        parameters = {p.parameter_number: p for p in self.module.entry.parameters}
-        heap = self._allocations(DEVICE_MEMORY_SPACE).heap
-        packing = assign_offsets(
-            [held.size for held in heap],
-            [held.events for held in heap],
-            groups=[held.group for held in heap],
-            strategies=XLA_STRATEGIES,
-        )
+        usage = measure_memory(self.ranges, self.target)
         return DeviceBytes(
-            arguments=sum(self._device_size(p.shape) for p in parameters.values()),
-            outputs=self._device_size(self.module.entry.root.shape),
-            aliased=sum(
-                self._device_size(parameters[a.parameter].shape.at(a.parameter_index))
-                for a in self.module.input_output_aliases
-            ),
-            temp=packing.total,
+            arguments=usage.argument_bytes - self._hosted_bytes,
+            outputs=usage.output_bytes,
+            aliased=usage.alias_bytes,
+            temp=usage.temp_bytes,
             source="memplan",
         )
 
-    def _device_size(self, shape: Shape) -> int:
-        leaves = (leaf for _, leaf in shape.leaves())
-        return sum(leaf.byte_size for leaf in leaves if leaf.memory_space == DEVICE_MEMORY_SPACE)
-
-    def _allocations(self, space: int) -> Allocations:
-        return find_allocations(self.ranges, self.target, space)
+    @property
+    def _hosted_bytes(self) -> int:
+        """Bytes of arguments that lie elsewhere though their shapes say device memory: on
+        CPU, where XLA counts every argument as the device's."""
+        if self.plan is None or self.target != "cpu":
+            return 0
+        elsewhere = (p.size for p in self.plan.placements if p.tier != self.plan.device_tier)
+        return sum(elsewhere)
 
     def _tiers(self) -> Iterator[TierUsage]:
         blocks: dict[str, list[_Block]] = defaultdict(list)
@@ -219,7 +210,7 @@ class _Builder:
     @cached_property
     def _tier_names(self) -> Mapping[int, str]:
         if self.machine is None:
-            return _TIER_NAMES
+            return {**_TIER_NAMES, 0: "dram"} if self.target == "cpu" else _TIER_NAMES
         tiers = self.machine.tiers
         return {t.memory_space: t.name for t in tiers if t.memory_space is not None}
 
@@ -227,7 +218,7 @@ class _Builder:
     def _capacities(self) -> Mapping[str, int | None]:
         """By tier, device memory first."""
         if self.machine is None:
-            return dict.fromkeys(_TIER_NAMES.values())
+            return dict.fromkeys(self._tier_names.values())
         return {tier.name: tier.capacity_bytes for tier in self.machine.tiers}
 
     def _tier_of(self, value: Value) -> str:
@@ -239,7 +230,7 @@ class _Builder:
     def _blocks(self, space: int) -> Iterator[_Block]:
         """What lies in a memory space. Arguments, outputs and constants are there for the
         whole step: XLA gives each an allocation of its own."""
-        allocations = self._allocations(space)
+        allocations = find_allocations(self.ranges, self.target, space)
         whole = (LiveRange(0, self.ranges.end),)
         for b in self.ranges.dataflow.buffers:
             if b.memory_space != space or not b.size or b.id in allocations.reused:
@@ -388,15 +379,16 @@ class _Builder:
 
     def _clock(self, simulated: timeline.Timeline) -> Clock:
         assert self.machine is not None
-        busiest = max(simulated.link_s.values(), default=0.0)
-        bound = max(simulated.compute_s, busiest)
+        busy, ends = max(((s, ends) for ends, s in simulated.link_s.items()), default=(0.0, ()))
+        bound = max(simulated.compute_s, busy)
         return Clock(
             machine=self.machine.name,
             step_time_s=simulated.step_time_s,
             lower_bound_s=bound if self.plan is None else self.plan.prediction.lower_bound_s,
             compute_s=simulated.compute_s,
             stall_s=simulated.stall_s,
-            link_s=busiest,
+            link_s=busy,
+            link="→".join(ends),
             spans=tuple(self._spans(simulated)),
         )
 
@@ -427,6 +419,17 @@ class _Builder:
         for i in self.sequence:
             for before in i.control_predecessor_ids:
                 yield f"%{self.module.instructions[before].name} → %{i.name} (control)"
+
+
+def _guess_target(module: Module) -> Target:
+    """Which backend scheduled `module`: only XLA:TPU tiles arrays, only XLA:GPU says of a
+    fusion which emitter takes it."""
+    for i in module.entry.instructions:
+        if any(leaf.layout.tiles for _, leaf in i.shape.leaves()):
+            return "tpu"
+        if "fusion_backend_config" in i.backend_config:
+            return "gpu"
+    return "cpu"
 
 
 def _without_iteration(name: TransferId) -> str:

@@ -229,10 +229,11 @@ class Clock:
     Attributes:
       machine: the machine's name.
       step_time_s: of one step.
-      lower_bound_s: no schedule can be faster on this machine model.
+      lower_bound_s: no schedule of the run's own transfers can be faster on this machine
+        model; of a plan, no schedule within its budget.
       compute_s: the sum of the instructions' costs.
       stall_s: of the step, how long the compute engine waits for transfers.
-      link_s: how long the busiest link is busy.
+      link_s: how long the busiest link is busy; `link` is its route, ``""`` without any.
       spans: of the compute engine, in order, without overlap.
     """
 
@@ -242,6 +243,7 @@ class Clock:
     compute_s: float
     stall_s: float
     link_s: float
+    link: str
     spans: tuple[ComputeSpan, ...]
 
 
@@ -340,7 +342,7 @@ def _figures(report: Report) -> Iterator[Figure]:
         amounts = tuple(map(read, report.runs))
         return Figure(label, tuple("–" if a is None else write(a) for a in amounts), amounts, note)
 
-    def seconds(read: Callable[[Clock], float]) -> Callable[[RunView], float | None]:
+    def timed(read: Callable[[Clock], float | None]) -> Callable[[RunView], float | None]:
         return lambda run: None if run.clock is None else read(run.clock)
 
     worked_out = any(run.device.source == "memplan" for run in report.runs)
@@ -361,15 +363,20 @@ def _figures(report: Report) -> Iterator[Figure]:
         lambda fraction: f"{fraction:.1%}",
         "of the moved bytes, while compute runs",
     )
-    yield figure("Step time, predicted", seconds(lambda c: c.step_time_s), format_seconds)
+    yield figure("Step time, predicted", timed(lambda c: c.step_time_s), format_seconds)
     yield figure(
         "Lower bound, predicted",
-        seconds(lambda c: c.lower_bound_s),
+        timed(lambda c: c.lower_bound_s),
         format_seconds,
-        "no schedule is faster on this machine model",
+        "for the same transfers; with a plan, for any within the budget",
     )
-    yield figure("Compute, predicted", seconds(lambda c: c.compute_s), format_seconds)
+    yield figure("Compute, predicted", timed(lambda c: c.compute_s), format_seconds)
     yield figure(
-        "Stalls, predicted", seconds(lambda c: c.stall_s), format_seconds, "waiting for transfers"
+        "Stalls, predicted", timed(lambda c: c.stall_s), format_seconds, "waiting for transfers"
     )
-    yield figure("Link busy, predicted", seconds(lambda c: c.link_s), format_seconds)
+    yield figure(
+        "Link busy, predicted",
+        timed(lambda c: c.link_s / c.step_time_s if c.link and c.step_time_s else None),
+        lambda fraction: f"{fraction:.1%}",
+        "of the step; at 100% the link is what holds it",
+    )

@@ -8,9 +8,7 @@ from hlo_passes.machine import Machine, load_machine
 from hlo_passes.reader import read_module
 from memplan.report.build import view_run
 from memplan.report.view import Report
-from tests.memplan.programs import streamed_text
-
-TOY = Path(__file__).parent / "toy.toml"
+from tests.memplan.programs import TOY, streamed_text
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +19,10 @@ def toy() -> Machine:
 
 @pytest.fixture(scope="session")
 def report(toy: Machine) -> Report:
-    """XLA's order, and a weight ahead, within 800 KiB."""
+    """XLA's order, and a weight ahead, within 850 KiB."""
     before = view_run("XLA alone", read_module(streamed_text()), toy)
     after = view_run("memplan", read_module(streamed_text(ahead=1)), toy)
-    return Report("jit_step", "toy", 800 * 1024, (before, after), "0.0")
+    return Report("jit_step", "toy", 850 * 1024, (before, after), "0.0")
 
 
 @pytest.fixture

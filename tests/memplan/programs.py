@@ -4,6 +4,11 @@ XLA's own order starts every transfer before any compute; the other starts the f
 layer n + 1 right before layer n computes.
 """
 
+from pathlib import Path
+
+TOY = Path(__file__).parent / "toy.toml"
+"""A machine file: 1 GB/s of everything, 1 MiB of device memory."""
+
 # A fusion shows its root's name and line.
 _TANH = 'op_name="jit(step)/tanh" source_file="model.py" source_line=7'
 _ACTIVATE = f"""

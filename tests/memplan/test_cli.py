@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import memplan
 import memplan.cli as cli
 from hlo_passes.machine import load_machine, machine_from_dict, machine_names
 from hlo_passes.plan import Plan
-from tests.memplan.conftest import TOY
-from tests.memplan.programs import streamed_text
+from tests.memplan.programs import TOY, streamed_text
 
 
 @pytest.fixture
@@ -149,7 +147,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--version"])
     assert exit.value.code == 0
-    assert capsys.readouterr().out == f"memplan {memplan.__version__}\n"
+    assert capsys.readouterr().out == f"memplan {cli.__version__}\n"
 
 
 def test_no_hlo(refused, tmp_path):
@@ -230,7 +228,7 @@ def test_output_that_nobody_reads_on(streamed_file):
         [*command, "inspect", streamed_file, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=Path(memplan.__file__).parent.parent,
+        cwd=Path(cli.__file__).parent.parent,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
