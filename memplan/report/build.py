@@ -423,13 +423,16 @@ class _Builder:
 
 def _guess_target(module: Module) -> Target:
     """Which backend scheduled `module`: only XLA:TPU tiles arrays, only XLA:GPU says of a
-    fusion which emitter takes it."""
+    fusion which emitter takes it, and only XLA:CPU's shapes name no memory but one."""
+    spaces = {0}
     for i in module.entry.instructions:
-        if any(leaf.layout.tiles for _, leaf in i.shape.leaves()):
+        layouts = [leaf.layout for _, leaf in i.shape.leaves()]
+        if any(layout.tiles for layout in layouts):
             return "tpu"
         if "fusion_backend_config" in i.backend_config:
             return "gpu"
-    return "cpu"
+        spaces.update(layout.memory_space for layout in layouts)
+    return "cpu" if spaces == {0} else "tpu"
 
 
 def _without_iteration(name: TransferId) -> str:

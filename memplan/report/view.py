@@ -354,6 +354,12 @@ def _figures(report: Report) -> Iterator[Figure]:
         format_bytes,
         "arguments + outputs + temp − aliased",
     )
+    yield figure(
+        f"{memory} lower bound",
+        lambda r: r.tiers[0].peak_bytes if r.tiers else None,
+        format_bytes,
+        "the most that is live at once: no packing of this schedule takes less",
+    )
     yield figure("Budget", lambda _: report.budget_bytes, format_bytes)
     yield figure(f"Arguments in {memory}", lambda r: r.device.arguments, format_bytes)
     yield figure("Moved", lambda r: r.moved_bytes or None, format_bytes, "bytes over links")
@@ -365,7 +371,7 @@ def _figures(report: Report) -> Iterator[Figure]:
     )
     yield figure("Step time, predicted", timed(lambda c: c.step_time_s), format_seconds)
     yield figure(
-        "Lower bound, predicted",
+        "Step time lower bound, predicted",
         timed(lambda c: c.lower_bound_s),
         format_seconds,
         "for the same transfers; with a plan, for any within the budget",

@@ -108,4 +108,11 @@ def test_a_program_without_a_schedule_is_refused():
 def test_figures_without_a_value_are_left_out():
     run = build.view_run("schedule", read_module(streamed_text()))
     labels = [f.label for f in view.figures(view.Report("t", "", None, (run,), "0"))]
-    assert labels == ["HBM temp", "HBM total", "Arguments in HBM", "Moved", "Overlapped"]
+    assert labels == [
+        "HBM temp",
+        "HBM total",
+        "HBM lower bound",
+        "Arguments in HBM",
+        "Moved",
+        "Overlapped",
+    ]
