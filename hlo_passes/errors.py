@@ -7,6 +7,9 @@ to try. All derive from `MemplanError`, so ``except memplan.MemplanError`` catch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hlo_passes.units import format_bytes
 
 
 class MemplanError(Exception):
@@ -129,3 +132,70 @@ class ReplayError(MemplanError):
 
     def __init__(self, where: str, problem: str, hint: str) -> None:
         super().__init__(f"cannot replay {where}: {problem}. {hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBuffer:
+    """A buffer that is live where memory is short: its HLO name, bytes and ``op_name``."""
+
+    name: str
+    size: int
+    op_name: str
+
+
+class MemoryBudgetError(MemplanError):
+    """No plan keeps to the budget.
+
+    Attributes:
+      budget: bytes asked for.
+      least: bytes of the least budget that would do.
+      instruction, op_name, source_line: where most memory is needed at once.
+      largest: the largest buffers that are live there besides arguments and outputs.
+      fixed: bytes of arguments and outputs that no plan moves.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        least: int,
+        instruction: str,
+        op_name: str,
+        source_line: str,
+        largest: tuple[LiveBuffer, ...],
+        fixed: int,
+        slots: int | None = None,
+    ) -> None:
+        self.budget, self.least, self.fixed = budget, least, fixed
+        self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
+        self.largest = largest
+        where = f"%{instruction}" + (f" ({op_name})" if op_name else "")
+        where += f" at {source_line}" if source_line else ""
+        held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
+        limit = f" with slots={slots}" if slots is not None else ""
+        super().__init__(
+            f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
+            f"{format_bytes(least)} at once, {format_bytes(fixed)} of it arguments and outputs "
+            f"that stay on the device. Largest live there: {held or 'nothing else'}. "
+            f"The least budget that would do is hbm={least}."
+        )
+
+
+class NotExecutableError(MemplanError, RuntimeError):
+    """A program compiled for a topology was called."""
+
+    def __init__(self, topology: str) -> None:
+        super().__init__(
+            f"this program was compiled for the topology {topology!r}, whose devices are not "
+            "here: inspect it, or compile for the devices that are (machine=None) to run it."
+        )
+
+
+class PlanMismatchError(MemplanError, ValueError):
+    """A plan was applied to a module that it was not made for."""
+
+    def __init__(self, module: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"the plan was made for a module with fingerprint {expected}, but module {module!r} "
+            f"has fingerprint {found}. Make the plan again for this module."
+        )

@@ -28,6 +28,8 @@ from hlo_passes.proto import hlo_pb2
 ShapeIndex = tuple[int, ...]
 """Path into a tuple shape: ``()`` is the whole, ``(1, 0)`` element 0 of element 1."""
 
+DEVICE_MEMORY_SPACE = 0
+
 HOST_MEMORY_SPACE = 5
 """XLA's memory space number of pinned host memory (xla/layout.h, Layout::kHostMemorySpace)."""
 

@@ -24,7 +24,7 @@ from hlo_passes.plan import LogicalTime
 from hlo_passes.sharing import Target
 
 
-class _Backend(NamedTuple):
+class Backend(NamedTuple):
     """How a backend lays out its temporaries.
 
     Attributes:
@@ -44,10 +44,10 @@ class _Backend(NamedTuple):
 
 # xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
 # TPU's numbers were read off buffer assignments that libtpu (of jax 0.12) dumped.
-_BACKENDS: dict[Target, _Backend] = {
-    "cpu": _Backend(64, ("spatial", "temporal"), None, 1, False),
-    "gpu": _Backend(256, ("spatial", "temporal"), None, 1, False),
-    "tpu": _Backend(16384, ("start",), 512, 16384, True),
+BACKENDS: dict[Target, Backend] = {
+    "cpu": Backend(64, ("spatial", "temporal"), None, 1, False),
+    "gpu": Backend(256, ("spatial", "temporal"), None, 1, False),
+    "tpu": Backend(16384, ("start",), 512, 16384, True),
 }
 
 
@@ -118,7 +118,7 @@ def memory_usage(module: Module, target: Target, memory_space: int = 0) -> Memor
 def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) -> MemoryUsage:
     """Does what `memory_usage` does, from live ranges that exist already."""
     dataflow = ranges.dataflow
-    backend = _BACKENDS[target]
+    backend = BACKENDS[target]
     heap = find_allocations(ranges, target, memory_space).heap
     sizes, events, groups = (
         [h.size for h in heap],
@@ -154,7 +154,7 @@ def _argument_bytes(module: Module, memory_space: int) -> int:
     )
 
 
-def _output_bytes(module: Module, backend: _Backend, memory_space: int) -> int:
+def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
     shape = module.entry.root.shape
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
@@ -167,7 +167,7 @@ def _alias_bytes(module: Module, memory_space: int) -> int:
     return sum(s.byte_size for s in shapes if s.memory_space == memory_space)
 
 
-def _tables(dataflow: Dataflow, backend: _Backend, memory_space: int) -> list[int]:
+def _tables(dataflow: Dataflow, backend: Backend, memory_space: int) -> list[int]:
     """Bytes of each table of pointers that is not the entry's result."""
     return [
         backend.table_bytes or b.size
@@ -176,7 +176,7 @@ def _tables(dataflow: Dataflow, backend: _Backend, memory_space: int) -> list[in
     ]
 
 
-def _temp_bytes(heap: int, tables: Iterable[int], backend: _Backend) -> int:
+def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:
     """Bytes of the heap and the tables, set end to end.
 
     XLA aligns each to where the one before ends. Which comes last, and so ends unaligned,

@@ -84,6 +84,8 @@ def schedule_starts(
     clock: np.ndarray,
     link: Link,
     slots: int | None = None,
+    *,
+    contiguous: bool = False,
 ) -> list[int]:
     """Chooses the start tick of each fetch.
 
@@ -94,6 +96,8 @@ def schedule_starts(
       clock: float64[ticks + 1], seconds of compute before each tick.
       link: what the fetches travel on.
       slots: at most so many fetches hold bytes at any tick; None for no such limit.
+      contiguous: a fetch also waits until some gap between the fetches that are live has
+        room for it: what a compiler that places buffers as they come (TPU) needs.
 
     Returns:
       Start ticks, in the order of `fetches`, never decreasing.
@@ -106,6 +110,7 @@ def schedule_starts(
     used = load.copy()
     held = np.zeros_like(load)
     starts: list[int] = []
+    ring = _Ring(capacity - int(load.max(initial=0)))
     previous = 0
     for fetch, latest in zip(fetches, _just_in_time(fetches, clock, link), strict=True):
         first, end = fetch.reads
@@ -121,11 +126,43 @@ def schedule_starts(
             blocked |= held[low:first] >= slots
         (where,) = blocked.nonzero()
         start = low + int(where[-1]) + 1 if where.size else low
+        if contiguous:
+            start = ring.place(fetch, start)
         used[start:end] += fetch.size
         held[start:end] += 1
         starts.append(start)
         previous = start
     return starts
+
+
+class _Ring:
+    """Fetches at the offsets that best fit gives them in the order of their starts."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: list[tuple[int, int, int]] = []  # (offset, top, end tick), by offset
+
+    def place(self, fetch: Fetch, earliest: int) -> int:
+        """Returns the first tick from `earliest` on with a gap for `fetch`, and takes it.
+
+        Raises:
+          DoesNotFit: when there is none before its first reader.
+        """
+        ends = sorted({end for *_, end in self._held if earliest < end <= fetch.reads.start})
+        for tick in (earliest, *ends):
+            self._held = [held for held in self._held if held[2] > tick]
+            gaps: list[tuple[int, int]] = []  # (bytes, offset)
+            floor = 0
+            for bottom, top, _ in self._held:
+                gaps.append((bottom - floor, floor))
+                floor = top
+            fitting = [gap for gap in gaps if gap[0] >= fetch.size]
+            offset = min(fitting)[1] if fitting else floor
+            if offset + fetch.size <= self._capacity:
+                self._held.append((offset, offset + fetch.size, fetch.reads.end))
+                self._held.sort()
+                return tick
+        raise DoesNotFit(fetch.reads.start, self._capacity + 1)
 
 
 def _just_in_time(fetches: Sequence[Fetch], clock: np.ndarray, link: Link) -> list[int]:
@@ -135,8 +172,8 @@ def _just_in_time(fetches: Sequence[Fetch], clock: np.ndarray, link: Link) -> li
     deadline = np.inf
     for i in range(len(fetches) - 1, -1, -1):
         fetch = fetches[i]
-        seconds = (link.latency_s + fetch.size / link.bytes_per_s) * _LINK_MARGIN
+        seconds = fetch.size / link.bytes_per_s * _LINK_MARGIN
         deadline = min(deadline, clock[fetch.reads.start]) - seconds
-        begins[i] = deadline
+        begins[i] = deadline - link.latency_s
     ticks = np.searchsorted(clock, begins, side="right") - 1
     return np.maximum(ticks, 0).tolist()

@@ -140,7 +140,9 @@ def _read_text(text: str, where: str) -> Module:
 
 def _from_proto_bytes(data: bytes, where: str) -> Module:
     module = _parse(hlo_pb2.HloModuleProto, data)
-    if module is not None and module.computations and module.entry_computation_id:
+    if module is not None and any(
+        c.id == module.entry_computation_id and c.instructions for c in module.computations
+    ):
         return Module(module)
     wrapper = _parse(hlo_pb2.HloProto, data)
     if wrapper is not None and wrapper.hlo_module.computations:

@@ -1,55 +1,6 @@
-"""Bytes as people write and read them: ``"12GiB"`` to an int and back."""
+"""Bytes and seconds as people read them."""
 
 from __future__ import annotations
-
-import re
-
-from hlo_passes.errors import BudgetSyntaxError
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
-    **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("kMGT")},
-}
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
-
-
-def parse_bytes(text: str | int) -> int:
-    """Reads an amount of memory.
-
-    Args:
-      text: bytes as a positive ``int``, or a number followed without a space by ``B``,
-        ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024) or ``kB``, ``MB``, ``GB``,
-        ``TB`` (powers of 1000).
-
-    Returns:
-      Bytes, rounded down.
-
-    Raises:
-      BudgetSyntaxError: when the text is none of these, or not positive.
-
-    >>> parse_bytes("1.5GiB")
-    1610612736
-    """
-    if isinstance(text, bool) or not isinstance(text, int | str):
-        raise BudgetSyntaxError(text, "a string like '12GiB' or a number of bytes")
-    if isinstance(text, int):
-        if text <= 0:
-            raise BudgetSyntaxError(text, "a positive number of bytes")
-        return text
-    match = _PATTERN.fullmatch(text)
-    if match is None:
-        hint = "no space between number and unit" if " " in text.strip() else "a positive number"
-        raise BudgetSyntaxError(text, f"a string like '12GiB' ({hint})")
-    number, unit = match.groups()
-    if unit not in _UNITS:
-        known = ", ".join(u for u in _UNITS if u)
-        raise BudgetSyntaxError(text, f"one of the units {known} (found {unit!r})")
-    value = int(float(number) * _UNITS[unit])
-    if value <= 0:
-        raise BudgetSyntaxError(text, "a positive number of bytes")
-    return value
 
 
 def format_bytes(n: float) -> str:

@@ -1,3 +1,74 @@
-"""memplan makes XLA plan every byte: where each buffer lives and when it moves."""
+"""memplan makes XLA plan every byte: where each buffer lives and when it moves.
+
+    import memplan
+
+    step = memplan.jit(decode_step, hbm="4GiB")
+    params, tokens, cache = step.place(params, tokens, cache)
+    logits, cache = step(params, tokens, cache)
+
+Names are loaded when they are first used: the machine library and the command line's help
+do not wait for jax.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hlo_passes.errors import (
+        MemoryBudgetError,
+        MemplanError,
+        PlanMismatchError,
+        VerificationError,
+    )
+    from hlo_passes.machine import Machine, load_machine, machine_names
+    from hlo_passes.plan import Plan
+    from hlo_passes.reader import read_module
+    from memplan.api import PlacementWarning, jit
+    from memplan.replay import replay
+    from memplan.topology import Topology, topology
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Machine": "hlo_passes.machine",
+    "MemoryBudgetError": "hlo_passes.errors",
+    "MemplanError": "hlo_passes.errors",
+    "PlacementWarning": "memplan.api",
+    "Plan": "hlo_passes.plan",
+    "PlanMismatchError": "hlo_passes.errors",
+    "Topology": "memplan.topology",
+    "VerificationError": "hlo_passes.errors",
+    "jit": "memplan.api",
+    "load_machine": "hlo_passes.machine",
+    "machine_names": "hlo_passes.machine",
+    "read_module": "hlo_passes.reader",
+    "replay": "memplan.replay",
+    "topology": "memplan.topology",
+}
+
+__all__ = [
+    "Machine",
+    "MemoryBudgetError",
+    "MemplanError",
+    "PlacementWarning",
+    "Plan",
+    "PlanMismatchError",
+    "Topology",
+    "VerificationError",
+    "jit",
+    "load_machine",
+    "machine_names",
+    "read_module",
+    "replay",
+    "topology",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

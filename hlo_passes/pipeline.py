@@ -1,0 +1,264 @@
+"""The passes, in order. `memplan passes` prints this list.
+
+Each pass reads what stands before it and gives one thing; nothing flows back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hlo_passes import (
+    assignment,
+    cost,
+    dataflow,
+    fences,
+    live_ranges,
+    memory,
+    placement,
+    prefetch,
+    problem,
+    reader,
+    rewrite,
+    ticks,
+    timeline,
+    verify,
+)
+from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.ir import HOST_MEMORY_SPACE, Module
+from hlo_passes.machine import Machine
+from hlo_passes.plan import (
+    Allocation,
+    LiveRange,
+    Placement,
+    Plan,
+    Prediction,
+    Slot,
+    Transfer,
+)
+from hlo_passes.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One step of the pipeline: what runs, and the fact that it establishes."""
+
+    name: str
+    run: Callable[..., Any]
+    establishes: str
+
+
+PASSES = (
+    # Reading.
+    Pass("read", reader.read_module, "one frozen module, whatever it came from"),
+    # Analyses.
+    Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
+    Pass("live-ranges", live_ranges.compute_live_ranges, "when each buffer is live"),
+    Pass("memory", memory.memory_usage, "bytes as XLA reports them, and who holds the peak"),
+    Pass("ticks", ticks.entry_ticks, "the schedule without its host transfers"),
+    Pass("cost", cost.instruction_costs, "seconds of each instruction"),
+    # Planning.
+    Pass("problem", problem.pose, "loads, seconds and movable weights as numbers"),
+    Pass("placement", placement.choose_placement, "which weights stay on the device"),
+    Pass("prefetch", prefetch.schedule_starts, "the tick at which each transfer starts"),
+    Pass("assignment", assignment.assign_offsets, "the offset of each buffer in its arena"),
+    Pass("fences", fences.derive_fences, "the orders on which the plan depends"),
+    Pass("timeline", timeline.simulate, "predicted step time and stalls"),
+    # Proof.
+    Pass("verify-plan", verify.verify_plan, "no read too early, no overlap, within budget"),
+    # Writing back.
+    Pass("rewrite", rewrite.rewrite, "the module with its transfers where the plan has them"),
+    Pass("verify-rewrite", verify.verify_rewrite, "the rewritten module computes the same"),
+    Pass("verify-executable", verify.verify_executable, "XLA's executable follows the plan"),
+)
+
+
+def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
+    """Says what stands at the tick that needs most when every weight is streamed."""
+    least, tick = placement.least_budget(posed)
+    live = [(r.size, r.name) for r in posed.arena if r.live_range.start <= tick < r.live_range.end]
+    live += [
+        (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
+    ]
+    names = {i.name: i for i in posed.module.entry.instructions}
+    largest = tuple(
+        LiveBuffer(name, size, names[name].op_name if name in names else "")
+        for size, name in sorted(live, reverse=True)[:5]
+    )
+    at = posed.ticks.instructions[tick] if posed.ticks.end else None
+    return MemoryBudgetError(
+        budget=budget,
+        least=least,
+        instruction=at.name if at is not None else "",
+        op_name=at.op_name if at is not None else "",
+        source_line=posed.module.source_line(at) if at is not None else "",
+        largest=largest,
+        fixed=posed.fixed_bytes,
+        slots=slots,
+    )
+
+
+def choose_stay(
+    module: Module,
+    machine: Machine,
+    budget: int,
+    *,
+    host_parameters: Collection[int] = (),
+    slots: int | None = None,
+) -> frozenset[int]:
+    """Chooses which host arguments of `module` should live on the device instead.
+
+    Args:
+      module: scheduled, with every argument that may move on the host.
+      budget: device bytes.
+      host_parameters: which those are; needed on CPU only.
+      slots: at most so many streamed weights on the device at once.
+
+    Returns:
+      Parameter numbers.
+
+    Raises:
+      MemoryBudgetError: when no choice keeps to the budget.
+    """
+    posed = problem.pose(module, machine, host_parameters)
+    choice = placement.choose_placement(posed, budget, slots)
+    if choice is None:
+        raise _budget_error(posed, budget, slots)
+    return frozenset(m.parameter for m in posed.movables if m.buffer in choice.stay)
+
+
+def plan_module(
+    module: Module,
+    machine: Machine,
+    budget: int,
+    *,
+    host_parameters: Collection[int] = (),
+    slots: int | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Plan:
+    """Plans a scheduled module whose host arguments are decided.
+
+    Args:
+      budget: device bytes; the meaning of ``memplan.jit(hbm=...)``.
+      host_parameters: numbers of the arguments on the host; needed on CPU only.
+      slots: at most so many streamed weights on the device at once.
+      labels: HLO parameter name to the user's name.
+
+    Returns:
+      A verified plan.
+
+    Raises:
+      MemoryBudgetError: when no plan keeps to the budget.
+      VerificationError: when the checker rejects the plan; a defect of the planner.
+    """
+    posed = problem.pose(module, machine, host_parameters)
+    choice = placement.fit(posed, frozenset(), budget, slots)
+    if choice is None:
+        raise _budget_error(posed, budget, slots)
+    plan = _assemble(posed, budget, choice, labels or {})
+    verify.verify_plan(module, plan)
+    return plan
+
+
+def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
+    """Writes `plan` into `module` and has the checker compare the two.
+
+    Raises:
+      PlanMismatchError: when the plan was made for another module.
+      VerificationError: when the rewritten module does not compute the same.
+    """
+    rewritten = rewrite.rewrite(module, plan, custom_calls=machine.platform == "cpu")
+    verify.verify_rewrite(module, plan, rewritten)
+    return rewritten
+
+
+def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]:
+    link = posed.link
+    return tuple(
+        Transfer(
+            id=i,
+            buffer=fetch.buffer,
+            source=link.source,
+            destination=link.destination,
+            size=fetch.size,
+            start=start,
+            done=fetch.reads.start,
+            end=fetch.reads.end,
+        )
+        for i, (fetch, start) in enumerate(zip(choice.fetches, choice.starts, strict=True))
+    )
+
+
+def _arena_slots(
+    posed: Problem, transfers: tuple[Transfer, ...], packing: assignment.Packing
+) -> tuple[Slot, ...]:
+    held = [
+        (fences.slot_name(t.buffer, t.id), t.size, LiveRange(t.start, t.end)) for t in transfers
+    ]
+    held += [(r.name, r.size, r.live_range) for r in posed.arena]
+    return tuple(
+        Slot(name, "arena", offset, size, live)
+        for (name, size, live), offset in zip(held, packing.offsets, strict=True)
+    )
+
+
+def _assemble(
+    posed: Problem, budget: int, choice: placement.Choice, labels: Mapping[str, str]
+) -> Plan:
+    transfers = _transfers(posed, choice)
+    packing = placement.pack(posed, choice)
+    arena_slots = _arena_slots(posed, transfers, packing)
+    device, host = posed.link.destination, posed.link.source
+    moving = {m.buffer: m for m in posed.movables}
+    everywhere = LiveRange(0, posed.ticks.end)
+    placements: list[Placement] = []
+    slots = list(arena_slots)
+    tops = {"arguments": 0, "outputs": 0, "constants": 0, "host": 0}
+
+    def hold(name: str, allocation: str, size: int, live: LiveRange) -> None:
+        slots.append(Slot(name, allocation, tops[allocation], size, live))
+        tops[allocation] += size
+
+    for p in posed.module.entry.parameters:
+        off_device = p.name in moving or p.shape.memory_space == HOST_MEMORY_SPACE
+        tier, allocation = (host, "host") if off_device else (device, "arguments")
+        size = sum(leaf.byte_size for _, leaf in p.shape.leaves())
+        placements.append(Placement(p.parameter_number, p.name, tier, size))
+        hold(p.name, allocation, size, everywhere)
+    for resident in posed.ticks.residents:
+        if resident.kind in ("output", "constant"):
+            hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
+    load = posed.load.copy()
+    for fetch, start in zip(choice.fetches, choice.starts, strict=True):
+        load[start : fetch.reads.end] += fetch.size
+    timed = timeline.simulate(timeline.plan_events(posed.costs.tolist(), transfers), posed.machine)
+    prediction = Prediction(
+        arguments_bytes=posed.boundary.arguments,
+        outputs_bytes=posed.boundary.outputs,
+        alias_bytes=posed.boundary.aliased,
+        temp_bytes=packing.total,
+        lower_bound_bytes=int(load.max(initial=0)),
+        step_time_s=timed.step_time_s,
+        compute_s=timed.compute_s,
+        link_s=sum(timed.link_s.values()),
+        stall_s=timed.stall_s,
+        lower_bound_s=placement.budget_lower_bound_s(posed, budget),
+    )
+    return Plan(
+        module_fingerprint=posed.module.fingerprint,
+        machine=posed.machine.name,
+        budget_bytes=budget,
+        placements=tuple(placements),
+        allocations=(
+            Allocation("arena", device, packing.total),
+            *(Allocation(n, host if n == "host" else device, top) for n, top in tops.items()),
+        ),
+        slots=tuple(slots),
+        transfers=transfers,
+        fences=fences.derive_fences(transfers, arena_slots),
+        prediction=prediction,
+        device_tier=device,
+        labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
+        provenance={"planner": "weights", "keep_s": repr(choice.keep_s)},
+    )

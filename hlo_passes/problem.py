@@ -1,0 +1,182 @@
+"""What the planner has to solve, as numbers: ticks, loads, seconds, and what may move.
+
+    tick        0     1     2     3
+    load       [t0    t1    t2    t3]      temporaries live at each tick, bytes
+    clock      [0  s0   s1    s2    s3]    seconds of compute before each tick
+    movable w        read        read      a weight that lives on the host
+
+Everything else on the device is one number, `fixed_bytes`: arguments that stay, outputs,
+less what is aliased.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.cost import instruction_costs
+from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
+from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.machine import Link, Machine
+from hlo_passes.plan import LiveRange
+from hlo_passes.prefetch import Fetch
+from hlo_passes.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """An argument that lives on the host and is copied to the device for its readers.
+
+    Attributes:
+      parameter: its number.
+      buffer: HLO name of its parameter instruction.
+      size: bytes on the device.
+      reads: ticks, half-open, one range for each direct reader, in order; all of them in
+        one when a copy cannot be dropped and made again.
+    """
+
+    parameter: int
+    buffer: str
+    size: int
+    reads: tuple[LiveRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Device bytes of the arguments, of the outputs, and of the outputs that take the place
+    of a donated argument; named as in ``memory_analysis()``."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One module on one machine.
+
+    Attributes:
+      arena: temporaries that share the arena with the transferred weights.
+      load: int64[ticks]; clock: float64[ticks + 1].
+      costs: seconds of each tick, float64[ticks].
+      movables: in the order of their first read.
+      boundary: device bytes of what goes in and comes out.
+      link: from the host tier to the device's.
+    """
+
+    module: Module
+    machine: Machine
+    ticks: EntryTicks
+    boundary: Boundary
+    arena: tuple[Resident, ...]
+    load: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+    clock: npt.NDArray[np.float64]
+    movables: tuple[Movable, ...]
+    link: Link
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes outside the arena."""
+        return self.boundary.arguments + self.boundary.outputs - self.boundary.aliased
+
+
+def host_link(machine: Machine) -> Link:
+    """The link that feeds the device's memory: the machine file's first that ends there."""
+    device = machine.device_memory.name
+    return next(link for link in machine.links if link.destination == device)
+
+
+def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> Problem:
+    """Analyses a scheduled module.
+
+    Args:
+      host_parameters: numbers of the entry parameters that live on the host. Read on CPU
+        only, where the module does not say it; elsewhere the module's own copies count.
+
+    Raises:
+      UnscheduledModuleError: when the module has no schedule.
+    """
+    on_cpu = machine.platform == "cpu"
+    ranges = compute_live_ranges(analyze_dataflow(module))
+    ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
+    arena = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
+    load = np.zeros(ticks.end + 1, np.int64)
+    for resident in arena:
+        load[resident.live_range.start] += resident.size
+        load[resident.live_range.end] -= resident.size
+    load = np.cumsum(load)[:-1]
+    seconds = instruction_costs(module, machine)
+    costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
+    copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
+    for transfer in ticks.transfers:
+        if transfer.reads:
+            copies[transfer.parameter.id].append(transfer)
+    movables = sorted(
+        (_movable(c, ticks.end) for c in copies.values()),
+        key=lambda m: (m.reads[0], m.parameter),
+    )
+    on_host = {m.parameter for m in movables} if on_cpu else set[int]()
+    return Problem(
+        module,
+        machine,
+        ticks,
+        _boundary(module, on_host),
+        arena,
+        load,
+        costs,
+        np.concatenate([[0.0], np.cumsum(costs)]),
+        tuple(movables),
+        host_link(machine),
+    )
+
+
+def fetches(
+    movables: Sequence[Movable], clock: npt.NDArray[np.float64], keep_s: float
+) -> list[Fetch]:
+    """Groups the reads of each movable into fetches, ordered by first read.
+
+    Args:
+      keep_s: a copy is kept between two reads when at most so many seconds of compute lie
+        between them, else it is dropped and fetched again (it is clean: no write back).
+    """
+    found: list[Fetch] = []
+    for m in movables:
+        start, end = m.reads[0]
+        for read in m.reads[1:]:
+            if read.start <= end or clock[read.start] - clock[end] <= keep_s:
+                end = max(end, read.end)
+                continue
+            found.append(Fetch(m.buffer, m.size, LiveRange(start, end)))
+            start, end = read
+        found.append(Fetch(m.buffer, m.size, LiveRange(start, end)))
+    return sorted(found, key=lambda f: f.reads)
+
+
+def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
+    def device_bytes(shape: Shape) -> int:
+        return sum(s.byte_size for _, s in shape.leaves() if s.memory_space == DEVICE_MEMORY_SPACE)
+
+    parameters = {p.parameter_number: p.shape for p in module.entry.parameters}
+    # XLA:CPU calls all arguments the device's: its host memory is the same memory.
+    arguments = sum(device_bytes(s) for n, s in parameters.items() if n not in on_host)
+    aliased = sum(
+        device_bytes(parameters[a.parameter].at(a.parameter_index))
+        for a in module.input_output_aliases
+    )
+    return Boundary(arguments, device_bytes(module.entry.root.shape), aliased)
+
+
+def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
+    """One argument; XLA may copy it several times."""
+    reads = sorted(LiveRange(r.tick, r.last + 1) for copy in copies for r in copy.reads)
+    if any(copy.is_written or copy.lives_out for copy in copies):
+        lives_out = any(copy.lives_out for copy in copies)
+        reads = [LiveRange(reads[0].start, end if lives_out else max(r.end for r in reads))]
+    p = copies[0].parameter
+    return Movable(p.parameter_number, p.name, copies[0].size, tuple(reads))
