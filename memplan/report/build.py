@@ -24,7 +24,7 @@ from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import measure_memory
-from hlo_passes.plan import LiveRange, LogicalTime, Plan
+from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
 from hlo_passes.sharing import Target
 from hlo_passes.timeline import TransferId
 from hlo_passes.traffic import traffic
@@ -414,11 +414,18 @@ class _Builder:
     def _order(self) -> Iterator[str]:
         if self.plan is not None:
             for fence in self.plan.fences:
-                yield f"{fence.before} → {fence.after} ({fence.reason})"
+                yield f"{self._event(fence.before)} → {self._event(fence.after)} ({fence.reason})"
             return
         for i in self.sequence:
             for before in i.control_predecessor_ids:
                 yield f"%{self.module.instructions[before].name} → %{i.name} (control)"
+
+    def _event(self, event: Event) -> str:
+        """A plan's event with the name of what it moves: ``start:3 params['w'][0]``."""
+        if self.plan is None or event.kind == "compute":
+            return str(event)
+        buffer = self.plan.transfers[event.index].buffer
+        return f"{event} {self.labels.get(buffer, buffer)}"
 
 
 def _guess_target(module: Module) -> Target:
