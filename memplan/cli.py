@@ -158,7 +158,8 @@ def _plan_file(
     machine = load_machine(machine_name)
     with _progress("Planning"):
         module = read_module(path)
-        plan = pipeline.plan_module(module, machine, budget)
+        labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
+        plan = pipeline.plan_module(module, machine, budget, labels=labels)
         rewritten = pipeline.rewrite_module(module, plan, machine)
         return (
             plan,
