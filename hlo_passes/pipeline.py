@@ -226,9 +226,16 @@ def _assemble(
         size = sum(leaf.byte_size for _, leaf in p.shape.leaves())
         placements.append(Placement(p.parameter_number, p.name, tier, size))
         hold(p.name, allocation, size, everywhere)
+    outputs: dict[str, int] = {}
     for resident in posed.ticks.residents:
         if resident.kind in ("output", "constant"):
+            outputs[resident.name] = tops[f"{resident.kind}s"]
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
+    slots += [
+        Slot(r.name, "outputs", outputs[r.host], r.size, r.live_range)
+        for r in posed.ticks.residents
+        if r.kind == "guest"
+    ]
     load = posed.load.copy()
     for fetch, start in zip(choice.fetches, choice.starts, strict=True):
         load[start : fetch.reads.end] += fetch.size

@@ -76,13 +76,17 @@ class Resident:
       size: bytes.
       live_range: in ticks, half-open; to the end when the entry returns it.
       kind: ``"parameter"``, ``"constant"`` and ``"output"`` have allocations of their own;
-        ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts.
+        ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts; a
+        ``"guest"`` is a temporary that lies in the bytes of the output `host` before that is
+        there, and takes none of its own.
+      host: of a guest, the name of its output.
     """
 
     name: str
     size: int
     live_range: LiveRange
-    kind: Literal["parameter", "constant", "output", "temp", "workspace"]
+    kind: Literal["parameter", "constant", "output", "temp", "workspace", "guest"]
+    host: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +229,14 @@ class _View:
     def residents(self, target: Target) -> Iterator[Resident]:
         allocations = find_allocations(self.ranges, target, apart=self.moved)
         for b in self.dataflow.buffers:
-            if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0 or b.id in allocations.reused:
+            if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0:
+                continue
+            if b.id in allocations.reused:
+                host = self.dataflow.buffers[allocations.reused[b.id]]
+                live = self._ticks_of(b.values)
+                # In a donated argument it would have to wait for the argument's last reader.
+                kind = "guest" if host.kind == "output" else "temp"
+                yield Resident(str(b), b.size, live, kind, str(host) if kind == "guest" else "")
                 continue
             if b.kind in ("temp", "tuple") or any(v.id in self.moved for v in b.values):
                 continue
@@ -237,8 +248,8 @@ class _View:
                 groups.setdefault(h.group, []).append(h)
         inside: dict[LogicalTime, list[HeapRange]] = {}
         for members in groups.values():
-            live = self._ticks_of(members)
-            if any(h.value.instruction.computation_id == self.entry.id for h in members):
+            live = self._ticks_of([h.value for h in members])
+            if any(self._is_seen_in_entry(h) for h in members):
                 yield Resident(str(members[0].value), members[0].size, live, "temp")
             else:
                 inside.setdefault(live.start, []).extend(members)
@@ -251,9 +262,13 @@ class _View:
             name = self.instructions[tick].name
             yield Resident(name, packing.total, LiveRange(tick, tick + 1), "workspace")
 
-    def _ticks_of(self, members: Sequence[HeapRange]) -> LiveRange:
-        start = min(self.tick_of[h.value.instruction.id] for h in members)
-        last = max(self.ranges.of_value[h.value.id].end - 1 for h in members)
+    def _is_seen_in_entry(self, h: HeapRange) -> bool:
+        positions = h.value.positions
+        return any(p.instruction.computation_id == self.entry.id for p in positions)
+
+    def _ticks_of(self, values: Sequence[Value]) -> LiveRange:
+        start = min(self.tick_of[v.instruction.id] for v in values)
+        last = max(self.ranges.of_value[v.id].end - 1 for v in values)
         if last >= self.ranges.end:
             return LiveRange(start, self.end)
         return LiveRange(start, self.tick_of[self.ranges.sequence[last].id] + 1)

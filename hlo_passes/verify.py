@@ -195,6 +195,8 @@ def _assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
             under = _overwritten(replay.module, value)
             under.is_taken = True
             under.last_read = max(under.last_read, value.last_read)
+            if value in replay.apart:
+                replay.apart.add(under)  # An output's bytes, before the output is there.
     return holders
 
 
