@@ -8,10 +8,7 @@ Markdown table. No compiler runs: the corpus holds the final modules.
 from __future__ import annotations
 
 from hlo_passes.memory import memory_usage
-from hlo_passes.sharing import Target
 from tests import corpus
-
-_PLATFORM: dict[str, Target] = {"v5e": "tpu", "h200": "gpu", "cpu": "cpu"}
 
 
 def main() -> None:
@@ -21,7 +18,7 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---:|")
     for key, xla in corpus.memory().items():
         program, target = key.split(".")
-        usage = memory_usage(corpus.read(key), _PLATFORM[target])
+        usage = memory_usage(corpus.read(key), corpus.platform(key))
         error = usage.temp_bytes - xla["temp"]
         percent = f"{error / xla['temp']:+.2%}" if xla["temp"] else f"{error:+,} bytes"
         print(

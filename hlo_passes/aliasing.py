@@ -9,7 +9,6 @@ pair is a duty, not an option: XLA inserts a copy before where it cannot hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from hlo_passes.ir import Instruction, Module, ShapeIndex
@@ -26,10 +25,10 @@ class InPlacePair(NamedTuple):
 def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePair, ...]:
     """Returns the outputs of `instruction` that must share an operand's buffer.
 
-    Updates (dynamic-update-slice, scatter, set-dimension-size), all-reduce-start,
+    They are updates (dynamic-update-slice, scatter, set-dimension-size), all-reduce-start,
     collective-permute(-start) given its destination, ragged-all-to-all, what a custom call,
-    asynchronous start or fusion declares (``output_operand_aliasing``), and a fusion whose output is an update
-    of one of its parameters.
+    asynchronous start or fusion declares (``output_operand_aliasing``), and a fusion whose
+    output is an update of one of its parameters.
     """
     annotated = tuple(
         InPlacePair(a.operand, a.operand_index, a.output_index)
@@ -106,9 +105,3 @@ def through_tuples(
         index = (instruction.tuple_index, *index)
         instruction = module.instructions[instruction.operand_ids[0]]
     return instruction, index
-
-
-def operands(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields the operands of `instruction`."""
-    for operand in instruction.operand_ids:
-        yield module.instructions[operand]

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import assign_offsets
-from hlo_passes.dataflow import Buffer
+from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime

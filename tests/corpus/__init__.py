@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hlo_passes.ir import Module
 from hlo_passes.reader import read_module
+from hlo_passes.sharing import Target
 
 MODULES = Path(__file__).parent / "modules"
 MEMORY = Path(__file__).parent / "memory.json"
@@ -25,3 +26,9 @@ def read(name: str) -> Module:
 def memory() -> dict[str, dict[str, int]]:
     """``<program>.<target>`` to XLA's argument, output, alias and temp bytes."""
     return json.loads(MEMORY.read_text())
+
+
+def platform(key: str) -> Target:
+    """The platform of ``<program>.<target>``."""
+    platforms: dict[str, Target] = {"v5e": "tpu", "h200": "gpu", "cpu": "cpu"}
+    return platforms[key.rpartition(".")[2]]

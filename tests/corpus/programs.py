@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from models import llama
+import models.llama as llama
 from models.configs import TINY
 
 

@@ -1,0 +1,329 @@
+"""Which positions share a buffer, one aliasing rule at a time."""
+
+import pytest
+
+from hlo_passes.dataflow import Buffer, Dataflow, analyze_dataflow
+from hlo_passes.reader import read_module
+from tests import corpus
+
+
+def analyze(body: str, header: str = "") -> Dataflow:
+    return analyze_dataflow(read_module(f"HloModule m, is_scheduled=true{header}\n{body}"))
+
+
+def buffers(dataflow: Dataflow) -> list[set[str]]:
+    """The positions of each buffer of an array."""
+    return [{str(p) for p in b.positions} for b in dataflow.buffers if b.kind != "tuple"]
+
+
+def named(dataflow: Dataflow, name: str, index: tuple[int, ...] = ()) -> Buffer:
+    found = (i for i in dataflow.module.instructions.values() if i.name == name)
+    return dataflow.buffer_at(next(found), index)
+
+
+def test_an_elementwise_operation_defines_its_own() -> None:
+    found = analyze("ENTRY e {\n p = f32[8] parameter(0)\n ROOT n = f32[8] negate(p)\n}\n")
+    assert buffers(found) == [{"p"}, {"n"}]
+    assert [b.kind for b in found.buffers] == ["parameter", "output"]
+
+
+def test_tuples_elements_and_bitcasts_pass_values_on() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[8] parameter(0)
+  n = f32[8] negate(p)
+  t = (f32[8], f32[8]) tuple(p, n)
+  g = f32[8] get-tuple-element(t), index=1
+  b = f32[2,4] bitcast(g)
+  ROOT a = f32[2,4] abs(b)
+}
+""")
+    assert buffers(found) == [{"p", "t{0}"}, {"n", "t{1}", "g", "b"}, {"a"}]
+    assert named(found, "t").kind == "tuple"
+    assert named(found, "t").size == 16
+    uses = {(u.instruction.name, u.operand, u.index) for u in named(found, "n").uses}
+    assert uses == {("b", 0, ()), ("a", 0, ())}
+
+
+def test_a_barrier_passes_on_and_a_copy_does_not() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[8] parameter(0)
+  o = f32[8] opt-barrier(p)
+  ROOT c = f32[8] copy(o)
+}
+""")
+    assert buffers(found) == [{"p", "o"}, {"c"}]
+
+
+def test_an_asynchronous_copy_defines_its_destination() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[8]{0:S(5)} parameter(0)
+  s = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(p)
+  d = f32[8]{0} copy-done(s)
+  ROOT n = f32[8]{0} negate(d)
+}
+""")
+    assert buffers(found) == [{"p", "s{1}"}, {"s{0}", "d"}, {"s{2}"}, {"n"}]
+    assert named(found, "p").memory_space == 5
+    assert named(found, "d").memory_space == 0
+
+
+def test_an_asynchronous_call_gives_what_its_computation_gives() -> None:
+    found = analyze("""
+async {
+  q = f32[16] parameter(0)
+  ROOT l = f32[8] slice(q), slice={[0:8]}
+}
+ENTRY e {
+  p = f32[16] parameter(0)
+  s = ((f32[16]), f32[8], u32[]) async-start(p), calls=async
+  u = ((f32[16]), f32[8], u32[]) async-update(s)
+  ROOT d = f32[8] async-done(u)
+}
+""")
+    assert {"p", "q", "s{0,0}", "u{0,0}"} in buffers(found)
+    assert {"l", "s{1}", "u{1}", "d"} in buffers(found)
+
+
+@pytest.mark.parametrize(
+    ("start", "done"),
+    [
+        (
+            "(f32[8], f32[32]) all-gather-start(p), dimensions={0}, replica_groups={{0,1,2,3}}",
+            "f32[32] all-gather-done(s)",
+        ),
+        (
+            "(f32[8], f32[8], u32[], u32[]) collective-permute-start(p), "
+            "source_target_pairs={{0,1}}",
+            "f32[8] collective-permute-done(s)",
+        ),
+    ],
+)
+def test_a_collective_pair_writes_apart_from_its_operand(start: str, done: str) -> None:
+    found = analyze(
+        f"ENTRY e {{\n p = f32[8] parameter(0)\n s = {start}\n ROOT d = {done}\n}}\n",
+        header=", replica_count=4",
+    )
+    assert {"p", "s{0}"} in buffers(found)
+    assert {"s{1}", "d"} in buffers(found)
+
+
+def test_an_asynchronous_all_reduce_works_in_place() -> None:
+    found = analyze("""
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT r = f32[] add(a, b)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  n = f32[8] negate(p)
+  s = f32[8] all-reduce-start(n), to_apply=add
+  ROOT d = f32[8] all-reduce-done(s)
+}
+""")
+    assert buffers(found) == [{"p"}, {"n", "s", "d"}]
+
+
+def test_send_and_recv_pass_on_what_they_carry() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[8] parameter(0)
+  t = token[] after-all()
+  s = (f32[8], u32[], token[]) send(p, t), channel_id=1
+  x = token[] send-done(s), channel_id=1
+  r = (f32[8], u32[], token[]) recv(x), channel_id=2
+  y = (f32[8], token[]) recv-done(r), channel_id=2
+  ROOT g = f32[8] get-tuple-element(y), index=0
+}
+""")
+    assert {"p", "s{0}"} in buffers(found)
+    assert {"r{0}", "y{0}", "g"} in buffers(found)
+
+
+def test_an_update_lies_where_its_operand_lay() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[8] parameter(0)
+  u = f32[1] parameter(1)
+  i = s32[] parameter(2)
+  c = f32[8] copy(p)
+  ROOT d = f32[8] dynamic-update-slice(c, u, i)
+}
+""")
+    assert {"c", "d"} in buffers(found)
+
+
+FUSED_UPDATE = """
+fused {{
+  a = f32[8] parameter(0)
+  u = f32[1] parameter(1)
+  i = s32[] parameter(2)
+  n = f32[8] {producer}
+  ROOT d = f32[8] dynamic-update-slice(n, u, i)
+}}
+ENTRY e {{
+  p = f32[8] parameter(0)
+  u.1 = f32[1] parameter(1)
+  i.1 = s32[] parameter(2)
+  c = f32[8] copy(p)
+  ROOT f = f32[8] fusion(c, u.1, i.1), kind=kLoop, calls=fused
+}}
+"""
+
+
+def test_a_fusion_that_updates_its_parameter_works_in_place() -> None:
+    assert {"c", "f"} in buffers(analyze(FUSED_UPDATE.format(producer="bitcast(a)")))
+
+
+def test_a_fusion_that_updates_what_it_computed_does_not() -> None:
+    found = buffers(analyze(FUSED_UPDATE.format(producer="negate(a)")))
+    assert {"c"} in found
+    assert {"f"} in found
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_custom_call_shares_what_it_declares(declared: bool) -> None:
+    aliasing = ", output_to_operand_aliasing={{}: (0, {})}" if declared else ""
+    found = analyze(f"""
+ENTRY e {{
+  p = f32[8] parameter(0)
+  c = f32[8] copy(p)
+  ROOT k = f32[8] custom-call(c), custom_call_target="f"{aliasing}
+}}
+""")
+    assert ({"c", "k"} in buffers(found)) == declared
+
+
+WHILE = """
+body {{
+  b = (f32[8], f32[8]) parameter(0)
+  b0 = f32[8] get-tuple-element(b), index=0
+  b1 = f32[8] get-tuple-element(b), index=1
+  n = f32[8] add(b0, b1)
+  ROOT r = (f32[8], f32[8]) tuple({carried})
+}}
+condition {{
+  q = (f32[8], f32[8]) parameter(0)
+  ROOT k = pred[] constant(false)
+}}
+ENTRY e {{
+  p0 = f32[8] parameter(0)
+  p1 = f32[8] parameter(1)
+  c0 = f32[8] copy(p0)
+  c1 = f32[8] copy(p1)
+  t = (f32[8], f32[8]) tuple(c0, c1)
+  w = (f32[8], f32[8]) while(t), body=body, condition=condition
+  w0 = f32[8] get-tuple-element(w), index=0
+  w1 = f32[8] get-tuple-element(w), index=1
+  ROOT s = f32[8] subtract(w0, w1)
+}}
+"""
+
+
+def test_what_a_loop_carries_is_one_buffer_of_many_values() -> None:
+    found = analyze(WHILE.format(carried="n, b1"))
+    carried = named(found, "c0")
+    assert {str(p) for p in carried.positions} == {
+        *("c0", "t{0}", "q{0}", "b{0}", "b0", "n", "r{0}", "w{0}", "w0")
+    }
+    assert [(str(v), v.is_phi) for v in carried.values] == [
+        *(("n", False), ("c0", False), ("b{0}", True), ("q{0}", True), ("w{0}", True))
+    ]
+
+
+def test_what_a_loop_hands_through_is_one_value() -> None:
+    found = analyze(WHILE.format(carried="n, b1"))
+    constant = named(found, "c1")
+    assert len(constant.values) == 1
+    assert {str(p) for p in constant.positions} == {
+        *("c1", "t{1}", "q{1}", "b{1}", "b1", "r{1}", "w{1}", "w1")
+    }
+
+
+def test_a_loop_that_swaps_its_carries_merges_both() -> None:
+    found = analyze(WHILE.format(carried="b1, b0"))
+    assert named(found, "c0") is named(found, "c1")
+
+
+def test_a_loop_in_a_loop_hands_through() -> None:
+    module = corpus.read("while.h200")
+    found = analyze_dataflow(module)
+    # The weights are read in the inner loop and carried by both: one value, never copied.
+    weights = found.buffer_at(module.entry.parameters[1])
+    assert len(weights.values) == 1
+    inside = {p.instruction.computation_id for p in weights.positions}
+    assert len(inside) >= 3
+
+
+def test_the_branches_of_a_conditional_give_one_buffer() -> None:
+    found = analyze("""
+yes {
+  a = f32[8] parameter(0)
+  ROOT n = f32[8] negate(a)
+}
+no {
+  b = f32[8] parameter(0)
+  ROOT m = f32[8] abs(b)
+}
+ENTRY e {
+  c = pred[] parameter(0)
+  p = f32[8] parameter(1)
+  ROOT k = f32[8] conditional(c, p, p), true_computation=yes, false_computation=no
+}
+""")
+    assert buffers(found) == [{"n", "m", "k"}, {"c"}, {"p", "a", "b"}]
+
+
+def test_a_call_is_transparent() -> None:
+    found = analyze("""
+callee {
+  a = f32[8] parameter(0)
+  ROOT n = f32[8] negate(a)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  ROOT k = f32[8] call(p), to_apply=callee
+}
+""")
+    assert buffers(found) == [{"n", "k"}, {"p", "a"}]
+
+
+DONATED = """
+ENTRY e {
+  p = f32[8] parameter(0)
+  ROOT n = f32[8] negate(p)
+}
+"""
+
+
+def test_a_donated_argument_and_its_output_are_one_buffer() -> None:
+    found = analyze(DONATED, header=", input_output_alias={ {}: (0, {}, may-alias) }")
+    assert buffers(found) == [{"p", "n"}]
+    assert found.buffers[0].kind == "parameter"
+    assert found.buffers[0].live_out
+
+
+def test_an_argument_that_is_kept_and_the_output_are_two() -> None:
+    assert buffers(analyze(DONATED)) == [{"p"}, {"n"}]
+
+
+def test_a_fusion_has_no_buffers_inside() -> None:
+    found = analyze(FUSED_UPDATE.format(producer="bitcast(a)"))
+    inner = next(i for i in found.module.instructions.values() if i.name == "a")
+    with pytest.raises(KeyError):
+        found.value_at(inner)
+
+
+@pytest.mark.parametrize("key", corpus.memory())
+def test_every_position_has_one_value_and_one_buffer(key: str) -> None:
+    found = analyze_dataflow(corpus.read(key))
+    positions = [p for v in found.values for p in v.positions]
+    assert len(set(positions)) == len(positions)
+    assert [v.id for v in found.values] == list(range(len(found.values)))
+    assert sorted(v.id for b in found.buffers for v in b.values) == [v.id for v in found.values]
+    for buffer in found.buffers:
+        spaces = {v.shape.memory_space for v in buffer.values}
+        assert spaces == {buffer.memory_space}

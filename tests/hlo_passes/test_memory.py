@@ -1,0 +1,91 @@
+"""The predicted memory against XLA's `memory_analysis`, over the corpus."""
+
+import json
+
+import pytest
+
+from hlo_passes.errors import UnscheduledModuleError
+from hlo_passes.ir import Module
+from hlo_passes.memory import memory_usage
+from hlo_passes.reader import read_module
+from hlo_passes.xla import hlo_proto_to_canonical_text
+from tests import corpus
+
+MEMORY = corpus.memory()
+
+# `<program>.<target>`: why its prediction is further from XLA's number than TOLERANCE.
+EXCEPTIONS: dict[str, str] = {}
+TOLERANCE = 0.001
+
+
+@pytest.mark.parametrize("key", MEMORY)
+def test_temp_bytes_are_those_of_memory_analysis(key: str) -> None:
+    usage = memory_usage(corpus.read(key), corpus.platform(key))
+    wrong = abs(usage.temp_bytes - MEMORY[key]["temp"]) > TOLERANCE * MEMORY[key]["temp"]
+    assert wrong == (key in EXCEPTIONS), (usage.temp_bytes, MEMORY[key]["temp"])
+
+
+@pytest.mark.parametrize("key", MEMORY)
+def test_arguments_outputs_and_aliases_are_exact(key: str) -> None:
+    usage = memory_usage(corpus.read(key), corpus.platform(key))
+    found = {
+        "argument": usage.argument_bytes,
+        "output": usage.output_bytes,
+        "alias": usage.alias_bytes,
+    }
+    assert found == {k: v for k, v in MEMORY[key].items() if k != "temp"}
+
+
+@pytest.mark.parametrize("key", MEMORY)
+def test_the_lower_bound_is_the_load_at_the_peak(key: str) -> None:
+    usage = memory_usage(corpus.read(key), corpus.platform(key))
+    assert sum(b.size for b in usage.live_at_peak) == usage.lower_bound_bytes
+    assert usage.lower_bound_bytes <= usage.heap_bytes <= usage.temp_bytes
+
+
+@pytest.mark.parametrize("key", MEMORY)
+def test_a_module_survives_the_round_trip(key: str) -> None:
+    before = corpus.read_bytes(key)
+    after = Module(corpus.read(key).to_proto()).to_bytes()
+    assert hlo_proto_to_canonical_text(after) == hlo_proto_to_canonical_text(before)
+
+
+def test_the_peak_names_its_buffers() -> None:
+    module = corpus.read("mlp_grad.v5e")
+    usage = memory_usage(module, "tpu")
+    largest = usage.live_at_peak[0]
+    assert largest.size == 16384 * 4096 * 2
+    assert largest.op_name.startswith("jit(_mlp_loss)")
+    assert largest.source.startswith("tests/corpus/programs.py:")
+    assert usage.peak in module.entry.instructions
+    assert module.entry.instructions[usage.peak_entry_index] is usage.peak
+
+
+def test_a_peak_inside_a_loop_stands_at_the_loop() -> None:
+    module = corpus.read("scan_remat_grad.h200")
+    usage = memory_usage(module, "gpu")
+    assert usage.peak is not None
+    assert usage.peak not in module.entry.instructions
+    assert module.entry.instructions[usage.peak_entry_index].opcode == "while"
+
+
+def test_host_memory_is_counted_apart() -> None:
+    usage = memory_usage(corpus.read("mlp_offloaded.v5e"), "tpu", memory_space=5)
+    assert usage.argument_bytes == 6 * 4096 * 4096 * 2
+    assert usage.temp_bytes == 0
+
+
+def test_residuals_offloaded_by_the_program_are_host_temporaries() -> None:
+    usage = memory_usage(corpus.read("residuals_offloaded.v5e"), "tpu", memory_space=5)
+    assert usage.heap_bytes == 5 * 16384 * 4096 * 2
+
+
+def test_a_module_without_a_schedule_is_refused() -> None:
+    text = "HloModule m\nENTRY e {\n  ROOT p = f32[8] parameter(0)\n}\n"
+    with pytest.raises(UnscheduledModuleError, match="module m: it has no schedule"):
+        memory_usage(read_module(text), "cpu")
+
+
+def test_the_corpus_is_whole() -> None:
+    files = {p.name.removesuffix(".pb.xz") for p in corpus.MODULES.iterdir()}
+    assert files == set(json.loads(corpus.MEMORY.read_text()))

@@ -1,0 +1,186 @@
+"""The entry in ticks: managed transfers, their readers, and all that stays."""
+
+import pytest
+
+from hlo_passes.assignment import max_live_load
+from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.memory import memory_usage
+from hlo_passes.plan import LiveRange
+from hlo_passes.reader import read_module
+from hlo_passes.sharing import Target
+from hlo_passes.ticks import EntryTicks, entry_ticks
+from tests import corpus
+
+
+def ticks(body: str, target: Target = "tpu", host_parameters=None, header: str = "") -> EntryTicks:
+    module = read_module(f"HloModule m, is_scheduled=true{header}\n{body}")
+    return entry_ticks(compute_live_ranges(analyze_dataflow(module)), target, host_parameters)
+
+
+def residents(found: EntryTicks) -> dict[str, tuple[str, LiveRange]]:
+    return {r.name: (r.kind, r.live_range) for r in found.residents}
+
+
+OFFLOADED = """
+ENTRY e {
+  x = f32[8]{0} parameter(0)
+  w = f32[8]{0:S(5)} parameter(1)
+  s = (f32[8]{0}, f32[8]{0:S(5)}, u32[]{:S(2)}) copy-start(w)
+  a = f32[8]{0} negate(x)
+  d = f32[8]{0} copy-done(s)
+  b = f32[8]{0} add(a, d)
+  v = f32[2,4]{1,0} bitcast(d)
+  c = f32[8]{0} abs(b)
+  ROOT r = f32[2,4]{1,0} negate(v)
+}
+"""
+
+
+def test_managed_transfers_have_no_tick() -> None:
+    found = ticks(OFFLOADED)
+    assert [i.name for i in found.instructions] == ["a", "b", "v", "c", "r"]
+    assert found.end == 5
+
+
+def test_a_transfer_knows_its_parameter_and_its_readers() -> None:
+    (transfer,) = ticks(OFFLOADED).transfers
+    assert transfer.parameter.name == "w"
+    assert transfer.size == 32
+    assert [(r.user.name, r.tick, r.last) for r in transfer.reads] == [("b", 1, 1), ("v", 2, 4)]
+    assert not transfer.is_written
+    assert not transfer.lives_out
+
+
+def test_all_else_is_resident() -> None:
+    assert residents(ticks(OFFLOADED)) == {
+        "x": ("parameter", (0, 5)),
+        "a": ("temp", (0, 4)),  # b and c are written over it
+        "r": ("output", (4, 5)),
+    }
+
+
+def test_other_uses_of_host_memory_are_not_managed() -> None:
+    found = ticks("""
+fused {
+  q = f32[8]{0:S(5)} parameter(0)
+  ROOT n = f32[8]{0} negate(q)
+}
+ENTRY e {
+  w = f32[8]{0:S(5)} parameter(0)
+  x = f32[8]{0} parameter(1)
+  s = (f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)}) copy-start(x)
+  d = f32[8]{0:S(5)} copy-done(s)
+  ROOT f = f32[8]{0} fusion(w), kind=kLoop, calls=fused
+}
+""")
+    assert found.transfers == ()
+    assert [i.name for i in found.instructions] == ["s", "d", "f"]
+
+
+def test_a_copy_that_is_written_over_or_returned_says_so() -> None:
+    found = ticks("""
+ENTRY e {
+  w = f32[8]{0:S(5)} parameter(0)
+  u = f32[1]{0} parameter(1)
+  i = s32[] parameter(2)
+  s = (f32[8]{0}, f32[8]{0:S(5)}, u32[]{:S(2)}) copy-start(w)
+  d = f32[8]{0} copy-done(s)
+  ROOT y = f32[8]{0} dynamic-update-slice(d, u, i)
+}
+""")
+    (transfer,) = found.transfers
+    assert transfer.is_written
+    assert transfer.lives_out
+    assert [(r.tick, r.last) for r in transfer.reads] == [(0, 1)]
+
+
+CPU = """
+ENTRY e {
+  x = f32[8] parameter(0)
+  w = f32[8] parameter(1)
+  a = f32[8] negate(x)
+  b = f32[8] add(a, w)
+  ROOT t = (f32[8], f32[8]) tuple(b, w)
+}
+"""
+
+
+def test_on_cpu_the_caller_names_the_parameters() -> None:
+    found = ticks(CPU, "cpu", host_parameters=[1])
+    (transfer,) = found.transfers
+    assert (transfer.start, transfer.done) == (None, None)
+    assert [(r.user.name, r.tick, r.last) for r in transfer.reads] == [("b", 1, 1), ("t", 2, 3)]
+    assert transfer.lives_out
+    assert "w" not in residents(found)
+
+
+def test_on_cpu_nothing_is_managed_unasked() -> None:
+    found = ticks(CPU, "cpu")
+    assert found.transfers == ()
+    assert residents(found)["w"] == ("parameter", (0, 3))
+
+
+LOOP = """
+body {
+  b = (f32[8]{0}, f32[8]{0}) parameter(0)
+  b0 = f32[8]{0} get-tuple-element(b), index=0
+  b1 = f32[8]{0} get-tuple-element(b), index=1
+  x = f32[8]{0} reverse(b0), dimensions={0}
+  y = f32[8]{0} reverse(x), dimensions={0}
+  n = f32[8]{0} add(y, b1)
+  ROOT r = (f32[8]{0}, f32[8]{0}) tuple(n, b1)
+}
+condition {
+  q = (f32[8]{0}, f32[8]{0}) parameter(0)
+  ROOT k = pred[] constant(false)
+}
+ENTRY e {
+  p = f32[8]{0} parameter(0)
+  w = f32[8]{0:S(5)} parameter(1)
+  c0 = f32[8]{0} copy(p)
+  s = (f32[8]{0}, f32[8]{0:S(5)}, u32[]{:S(2)}) copy-start(w)
+  d = f32[8]{0} copy-done(s)
+  t = (f32[8]{0}, f32[8]{0}) tuple(c0, d)
+  l = (f32[8]{0}, f32[8]{0}) while(t), condition=condition, body=body
+  l0 = f32[8]{0} get-tuple-element(l), index=0
+  l1 = f32[8]{0} get-tuple-element(l), index=1
+  o = f32[8]{0} reverse(l1), dimensions={0}
+  z = f32[8]{0} reverse(l0), dimensions={0}
+  ROOT m = f32[8]{0} add(z, o)
+}
+"""
+
+
+def test_what_a_loop_needs_inside_is_its_workspace() -> None:
+    found = ticks(LOOP)
+    assert [i.name for i in found.instructions] == ["c0", "t", "l", "l0", "l1", "o", "z", "m"]
+    (workspace,) = (r for r in found.residents if r.kind == "workspace")
+    assert workspace.name == "l"
+    assert workspace.live_range == LiveRange(2, 3)
+    assert workspace.size == 64  # x and y; the carry is the entry's
+    assert residents(found)["c0"] == ("temp", (0, 7))
+
+
+def test_what_runs_inside_has_the_tick_of_its_caller() -> None:
+    found = ticks(LOOP)
+    inside = {i.name: i.id for i in found.instructions}["l"]
+    assert found.tick_of[inside] == 2
+    assert sum(t == 2 for t in found.tick_of.values()) == 1 + 7 + 2
+
+
+def test_a_transfer_into_a_loop_is_read_until_its_last_reader_after_it() -> None:
+    (transfer,) = ticks(LOOP).transfers
+    assert [(r.user.name, r.tick, r.last) for r in transfer.reads] == [("t", 1, 5)]
+
+
+@pytest.mark.parametrize("key", [k for k in corpus.memory() if "offloaded" not in k])
+def test_without_transfers_the_residents_need_what_xla_needs(key: str) -> None:
+    """Ticks are coarser than the time line, so their load may only be larger."""
+    target = corpus.platform(key)
+    module = corpus.read(key)
+    found = entry_ticks(compute_live_ranges(analyze_dataflow(module)), target)
+    arena = [r for r in found.residents if r.kind in ("temp", "workspace")]
+    load = max_live_load([r.size for r in arena], [r.live_range for r in arena])
+    bound = memory_usage(module, target).lower_bound_bytes
+    assert bound <= load
