@@ -18,7 +18,8 @@ between its start and its done (▒), so it writes from its start on. Compute ru
 order of the schedule; between compute and a transfer only a fence gives an order.
 
 Not proved: what happens inside a called computation (slots for it must not collide with
-others, but none is asked for), evictions and recomputation (refused), and seconds.
+others, but none is asked for); that an instruction can work in place, beyond a list of those
+that cannot; and seconds. Evictions and recomputation are refused.
 """
 
 from __future__ import annotations

@@ -290,7 +290,10 @@ def _check_pairs(program: Program, plan: Plan, rewrite: _Rewrite, image: Mapping
         aliases = [
             (a.output_index, a.operand, a.operand_index) for a in done.output_operand_aliasing
         ]
+        opcodes = ("custom-call", "custom-call") if is_call else ("copy-start", "copy-done")
         for i, what, found, expected in (
+            (start, "opcode", start.opcode, opcodes[0]),
+            (done, "opcode", done.opcode, opcodes[1]),
             (start, "operands", rewrite.names(operands[0]), rewrite.names(of_start)),
             (done, "operands", rewrite.names(operands[1]), rewrite.names(of_done)),
             (start, "shape", arrives, shape),
