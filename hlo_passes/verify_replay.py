@@ -293,7 +293,7 @@ def _view(i: Instruction, index: ShapeIndex) -> _View | None:
             return _View(0, (0,))
         case (("async-done" | "all-gather-done" | "collective-permute-done"), _):
             return _View(0, (1, *index))
-        case (("custom-call" | "fusion"), _):
+        case (("async-start" | "custom-call" | "fusion"), _):
             aliases = {a.output_index: a for a in i.output_operand_aliasing}
             alias = aliases.get(index)
             return None if alias is None else _View(alias.operand, alias.operand_index)
