@@ -21,6 +21,7 @@ from hlo_passes import (
     problem,
     reader,
     rewrite,
+    sink,
     ticks,
     timeline,
     verify,
@@ -52,6 +53,7 @@ class Pass:
 PASSES = (
     # Reading.
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
+    Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
     # Analyses.
     Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
     Pass("live-ranges", live_ranges.compute_live_ranges, "when each buffer is live"),
@@ -121,6 +123,7 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
+    module = sink.sink_weight_work(module, host_parameters)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.choose_placement(posed, budget, slots)
     if choice is None:
@@ -146,18 +149,19 @@ def plan_module(
       labels: HLO parameter name to the user's name.
 
     Returns:
-      A verified plan.
+      A verified plan; its ticks are those of the module after `sink.sink_weight_work`.
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
+    module = sink.sink_weight_work(module, host_parameters)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.fit(posed, frozenset(), budget, slots)
     if choice is None:
         raise _budget_error(posed, budget, slots)
     plan = _assemble(posed, budget, choice, labels or {})
-    verify.verify_plan(module, plan)
+    verify.verify_plan(module, plan, machine)
     return plan
 
 
@@ -168,8 +172,11 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
       PlanMismatchError: when the plan was made for another module.
       VerificationError: when the rewritten module does not compute the same.
     """
-    rewritten = rewrite.rewrite(module, plan, custom_calls=machine.platform == "cpu")
-    verify.verify_rewrite(module, plan, rewritten)
+    on_cpu = machine.platform == "cpu"
+    sunk = sink.sink_weight_work(module, plan.host_parameters if on_cpu else ())
+    verify.verify_reordering(module, sunk)
+    rewritten = rewrite.rewrite(sunk, plan, custom_calls=on_cpu)
+    verify.verify_rewrite(sunk, plan, rewritten)
     return rewritten
 
 

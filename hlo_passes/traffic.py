@@ -173,12 +173,16 @@ class _Fusions:
 
     def written(self, body: Computation, shape: Shape) -> dict[int, int]:
         """Bytes that a fusion with this body writes to its output of this shape."""
-        outputs = [body.root]
+        outputs, shapes = [body.root], [shape]
         if body.root.opcode == "tuple":
             outputs = [self._module.instructions[i] for i in body.root.operand_ids]
+            shapes = shape.tuple_shapes
         written: dict[int, int] = defaultdict(int)
-        for output, (_, leaf) in zip(outputs, shape.leaves(), strict=True):
-            written[leaf.memory_space] += round(leaf.byte_size * self._updated_share(output))
+        for output, part in zip(outputs, shapes, strict=True):
+            # A part with parts of its own (a variadic sort or reduce) is written whole.
+            share = 1.0 if part.is_tuple else self._updated_share(output)
+            for space, size in _by_space(part, share).items():
+                written[space] += size
         return written
 
     def _updated_share(self, output: Instruction) -> float:

@@ -33,9 +33,20 @@ from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Event, Fence, LogicalTime, Plan, Slot
 from hlo_passes.verify_replay import Program, Replay, Value, check_scheduled, describe, issue_rank
-from hlo_passes.verify_rewrite import Followed, verify_executable, verify_rewrite
+from hlo_passes.verify_rewrite import (
+    Followed,
+    verify_executable,
+    verify_reordering,
+    verify_rewrite,
+)
 
-__all__ = ["Followed", "verify_executable", "verify_plan", "verify_rewrite"]
+__all__ = [
+    "Followed",
+    "verify_executable",
+    "verify_plan",
+    "verify_reordering",
+    "verify_rewrite",
+]
 
 
 def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> None:

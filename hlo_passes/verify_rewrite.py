@@ -85,6 +85,55 @@ class Followed:
         return not self.missing and not self.reordered
 
 
+def verify_reordering(original: Module, reordered: Module) -> None:
+    """Checks that a module differs from another in the order of harmless work only.
+
+    Harmless to move is what reads nothing but host arguments that are never overwritten,
+    constants, and other such work; everything else stays in order.
+
+    Raises:
+      VerificationError: when an instruction is changed, lost or added, stands before what it
+        needs, or has changed places with one that it must not.
+    """
+    if reordered is original:
+        return
+    _check_around_entry(original, reordered)
+    before = {i.id: _serialized(i.proto) for i in original.entry.instructions}
+    after = {i.id: _serialized(i.proto) for i in reordered.entry.instructions}
+    for n in (*before, *after):
+        if before.get(n) != after.get(n):
+            raise VerificationError(
+                f"instruction id {n} differs from the original's",
+                f"module {reordered.name}",
+                "A reordering changes no instruction.",
+            )
+    _check_sequence(original, reordered)
+    donated = {a.parameter for a in original.input_output_aliases}
+    harmless: set[int] = set()
+    for i in original.entry.instructions:
+        if i.opcode == "parameter":
+            steady = i.parameter_number not in donated
+        elif i.opcode in ("copy-start", "copy-done", "constant"):
+            steady = all(o in harmless for o in i.operand_ids)
+        else:
+            steady = (
+                i is not original.entry.root
+                and i.opcode not in ("custom-call", "while", "conditional", "call")
+                and all(o in harmless for o in i.operand_ids)
+            )
+        if steady:
+            harmless.add(i.id)
+    kept = [i for i in original.entry.instructions if i.id not in harmless]
+    found = [i for i in reordered.entry.instructions if i.id not in harmless]
+    for expected, i in zip(kept, found, strict=True):
+        if expected.id != i.id:
+            raise VerificationError(
+                f"%{i.name} stands where %{expected.name} was expected",
+                describe(reordered, i),
+                "Only work on host arguments may change places.",
+            )
+
+
 def verify_executable(plan: Plan, final: Module) -> Followed:
     """Looks for the plan's transfers in the module that XLA ended with.
 

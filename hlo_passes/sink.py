@@ -1,0 +1,96 @@
+"""Work on weights stands where it is needed, not where the data happened to be ready.
+
+    before   t1 = copy(w1)  t2 = copy(w2)  ...  x1 = dot(x0, t1)  x2 = dot(x1, t2)
+    after    t1 = copy(w1)  x1 = dot(x0, t1)  t2 = copy(w2)  x2 = dot(x1, t2)
+
+XLA's scheduler runs what depends on arguments alone (a weight brought into another layout
+or type) as early as it can. All results are then live at once, and so is every weight that
+they are made from, which no order of transfers can mend. Such work moves to just before its
+first reader. Nothing that it reads can change in between: arguments that stream are read
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
+
+# What is one kernel (or none) without effects, whatever it reads.
+_MOVABLE = frozenset(
+    {"bitcast", "convert", "copy", "fusion", "get-tuple-element", "reshape", "slice", "transpose"}
+)
+
+
+def sink_weight_work(module: Module, host_parameters: Collection[int] = ()) -> Module:
+    """Moves work that reads only streamed weights and constants to its first reader.
+
+    Args:
+      module: scheduled.
+      host_parameters: numbers of the entry parameters that are streamed; needed on CPU,
+        elsewhere the entry's copies from host memory say it.
+
+    Returns:
+      `module` itself when nothing moves.
+
+    Time O(instructions).
+    """
+    order = module.entry.instructions
+    streamed = {i.id for i in order if _is_streamed(module, i, host_parameters)}
+    ordered_by_hand = {c for i in order for c in i.control_predecessor_ids} | {
+        i.id for i in order if i.control_predecessor_ids
+    }
+    constant = {i.id for i in order if i.opcode == "constant"}
+    sinking: dict[int, Instruction] = {}
+    for i in order:
+        if (
+            i.opcode in _MOVABLE
+            and i is not module.entry.root
+            and i.id not in ordered_by_hand
+            and all(o in streamed or o in constant or o in sinking for o in i.operand_ids)
+            and any(o in streamed or o in sinking for o in i.operand_ids)
+        ):
+            sinking[i.id] = i
+    if not sinking:
+        return module
+    sequence: list[int] = []
+    placed: set[int] = set()
+
+    def place(i: Instruction) -> None:
+        for operand in i.operand_ids:
+            if operand in sinking and operand not in placed:
+                place(sinking[operand])
+        placed.add(i.id)
+        sequence.append(i.id)
+
+    for i in order:
+        if i.id not in sinking:
+            place(i)
+    for i in sinking.values():  # Without a reader.
+        if i.id not in placed:
+            place(i)
+    if sequence == [i.id for i in order]:
+        return module
+    return _reordered(module, sequence)
+
+
+def _is_streamed(module: Module, i: Instruction, host_parameters: Collection[int]) -> bool:
+    if i.opcode == "parameter":
+        return i.parameter_number in host_parameters
+    if i.opcode != "copy-done" or i.shape.memory_space != DEVICE_MEMORY_SPACE:
+        return False
+    source = module.instructions[module.instructions[i.operand_ids[0]].operand_ids[0]]
+    return source.opcode == "parameter" and source.shape.memory_space == HOST_MEMORY_SPACE
+
+
+def _reordered(module: Module, sequence: list[int]) -> Module:
+    proto = module.to_proto()
+    entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
+    by_id = {i.id: i for i in entry.instructions}
+    reordered = [type(by_id[n])() for n in sequence]
+    for copy, n in zip(reordered, sequence, strict=True):
+        copy.CopyFrom(by_id[n])
+    del entry.instructions[:]
+    entry.instructions.extend(reordered)
+    proto.schedule.sequences[entry.id].instruction_ids[:] = sequence
+    return Module(proto)
