@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import Strategy, assign_offsets, peak_load
 from hlo_passes.dataflow import Dataflow, analyze_dataflow
-from hlo_passes.ir import Instruction, Module
+from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.plan import LogicalTime
 from hlo_passes.sharing import Target
@@ -30,14 +30,17 @@ class Backend(NamedTuple):
     Attributes:
       alignment: bytes, of the heap's offsets and of each table.
       strategies: the orders of packing of which it keeps the best.
-      table_bytes: size of any tuple's table; None: one pointer for each element.
+      pointer_bytes: of one entry of a tuple's table.
+      table_granularity: bytes that a table's size is rounded up to. (32 on TPUs from v5p on:
+        their output_bytes come out up to 480 bytes too large for a tuple.)
       granularity: bytes that `temp_size_in_bytes` is a multiple of.
       drops_lone_tables: a program whose tables are its only temporaries reports none.
     """
 
     alignment: int
     strategies: tuple[Strategy, ...]
-    table_bytes: int | None
+    pointer_bytes: int
+    table_granularity: int
     granularity: int
     drops_lone_tables: bool
 
@@ -45,9 +48,9 @@ class Backend(NamedTuple):
 # xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
 # TPU's numbers were read off buffer assignments that libtpu (of jax 0.12) dumped.
 BACKENDS: dict[Target, Backend] = {
-    "cpu": Backend(64, ("spatial", "temporal"), None, 1, False),
-    "gpu": Backend(256, ("spatial", "temporal"), None, 1, False),
-    "tpu": Backend(16384, ("start",), 512, 16384, True),
+    "cpu": Backend(64, ("spatial", "temporal"), 8, 1, 1, False),
+    "gpu": Backend(256, ("spatial", "temporal"), 8, 1, 1, False),
+    "tpu": Backend(16384, ("start",), 4, 512, 16384, True),
 }
 
 
@@ -159,7 +162,7 @@ def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
         return arrays
-    return arrays + (backend.table_bytes or 8 * len(shape.tuple_shapes))
+    return arrays + _table_bytes(shape, backend)
 
 
 def _alias_bytes(module: Module, memory_space: int) -> int:
@@ -170,10 +173,14 @@ def _alias_bytes(module: Module, memory_space: int) -> int:
 def _tables(dataflow: Dataflow, backend: Backend, memory_space: int) -> list[int]:
     """Bytes of each table of pointers that is not the entry's result."""
     return [
-        backend.table_bytes or b.size
+        _table_bytes(b.values[0].shape, backend)
         for b in dataflow.buffers
         if b.kind == "tuple" and not b.live_out and b.memory_space == memory_space
     ]
+
+
+def _table_bytes(shape: Shape, backend: Backend) -> int:
+    return _round_up(len(shape.tuple_shapes) * backend.pointer_bytes, backend.table_granularity)
 
 
 def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:

@@ -1,0 +1,164 @@
+"""Which operands may be written over, one rule at a time, and where that is done."""
+
+import pytest
+
+from hlo_passes.allocations import find_allocations
+from hlo_passes.dataflow import Position, analyze_dataflow
+from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.reader import read_module
+from hlo_passes.sharing import Target, can_share
+from tests import corpus
+
+TARGETS: list[Target] = ["cpu", "gpu", "tpu"]
+
+
+def shares(body: str, target: Target, operand: str = "a", user: str = "u") -> bool:
+    dataflow = analyze_dataflow(read_module(f"HloModule m, is_scheduled=true\n{body}"))
+    named = {i.name: i for i in dataflow.module.entry.instructions}
+    return can_share(dataflow, target, Position(named[operand]), named[user], ())
+
+
+def entry(operation: str, called: str = "") -> str:
+    return f"""
+{called}
+ENTRY e {{
+  p = f32[8,8] parameter(0)
+  i = s32[] parameter(1)
+  a = f32[8,8] negate(p)
+  ROOT u = {operation}
+}}
+"""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("f32[8,8] abs(a)", True),
+        ("f32[8,8] add(p, a)", True),
+        ("f32[8,8] sort(a), dimensions={0}, to_apply=less", True),
+        ("bf16[8,8] convert(a)", False),
+        ("f32[8,8] reverse(a), dimensions={0}", False),
+        ("f32[8,8] transpose(a), dimensions={1,0}", False),
+        ("f32[8,8] dot(a, p), lhs_contracting_dims={1}, rhs_contracting_dims={0}", False),
+        ("f32[8,8] dynamic-update-slice(a, p, i, i)", True),
+        ("f32[8,8] dynamic-update-slice(p, a, i, i)", False),
+    ],
+)
+def test_single_operations(operation: str, expected: bool, target: Target) -> None:
+    less = """
+less {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT l = pred[] compare(x, y), direction=LT
+}
+"""
+    assert shares(entry(operation, less if "sort" in operation else ""), target) == expected
+
+
+def fusion(body: str, kind: str) -> str:
+    return entry(
+        f"f32[8,8] fusion(a, p), kind={kind}, calls=fused",
+        f"fused {{\n x = f32[8,8] parameter(0)\n y = f32[8,8] parameter(1)\n {body}\n}}",
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_loop_fusion_that_is_elementwise_on_the_operand_shares_it(target: Target) -> None:
+    assert shares(fusion("s = f32[8,8] sine(x)\n ROOT r = f32[8,8] add(s, y)", "kLoop"), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_loop_fusion_that_reads_elsewhere_does_not(target: Target) -> None:
+    body = "s = f32[8,8] reverse(x), dimensions={0}\n ROOT r = f32[8,8] add(s, x)"
+    assert not shares(fusion(body, "kLoop"), target)
+
+
+PRODUCT = "d = f32[8,8] dot(y, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n "
+
+
+@pytest.mark.parametrize("target", ["cpu", "tpu"])
+def test_a_sum_onto_a_product_may_lie_where_the_addend_lay(target: Target) -> None:
+    assert shares(fusion(PRODUCT + "ROOT r = f32[8,8] add(d, x)", "kOutput"), target)
+
+
+def test_only_tpu_shares_with_any_elementwise_epilogue() -> None:
+    body = fusion(PRODUCT + "s = f32[8,8] tanh(x)\n ROOT r = f32[8,8] multiply(d, s)", "kOutput")
+    assert shares(body, "tpu")
+    assert not shares(body, "cpu")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_factor_of_a_product_is_never_written_over(target: Target) -> None:
+    body = PRODUCT.replace("y, y", "x, y") + "ROOT r = f32[8,8] add(d, y)"
+    assert not shares(fusion(body, "kOutput"), target)
+
+
+def test_on_gpu_a_fusion_may_change_the_shape_of_what_it_writes_over() -> None:
+    text = """
+fused {
+  x = f32[8,8] parameter(0)
+  n = f32[8,8] sine(x)
+  ROOT b = f32[64] bitcast(n)
+}
+ENTRY e {
+  p = f32[8,8] parameter(0)
+  a = f32[8,8] negate(p)
+  ROOT u = f32[64] fusion(a), kind=kLoop, calls=fused
+}
+"""
+    assert shares(text, "gpu")
+    assert not shares(text, "cpu")
+
+
+def reused(text: str, target: Target) -> dict[str, str]:
+    dataflow = analyze_dataflow(read_module(f"HloModule m, is_scheduled=true{text}"))
+    found = find_allocations(compute_live_ranges(dataflow), target)
+    return {str(dataflow.buffers[b]): str(dataflow.buffers[o]) for b, o in found.reused.items()}
+
+
+# a is dead before r is born.
+SEQUENCE = """
+ENTRY e {
+  p = f32[8] parameter(0)
+  a = f32[8] reverse(p), dimensions={0}
+  b = f32[4] slice(a), slice={[0:4]}
+  ROOT r = f32[8] concatenate(b, b), dimensions={0}
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_a_temporary_lies_in_the_result_that_is_not_there_yet(target: Target) -> None:
+    assert reused("\n" + SEQUENCE, target) == {"a": "r"}
+
+
+def test_on_tpu_results_are_left_alone() -> None:
+    assert reused("\n" + SEQUENCE, "tpu") == {}
+
+
+def test_a_temporary_lies_in_a_donated_argument_that_is_dead() -> None:
+    text = """, input_output_alias={ {0}: (0, {}, may-alias) }
+ENTRY e {
+  p = f32[8] parameter(0)
+  q = f32[4] parameter(1)
+  a = f32[4] slice(p), slice={[0:4]}
+  b = f32[8] concatenate(a, q), dimensions={0}
+  c = f32[4] slice(b), slice={[2:6]}
+  d = f32[8] concatenate(c, q), dimensions={0}
+  ROOT t = (f32[8], f32[4]) tuple(d, c)
+}
+"""
+    assert reused(text, "cpu")["b"] == "p"
+
+
+@pytest.mark.parametrize("key", corpus.memory())
+def test_each_temporary_has_one_place(key: str) -> None:
+    dataflow = analyze_dataflow(corpus.read(key))
+    found = find_allocations(compute_live_ranges(dataflow), corpus.platform(key))
+    on_heap = {dataflow.buffer_of(h.value).id for h in found.heap}
+    temporary = {
+        b.id for b in dataflow.buffers if b.kind == "temp" and b.size and b.memory_space == 0
+    }
+    assert on_heap | (found.reused.keys() & temporary) == temporary
+    assert on_heap.isdisjoint(found.reused)
