@@ -12,7 +12,7 @@ This is dynamic storage allocation, NP-hard (Garey and Johnson 1979, SR2). Sever
 orders are tried and the best packing is kept. Three are those of XLA's
 GlobalDecreasingSizeBestFitHeap (xla/service/heap_simulator/heap_simulator.cc), whose choice
 of the free gap is followed too; the last is first fit by the largest load that a buffer
-crosses, which no order by size or length beats on the loads of large language models.
+crosses.
 """
 
 from __future__ import annotations
