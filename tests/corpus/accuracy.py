@@ -1,4 +1,4 @@
-"""How close is the predicted memory to XLA's? `python -m experiments.memory_accuracy`.
+"""How close is the predicted memory to XLA's? `python -m tests.corpus.accuracy`.
 
 Prints, for every program of the corpus on every target, the temporaries that
 `hlo_passes.memory` predicts, those that XLA's `memory_analysis` counts, and the error, as a
