@@ -11,6 +11,7 @@ from typing import Any
 
 from hlo_passes import (
     assignment,
+    budget_bound,
     cost,
     dataflow,
     fences,
@@ -67,6 +68,7 @@ PASSES = (
     Pass("assignment", assignment.assign_offsets, "the offset of each buffer in its arena"),
     Pass("fences", fences.derive_fences, "the orders on which the plan depends"),
     Pass("timeline", timeline.simulate, "predicted step time and stalls"),
+    Pass("budget-bound", budget_bound.budget_lower_bound_s, "seconds that no plan undercuts"),
     # Proof.
     Pass("verify-plan", verify.verify_plan, "no read too early, no overlap, within budget"),
     # Writing back.
@@ -79,7 +81,11 @@ PASSES = (
 def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
     """Says what stands at the tick that needs most when every weight is streamed."""
     least, tick = placement.least_budget(posed)
-    live = [(r.size, r.name) for r in posed.arena if r.live_range.start <= tick < r.live_range.end]
+    live = [
+        (r.size, r.name)
+        for r in posed.arena.temporaries
+        if r.live_range.start <= tick < r.live_range.end
+    ]
     live += [
         (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
     ]
@@ -123,7 +129,7 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    module = sink.sink_weight_work(module, host_parameters)
+    module = sink.sink_weight_work(module)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.choose_placement(posed, budget, slots)
     if choice is None:
@@ -155,7 +161,7 @@ def plan_module(
       MemoryBudgetError: when no plan keeps to the budget.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    module = sink.sink_weight_work(module, host_parameters)
+    module = sink.sink_weight_work(module)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.fit(posed, frozenset(), budget, slots)
     if choice is None:
@@ -173,7 +179,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
       VerificationError: when the rewritten module does not compute the same.
     """
     on_cpu = machine.platform == "cpu"
-    sunk = sink.sink_weight_work(module, plan.host_parameters if on_cpu else ())
+    sunk = sink.sink_weight_work(module)
     verify.verify_reordering(module, sunk)
     rewritten = rewrite.rewrite(sunk, plan, custom_calls=on_cpu)
     verify.verify_rewrite(sunk, plan, rewritten)
@@ -203,7 +209,7 @@ def _arena_slots(
     held = [
         (fences.slot_name(t.buffer, t.id), t.size, LiveRange(t.start, t.end)) for t in transfers
     ]
-    held += [(r.name, r.size, r.live_range) for r in posed.arena]
+    held += [(r.name, r.size, r.live_range) for r in posed.arena.temporaries]
     return tuple(
         Slot(name, "arena", offset, size, live)
         for (name, size, live), offset in zip(held, packing.offsets, strict=True)
@@ -214,7 +220,7 @@ def _assemble(
     posed: Problem, budget: int, choice: placement.Choice, labels: Mapping[str, str]
 ) -> Plan:
     transfers = _transfers(posed, choice)
-    packing = placement.pack(posed, choice)
+    packing = choice.packing
     arena_slots = _arena_slots(posed, transfers, packing)
     device, host = posed.link.destination, posed.link.source
     moving = {m.buffer: m for m in posed.movables}
@@ -257,7 +263,7 @@ def _assemble(
         compute_s=timed.compute_s,
         link_s=sum(timed.link_s.values()),
         stall_s=timed.stall_s,
-        lower_bound_s=placement.budget_lower_bound_s(posed, budget),
+        lower_bound_s=budget_bound.budget_lower_bound_s(posed, budget),
     )
     return Plan(
         module_fingerprint=posed.module.fingerprint,

@@ -13,53 +13,48 @@ arena lets the link work only while streamed weights are being used up.
 
 And the largest ones, because the arena must hold the largest weight that is streamed.
 
-So arenas between the least that works and the most that helps are tried with both ways to
-choose, each with and without the largest weights pinned first, each is scheduled and timed,
-and the fastest wins; of equals the one that moves fewer bytes.
+So many ways to share are compared, all of them at once in a best-first search (Hart,
+Nilsson, Raphael 1968). Each is known by a time that it cannot beat: first that of a link
+that never waits for memory, then that of its schedule, and the schedule is tightened while
+XLA's packing of it exceeds the budget. The least time of all is always worked on next, so
+that the first schedule that is found to fit is the fastest of those compared, and most are
+never scheduled at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
-from hlo_passes.assignment import ALL_STRATEGIES, Packing, assign_offsets
-from hlo_passes.memory import BACKENDS
-from hlo_passes.plan import LiveRange
+from hlo_passes.assignment import Packing
+from hlo_passes.budget_bound import budget_lower_bound_s
 from hlo_passes.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
 from hlo_passes.problem import Movable, Problem, fetches
-
-# Shares of the arena's useful range that are tried.
-_ARENA_SHARES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
 _PINNED_SIZES = 4
 
-# How many of the best choices that can be packed are compared, and how many capacities are
-# tried for each.
-_REFINED = 4
-_CAPACITIES = 12
+# A schedule this close to the certified bound is taken at once.
+_CLOSE_ENOUGH = 1.001
 
-# Bytes below which the TPU compiler can well hold a temporary in VMEM (16 to 128 MiB).
-_SMALL_TEMPORARY = 4 << 20
-
-# The TPU compiler keeps a table of 16 KiB in HBM for every tuple, and most tuples come after
-# planning, when it moves operands to VMEM. For each entry instruction that the planner sees:
-# 8 to 12 KiB over Llama decoders of 8 and 32 layers (libtpu 0.0.51).
-_TPU_TABLE_BYTES = 12 << 10
+# How often a schedule is tightened because its packing exceeds the budget.
+_TIGHTENED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to share the budget.
+    """One way to share the budget, scheduled and packed.
 
     Attributes:
       stay: buffers of the weights that live on the device.
       keep_s: see `problem.fetches`.
       fetches, starts: what is streamed, and from which tick.
       step_time_s: predicted.
+      packing: offsets in the arena of the fetches, then of ``Problem.arena.temporaries``.
     """
 
     stay: frozenset[str]
@@ -67,22 +62,19 @@ class Choice:
     fetches: tuple[Fetch, ...]
     starts: tuple[int, ...]
     step_time_s: float
+    packing: Packing
 
     @property
     def moved_bytes(self) -> int:
         return sum(f.size for f in self.fetches)
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Less is better."""
-        return (self.step_time_s, self.moved_bytes)
-
 
 def least_budget(problem: Problem) -> tuple[int, int]:
     """Returns the least budget in bytes that any placement can keep, before packing, and
     the tick that sets it: every weight streamed, each held only while it is read."""
-    capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), problem.load)
-    return problem.fixed_bytes + capacity, tick
+    arena = problem.arena
+    capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
+    return problem.fixed_bytes + arena.base + capacity, tick
 
 
 def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
@@ -95,127 +87,113 @@ def choose_placement(problem: Problem, budget: int, slots: int | None = None) ->
     Returns:
       The fastest choice found whose packed arena fits, or None when there is none.
     """
-    room = budget - problem.fixed_bytes
-    candidates: dict[frozenset[str], Choice] = {}
-    for pinned in _pinned(problem.movables, room):
-        rest = [m for m in problem.movables if m.buffer not in pinned]
-        left = room - sum(m.size for m in problem.movables if m.buffer in pinned)
-        least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.load)
-        if left < least:
-            continue
-        most = min(left, int(problem.load.max(initial=0)) + sum(m.size for m in rest))
-        for share in _ARENA_SHARES:
-            capacity = least + int((most - least) * share)
-            for more in _selections(rest, left - capacity):
-                stay = pinned | more
-                if stay in candidates:
-                    continue
-                choice = _stream(problem, stay, _arena_room(problem, stay, room), slots)
-                if choice is not None:
-                    candidates[stay] = choice
-    best: Choice | None = None
-    refined = 0
-    for candidate in sorted(candidates.values(), key=lambda c: c.rank):
-        # Packing only takes away: the rest of a sorted list cannot do better.
-        if best is not None and (best.rank <= candidate.rank or refined >= _REFINED):
-            break
-        packed = fit(problem, candidate.stay, budget, slots)
-        refined += packed is not None
-        if packed is not None and (best is None or packed.rank < best.rank):
-            best = packed
-    return best
+    return _search(problem, budget, _candidates(problem, budget), slots)
 
 
 def fit(
     problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
 ) -> Choice | None:
-    """Streams every weight that does not stay, such that the arena fits when it is packed.
-
-    Compilers pack by their own rules and lose some bytes between buffers of different
-    sizes. How many depends on the schedule, so schedules for a falling capacity are packed
-    as the compiler would, and the fastest that fits is taken.
-    """
-    room = _arena_room(problem, stay, budget - problem.fixed_bytes)
-    streamed = [m for m in problem.movables if m.buffer not in stay]
-    least, _ = least_capacity(fetches(streamed, problem.clock, 0.0), problem.load)
-    best: Choice | None = None
-    for step in range(_CAPACITIES + 1):
-        choice = _stream(problem, stay, room - (room - least) * step // _CAPACITIES, slots)
-        if choice is None or (best is not None and best.rank <= choice.rank):
-            continue
-        if pack(problem, choice).total <= room:
-            best = choice
-    return best
+    """Streams every weight that does not stay, such that the arena fits when it is packed."""
+    return _search(problem, budget, [stay], slots)
 
 
-def pack(problem: Problem, choice: Choice) -> Packing:
-    """Packs the arena as the target's compiler will: the fetches in order, then the
-    temporaries in order."""
-    spans = [LiveRange(s, f.reads.end) for f, s in zip(choice.fetches, choice.starts, strict=True)]
-    sizes = [f.size for f in choice.fetches] + [r.size for r in problem.arena]
-    ranges = spans + [r.live_range for r in problem.arena]
-    platform = problem.machine.platform
-    backend = BACKENDS[platform]
-    if platform != "tpu":
-        return assign_offsets(sizes, ranges, backend.alignment, strategies=backend.strategies)
-    # Most small temporaries end in VMEM; what does not lies above the rest here, so that it
-    # does not break up the ring in the model where it does not on the machine.
-    small = [k for k, size in enumerate(sizes) if size < _SMALL_TEMPORARY and k >= len(spans)]
-    large = sorted(set(range(len(sizes))) - set(small))
-    offsets = [0] * len(sizes)
-    total = _TPU_TABLE_BYTES * problem.ticks.end
-    for group, strategies in ((large, backend.strategies), (small, ALL_STRATEGIES)):
-        packing = assign_offsets(
-            [sizes[k] for k in group],
-            [ranges[k] for k in group],
-            backend.alignment if group is large else 1,
-            strategies=strategies,
-        )
-        for k, offset in zip(group, packing.offsets, strict=True):
-            offsets[k] = total + offset
-        total += packing.total
-    return Packing(tuple(offsets), total)
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A schedule to be made, with `capacity` bytes for fetches and large temporaries."""
+
+    stay: frozenset[str]
+    keep_s: float
+    fetches: tuple[Fetch, ...]
+    capacity: int
+    tightened: int = 0
 
 
-def _arena_room(problem: Problem, stay: frozenset[str], room: int) -> int:
-    return room - sum(m.size for m in problem.movables if m.buffer in stay)
-
-
-def _stream(
-    problem: Problem, stay: frozenset[str], capacity: int, slots: int | None
+def _search(
+    problem: Problem, budget: int, candidates: Iterable[frozenset[str]], slots: int | None
 ) -> Choice | None:
-    """Schedules the weights that do not stay through an arena of `capacity` bytes.
+    serial = count()  # of equals the earlier one
+    queue: list[tuple[float, int, int, _Attempt, list[int] | None]] = []
 
-    Between two reads a copy is kept where fetching it again takes longer than the gap, as
-    far as the capacity allows, else dropped.
-    """
-    streamed = [m for m in problem.movables if m.buffer not in stay]
-    longest = max((m.size for m in streamed), default=0) / problem.link.bytes_per_s
-    best: Choice | None = None
-    tried: list[list[Fetch]] = []
-    contiguous = problem.machine.platform == "tpu"
-    for keep_s in (longest, 0.0):
-        jobs = fetches(streamed, problem.clock, keep_s)
-        if jobs in tried:
-            continue
-        tried.append(jobs)
-        try:
-            starts = schedule_starts(
-                jobs,
-                problem.load,
-                capacity,
-                problem.clock,
-                problem.link,
-                slots,
-                contiguous=contiguous,
+    def push(seconds: float, attempt: _Attempt, starts: list[int] | None) -> None:
+        moved = sum(f.size for f in attempt.fetches)
+        heapq.heappush(queue, (seconds, moved, next(serial), attempt, starts))
+
+    for attempt in _attempts(problem, budget, candidates):
+        push(_unhindered_s(problem, attempt.fetches), attempt, None)
+    enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
+    while queue:
+        seconds, _, _, attempt, starts = heapq.heappop(queue)
+        if starts is None:
+            starts = _starts(problem, attempt, slots)
+            if starts is None:
+                continue
+            seconds = step_seconds(problem, attempt.fetches, starts)
+            if seconds > enough:
+                push(seconds, attempt, starts)
+                continue
+        packing = problem.arena.pack(attempt.fetches, starts)
+        over = packing.total - problem.arena.base - _capacity(problem, budget, attempt.stay)
+        if over <= 0:
+            return Choice(
+                attempt.stay, attempt.keep_s, attempt.fetches, tuple(starts), seconds, packing
             )
-        except DoesNotFit:
+        if attempt.tightened < _TIGHTENED:
+            tighter = replace(
+                attempt, capacity=attempt.capacity - over, tightened=attempt.tightened + 1
+            )
+            push(seconds, tighter, None)
+    return None
+
+
+def _attempts(
+    problem: Problem, budget: int, candidates: Iterable[frozenset[str]]
+) -> Iterator[_Attempt]:
+    """Yields each candidate with room for what it streams, in up to two ways: between two
+    reads a copy is kept where fetching it again takes longer than the gap, or dropped."""
+    for stay in candidates:
+        streamed = [m for m in problem.movables if m.buffer not in stay]
+        capacity = _capacity(problem, budget, stay)
+        longest = max((m.size for m in streamed), default=0) / problem.link.bytes_per_s
+        dropped = fetches(streamed, problem.clock, 0.0)
+        least, _ = least_capacity(dropped, problem.arena.load)
+        if least > capacity:
             continue
-        seconds = step_seconds(problem, jobs, starts)
-        choice = Choice(stay, keep_s, tuple(jobs), tuple(starts), seconds)
-        if best is None or choice.rank < best.rank:
-            best = choice
-    return best
+        yield _Attempt(stay, 0.0, tuple(dropped), capacity)
+        kept = fetches(streamed, problem.clock, longest)
+        if len(kept) < len(dropped):
+            yield _Attempt(stay, longest, tuple(kept), capacity)
+
+
+def _capacity(problem: Problem, budget: int, stay: frozenset[str]) -> int:
+    """Bytes of the arena above its base when the weights of `stay` lie on the device."""
+    staying = sum(m.size for m in problem.movables if m.buffer in stay)
+    return budget - problem.fixed_bytes - staying - problem.arena.base
+
+
+def _starts(problem: Problem, attempt: _Attempt, slots: int | None) -> list[int] | None:
+    arena = problem.arena
+    try:
+        return schedule_starts(
+            attempt.fetches,
+            arena.load,
+            attempt.capacity,
+            problem.clock,
+            problem.link,
+            slots,
+            ring_alignment=arena.alignment if arena.in_order else None,
+        )
+    except DoesNotFit:
+        return None
+
+
+def _unhindered_s(problem: Problem, jobs: Sequence[Fetch]) -> float:
+    """The step's time with memory for all fetches at once."""
+    if not jobs:
+        return float(problem.clock[-1])
+    arrived = np.cumsum([job.size for job in jobs]) / problem.link.bytes_per_s
+    needed = problem.clock[[job.reads.start for job in jobs]]
+    stall = float((problem.link.latency_s + arrived - needed).max())
+    return float(problem.clock[-1]) + max(0.0, stall)
 
 
 def step_seconds(problem: Problem, jobs: Sequence[Fetch], starts: Sequence[int]) -> float:
@@ -243,28 +221,31 @@ def step_seconds(problem: Problem, jobs: Sequence[Fetch], starts: Sequence[int])
     return float(clock[-1] + stall)
 
 
-def budget_lower_bound_s(problem: Problem, budget: int) -> float:
-    """No plan within `budget` is faster on this machine model.
+def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
+    """Yields sets of weights that could stay: for arenas of growing size, several ways to
+    fill the rest of the budget."""
+    room = _capacity(problem, budget, frozenset())
+    seen: set[frozenset[str]] = set()
+    for pinned in _pinned(problem.movables, room):
+        rest = [m for m in problem.movables if m.buffer not in pinned]
+        left = room - sum(m.size for m in problem.movables if m.buffer in pinned)
+        least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.arena.load)
+        for ahead in _run_ahead([m.size for m in rest]):
+            if least + ahead > left:
+                break
+            for more in _selections(rest, left - least - ahead):
+                stay = pinned | more
+                if stay not in seen:
+                    seen.add(stay)
+                    yield stay
 
-    Let m be the largest weight that a plan streams. While it is read it lies in the arena,
-    so the weights that stay have at most ``budget - fixed - m``, and at least the rest
-    crosses the link, all of it in weights of at most m bytes. The least over all m that
-    can make up that rest bounds every plan; and the compute must run.
-    """
-    sizes = sorted(m.size for m in problem.movables)
-    room = budget - problem.fixed_bytes
+
+def _run_ahead(sizes: Sequence[int]) -> list[int]:
+    """Bytes that are worth trying for weights that arrive while others are read."""
     total = sum(sizes)
-    compute_s = float(problem.clock[-1])
-    if total + int(problem.load.max(initial=0)) <= room:
-        return compute_s
-    below = 0
-    moved = float("inf")
-    for size in sizes:
-        below += size
-        needed = total - max(0, room - size)
-        if below >= needed:
-            moved = min(moved, max(0, needed))
-    return max(compute_s, min(moved, total) / problem.link.bytes_per_s)
+    largest = sorted(set(sizes), reverse=True)[: 1 + _PINNED_SIZES]
+    doubled = [largest[0] << k for k in range(1, 64) if largest[0] << k < total] if sizes else []
+    return sorted({0, *largest, *doubled, total})
 
 
 def _pinned(movables: Sequence[Movable], room: int) -> Iterator[frozenset[str]]:

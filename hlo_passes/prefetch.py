@@ -85,7 +85,7 @@ def schedule_starts(
     link: Link,
     slots: int | None = None,
     *,
-    contiguous: bool = False,
+    ring_alignment: int | None = None,
 ) -> list[int]:
     """Chooses the start tick of each fetch.
 
@@ -96,8 +96,9 @@ def schedule_starts(
       clock: float64[ticks + 1], seconds of compute before each tick.
       link: what the fetches travel on.
       slots: at most so many fetches hold bytes at any tick; None for no such limit.
-      contiguous: a fetch also waits until some gap between the fetches that are live has
-        room for it: what a compiler that places buffers as they come (TPU) needs.
+      ring_alignment: a fetch also waits until some gap between the fetches that are live,
+        rounded up to so many bytes, has room for it: what a compiler that places buffers as
+        they come (TPU) needs. None for one that does not.
 
     Returns:
       Start ticks, in the order of `fetches`, never decreasing.
@@ -110,7 +111,9 @@ def schedule_starts(
     used = load.copy()
     held = np.zeros_like(load)
     starts: list[int] = []
-    ring = _Ring(capacity - int(load.max(initial=0)))
+    ring = None
+    if ring_alignment is not None:
+        ring = _Ring(capacity - int(load.max(initial=0)), ring_alignment)
     previous = 0
     for fetch, latest in zip(fetches, _just_in_time(fetches, clock, link), strict=True):
         first, end = fetch.reads
@@ -126,7 +129,7 @@ def schedule_starts(
             blocked |= held[low:first] >= slots
         (where,) = blocked.nonzero()
         start = low + int(where[-1]) + 1 if where.size else low
-        if contiguous:
+        if ring is not None:
             start = ring.place(fetch, start)
         used[start:end] += fetch.size
         held[start:end] += 1
@@ -138,8 +141,9 @@ def schedule_starts(
 class _Ring:
     """Fetches at the offsets that best fit gives them in the order of their starts."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, alignment: int) -> None:
         self._capacity = capacity
+        self._alignment = alignment
         self._held: list[tuple[int, int, int]] = []  # (offset, top, end tick), by offset
 
     def place(self, fetch: Fetch, earliest: int) -> int:
@@ -155,7 +159,7 @@ class _Ring:
             floor = 0
             for bottom, top, _ in self._held:
                 gaps.append((bottom - floor, floor))
-                floor = top
+                floor = -(-top // self._alignment) * self._alignment
             fitting = [gap for gap in gaps if gap[0] >= fetch.size]
             offset = min(fitting)[1] if fitting else floor
             if offset + fetch.size <= self._capacity:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hlo_passes.arena import Arena, live_load
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
@@ -25,7 +26,7 @@ from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Link, Machine
 from hlo_passes.plan import LiveRange
 from hlo_passes.prefetch import Fetch
-from hlo_passes.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
+from hlo_passes.ticks import EntryTicks, ManagedTransfer, entry_ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ class Problem:
     """One module on one machine.
 
     Attributes:
-      arena: temporaries that share the arena with the transferred weights.
-      load: int64[ticks]; clock: float64[ticks + 1].
-      costs: seconds of each tick, float64[ticks].
+      arena: what transferred weights share their memory with.
+      load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
+        compute before each tick; costs: float64[ticks], seconds of each.
       movables: in the order of their first read.
       boundary: device bytes of what goes in and comes out.
       link: from the host tier to the device's.
@@ -73,7 +74,7 @@ class Problem:
     machine: Machine
     ticks: EntryTicks
     boundary: Boundary
-    arena: tuple[Resident, ...]
+    arena: Arena
     load: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     clock: npt.NDArray[np.float64]
@@ -105,12 +106,7 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
     on_cpu = machine.platform == "cpu"
     ranges = compute_live_ranges(analyze_dataflow(module))
     ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
-    arena = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
-    load = np.zeros(ticks.end + 1, np.int64)
-    for resident in arena:
-        load[resident.live_range.start] += resident.size
-        load[resident.live_range.end] -= resident.size
-    load = np.cumsum(load)[:-1]
+    temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
     seconds = instruction_costs(module, machine)
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
@@ -127,8 +123,8 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
         machine,
         ticks,
         _boundary(module, on_host),
-        arena,
-        load,
+        Arena.of(temporaries, ticks.end, machine),
+        live_load(temporaries, ticks.end),
         costs,
         np.concatenate([[0.0], np.cumsum(costs)]),
         tuple(movables),

@@ -68,6 +68,10 @@ class _Editor:
         self.by_name = {i.name: i for i in self.parameters}
         self.before: defaultdict[int, list[_Proto]] = defaultdict(list)
         self._moved = moved
+        self._ticks_reading: defaultdict[int, list[int]] = defaultdict(list)
+        for tick, instruction in enumerate(self.compute):
+            for operand in instruction.operand_ids:
+                self._ticks_reading[operand].append(tick)
         self._next_id = max(by_id) + 1
         self._names = {i.name for i in self.entry.instructions}
 
@@ -86,14 +90,10 @@ class _Editor:
     ) -> None:
         """Makes every reader of one of `values` read the copy that serves its tick."""
         serving = sorted(transfers, key=lambda pair: pair[0].done)
-        for tick, instruction in enumerate(self.compute):
-            if not any(o in values for o in instruction.operand_ids):
-                continue
-            for transfer, copy in serving:
-                if transfer.done <= tick < transfer.end:
-                    ids = [copy if o in values else o for o in instruction.operand_ids]
-                    instruction.operand_ids[:] = ids
-                    break
+        for tick in {tick for value in values for tick in self._ticks_reading[value]}:
+            copy = next(copy for t, copy in serving if t.done <= tick < t.end)
+            operands = self.compute[tick].operand_ids
+            operands[:] = [copy if o in values else o for o in operands]
 
     def finish(self) -> Module:
         sequence = list(self.parameters)
