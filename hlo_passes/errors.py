@@ -26,6 +26,28 @@ class BudgetSyntaxError(MemplanError, ValueError):
         )
 
 
+class SlotsError(MemplanError, ValueError):
+    """A number of slots that no ring can have."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(
+            f"slots={found!r}: expected how many streamed weights may be on the device at once, "
+            "an int of at least 1, or None for as many as the budget holds."
+        )
+
+
+class OffloadPatternError(MemplanError, ValueError):
+    """Patterns of ``offload=`` that match no argument."""
+
+    def __init__(self, unmatched: Sequence[str], paths: Sequence[str]) -> None:
+        shown = ", ".join(repr(p) for p in paths[:5])
+        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        super().__init__(
+            f"offload: no argument matches {', '.join(map(repr, unmatched))}. "
+            f"The arguments are {shown or 'none'}{more}; '*' matches any part of a path."
+        )
+
+
 class UnreadableModuleError(MemplanError, ValueError):
     """The input is no HLO or StableHLO that memplan can read."""
 
@@ -152,6 +174,8 @@ class MemoryBudgetError(MemplanError):
       instruction, op_name, source_line: where most memory is needed at once.
       largest: the largest buffers that are live there besides arguments and outputs.
       fixed: bytes of arguments and outputs that no plan moves.
+      slots: the limit on streamed weights, if there was one.
+      needed: bytes needed there; packing and XLA's later passes make `least` more.
     """
 
     def __init__(
@@ -165,19 +189,40 @@ class MemoryBudgetError(MemplanError):
         largest: tuple[LiveBuffer, ...],
         fixed: int,
         slots: int | None = None,
+        needed: int | None = None,
     ) -> None:
-        self.budget, self.least, self.fixed = budget, least, fixed
+        self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
         self.largest = largest
+        self.needed = least if needed is None else needed
         where = f"%{instruction}" + (f" ({op_name})" if op_name else "")
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
         limit = f" with slots={slots}" if slots is not None else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
-            f"{format_bytes(least)} at once, {format_bytes(fixed)} of it arguments and outputs "
-            f"that stay on the device. Largest live there: {held or 'nothing else'}. "
+            f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
+            f"outputs that stay on the device. Largest live there: {held or 'nothing else'}. "
             f"The least budget that would do is hbm={least}."
+        )
+
+    def asked_for(self, budget: int, least: int) -> MemoryBudgetError:
+        """The same shortage, seen from another budget and with another least one.
+
+        Args:
+          budget: what was asked for in the first place.
+          least: what would do, with the bytes that packing and XLA's later passes add.
+        """
+        return MemoryBudgetError(
+            budget=budget,
+            least=least,
+            instruction=self.instruction,
+            op_name=self.op_name,
+            source_line=self.source_line,
+            largest=self.largest,
+            fixed=self.fixed,
+            slots=self.slots,
+            needed=self.needed,
         )
 
 

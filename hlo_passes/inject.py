@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hlo_passes import xla
 from hlo_passes.errors import HookError
@@ -26,9 +26,13 @@ from hlo_passes.proto import hlo_pb2
 
 TOKEN = "memplan.token"
 
+# What XLA says of bytes that it cannot read back (jaxlib 0.11.2, 0.12.0.1).
+_UNREADABLE = "Failed to parse transformed HLO module"
+
 _serial = itertools.count()
-# Two compilations under one token at a time would each see the other's module.
-_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+# Two compilations under one token at a time would each see the other's module. A lock is
+# there for as long as somebody holds it or waits for it.
+_locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _locks_guard = threading.Lock()
 
 
@@ -83,6 +87,7 @@ def compile_with[T](
       compile_module: compiles `stablehlo` and returns the executable.
 
     Raises:
+      HookError: when the compiler cannot read the module that `transform` gave.
       Exception: what `transform` raised, as itself, or what the compiler raised.
     """
     xla.set_module_attribute(stablehlo, TOKEN, token)
@@ -93,7 +98,7 @@ def compile_with[T](
 @contextmanager
 def _hook(
     platform: str, token: str, transform: Callable[[Module], Module | None]
-) -> Iterator[None]:
+) -> Generator[None]:
     failures: list[BaseException] = []
     marker = token.encode()
 
@@ -112,15 +117,18 @@ def _hook(
         return None if changed is None else changed.to_bytes()
 
     with _locks_guard:
-        lock = _locks[token]
+        lock = _locks.setdefault(token, threading.Lock())
     name = f"memplan-{next(_serial)}"
     with lock:
         xla.register_hook(platform, name, hook)
         try:
             yield
-        except Exception:
+        except Exception as error:
             if failures:
                 raise failures[0] from None
+            if _UNREADABLE in str(error):
+                problem = f"XLA cannot read the module that it got back: {error}"
+                raise HookError(token, problem) from error
             raise
         finally:
             xla.clear_hook(platform, name)

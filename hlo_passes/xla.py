@@ -6,13 +6,17 @@ needs; when one moves, this file is the only one to mend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as _config
+from jax._src.core import trace_state_clean
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
+from jax.sharding import Sharding
 from jaxlib import _hlo, _jax, _xla
 from jaxlib._jax import mlir
 from jaxlib.mlir import ir
@@ -149,10 +153,56 @@ def run_on_cpu(proto: bytes, arguments: Sequence[np.ndarray]) -> list[np.ndarray
     return [np.asarray(shards[0]) for shards in results]
 
 
-def kept_arguments(lowered: Any) -> list[int]:
-    """Flat indices of the arguments that became parameters, in parameter order.
+@dataclass(frozen=True)
+class LoweredArguments:
+    """What jax decided about the arguments of a lowered program.
 
-    jax drops arguments that the program does not use. Needs
-    ``Lowered._lowering.compile_args["kept_var_idx"]`` (0.11.2, 0.12.0.1).
+    Attributes:
+      parameters: flat argument index to entry parameter number; jax drops the arguments
+        that the program does not use.
+      shardings: flat argument index to its sharding, where something fixes it.
+      devices: the devices that the program runs on; None with an ``AbstractMesh``.
+      device_count: how many these are.
     """
-    return sorted(lowered._lowering.compile_args["kept_var_idx"])
+
+    parameters: Mapping[int, int]
+    shardings: Mapping[int, Sharding]
+    devices: tuple[Any, ...] | None
+    device_count: int
+
+
+def lowered_arguments(lowered: Any) -> LoweredArguments:
+    """Reads them from a ``jax.stages.Lowered``.
+
+    Needs ``Lowered._lowering``: its ``compile_args``, ``const_args`` and ``_device_list``
+    (0.11.2, 0.12.0.1).
+    """
+    lowering = lowered._lowering
+    details = lowering.compile_args
+    # Before the arguments come tokens of ordered effects, then constants passed as arguments.
+    tokens, constants = len(details["ordered_effects"]), len(lowering.const_args)
+    kept = [(n, k - constants) for n, k in enumerate(sorted(details["kept_var_idx"]))]
+    shardings = details["in_shardings"]
+    devices = lowering._device_list
+    return LoweredArguments(
+        {flat: n + tokens for n, flat in kept if flat >= 0},
+        {flat: shardings[n] for n, flat in kept if isinstance(shardings[n], Sharding)},
+        None if devices is None else tuple(devices),
+        details["num_devices"],
+    )
+
+
+def tracing() -> bool:
+    """Whether a transformation of jax (grad, vmap, another jit) is under way in this thread.
+
+    Needs ``jax._src.core.trace_state_clean`` (0.11.2, 0.12.0.1).
+    """
+    return not trace_state_clean()
+
+
+def trace_context() -> Hashable:
+    """The settings of jax that decide what a function traces to: part of its cache's key.
+
+    Needs ``jax._src.config.trace_context`` (0.11.2, 0.12.0.1).
+    """
+    return _config.trace_context()

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from hlo_passes.machine import Machine, load_machine, machine_names
     from hlo_passes.plan import Plan
     from hlo_passes.reader import read_module
-    from memplan.api import PlacementWarning, jit
+    from memplan.api import jit
     from memplan.replay import replay
+    from memplan.stages import PlacementWarning
     from memplan.topology import Topology, topology
 
 __version__ = "0.1.0"
@@ -35,7 +36,7 @@ _HOME = {
     "Machine": "hlo_passes.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
-    "PlacementWarning": "memplan.api",
+    "PlacementWarning": "memplan.stages",
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
     "Topology": "memplan.topology",

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from hlo_passes import xla
-from hlo_passes.errors import NotExecutableError
 from hlo_passes.machine import Machine, load_machine
+from memplan.signature import as_shape, bound_sharding, on_device
 from memplan.topology import Topology, topology
 
 
@@ -22,14 +32,12 @@ class Executable(Protocol):
     def cost_analysis(self) -> Any: ...
     def as_text(self) -> Any: ...
     def runtime_executable(self) -> Any: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class TopologyExecutable:
     """A program compiled by a compile-only client, in the form of ``jax.stages.Compiled``."""
 
-    def __init__(self, name: str, executable: Any) -> None:
-        self._name = name
+    def __init__(self, executable: Any) -> None:
         self._executable = executable
 
     def memory_analysis(self) -> Any:
@@ -43,9 +51,6 @@ class TopologyExecutable:
 
     def runtime_executable(self) -> Any:
         return self._executable
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotExecutableError(self._name)
 
 
 @dataclass(frozen=True)
@@ -64,47 +69,85 @@ class Target:
     def platform(self) -> str:
         return self.machine.platform
 
-    def default_sharding(self) -> Sharding:
-        """Where an argument goes that says nothing itself."""
-        if self.topology is not None:
-            return self.topology.sharding()
-        return SingleDeviceSharding(jax.devices()[0])
+    @property
+    def absent(self) -> Topology | None:
+        """The devices, when they are not here."""
+        return None if self.platform == "cpu" else self.topology
 
-    def lower(self, traced: jax.stages.Traced) -> Program:
-        """Lowers a traced function to StableHLO for this target."""
+    def arguments_seen(self, leaves: Sequence[Any], bound_elsewhere: bool) -> list[Any]:
+        """The flat arguments as the traced function sees them: on the device; for absent
+        hardware, shapes on it.
+
+        Args:
+          bound_elsewhere: the function's own shardings say which devices it runs on.
+        """
+        if self.topology is None:
+            return [on_device(leaf) for leaf in leaves]
+        # Arrays that are here say nothing about the devices that are not.
+        shardings = [None if isinstance(a, jax.Array) else bound_sharding(a) for a in leaves]
+        if not bound_elsewhere and not any(s is not None for s in shardings):
+            shardings = [self.topology.sharding()] * len(leaves)
+        return [as_shape(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
+
+    def lower(self, traced: jax.stages.Traced, options: Mapping[str, Any]) -> Program:
+        """Lowers a traced function to StableHLO for this target.
+
+        Args:
+          options: the XLA options that the function was traced with.
+        """
         if self.topology is None:
             lowered = traced.lower()
         else:
             platform = {"gpu": "cuda"}.get(self.platform, self.platform)
             lowered = traced.lower(lowering_platforms=(platform,))
-        return Program(lowered, self)
+        return Program(lowered, self, options)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A lowered program and the way to compile it."""
+    """A lowered program and the way to compile it.
+
+    Attributes:
+      options: the XLA options that it was traced with.
+    """
 
     lowered: jax.stages.Lowered
     target: Target
+    options: Mapping[str, Any]
 
     @property
     def stablehlo(self) -> Any:
         return self.lowered.compiler_ir("stablehlo")
 
+    @cached_property
+    def arguments(self) -> xla.LoweredArguments:
+        return xla.lowered_arguments(self.lowered)
+
+    def replicated(self) -> Sharding:
+        """Each device that the program runs on holds the whole array."""
+        found = self.arguments
+        for sharding in found.shardings.values():
+            if isinstance(sharding, NamedSharding):
+                return NamedSharding(sharding.mesh, PartitionSpec())
+        if found.devices is None:
+            mesh = AbstractMesh((found.device_count,), ("devices",), (AxisType.Auto,))
+            return NamedSharding(mesh, PartitionSpec())
+        if len(found.devices) == 1:
+            return SingleDeviceSharding(found.devices[0])
+        return NamedSharding(Mesh(np.array(found.devices), ("devices",)), PartitionSpec())
+
     def compiler(self, options: Mapping[str, Any] | None) -> Callable[[], Executable]:
         """Returns a function that compiles the program.
 
         Args:
-          options: XLA options, as ``jax.jit(compiler_options=...)`` takes them.
+          options: further XLA options, as ``Lowered.compile(compiler_options)`` takes them.
         """
         absent = self.target.topology
         if absent is None or absent.platform != "gpu":
             return lambda: self.lowered.compile(compiler_options=dict(options) if options else None)
-        attributes = self.stablehlo.operation.attributes
-        devices = absent.devices[: attributes["mhlo.num_partitions"].value]
-        return lambda: TopologyExecutable(
-            absent.name, xla.compile_for_topology(self.stablehlo, devices, options or {})
-        )
+        devices = absent.devices[: self.arguments.device_count]
+        merged = {**self.options, **(options or {})}
+        return lambda: TopologyExecutable(xla.compile_for_topology(self.stablehlo, devices, merged))
 
 
 def device_bytes(executable: Executable, hosted_bytes: int) -> int:

@@ -37,14 +37,18 @@ class StaticArguments:
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # A builtin without a signature: take them as given.
             return cls(frozenset(nums), frozenset(names))
-        positional = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        either = [
+            (n, p.name) for n, p in enumerate(parameters) if p.kind == p.POSITIONAL_OR_KEYWORD
         ]
-        nums = tuple(n + len(positional) if n < 0 else n for n in nums)
         if argnums is None:
-            nums = tuple(positional.index(n) for n in names if n in positional)
+            nums = tuple(n for n, name in either if name in names)
         elif argnames is None:
-            names = tuple(positional[n] for n in nums if n < len(positional))
+            # jax counts the names from the end of all parameters, the positions from the end
+            # of the positional ones.
+            names = tuple(name for n, name in either if {n, n - len(parameters)} & set(nums))
+        if not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            last = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+            nums = tuple(n + last if n < 0 else n for n in nums)
         return cls(frozenset(nums), frozenset(names))
 
     def dynamic(
@@ -56,20 +60,27 @@ class StaticArguments:
             {k: v for k, v in kwargs.items() if k not in self.argnames},
         )
 
-    def map_dynamic(
-        self, fun: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    def with_dynamic(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dynamic: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All arguments, with `fun` applied to those that are traced."""
+        """All arguments, with those that are traced replaced by `dynamic`."""
+        positions = iter(dynamic[0])
         return (
-            tuple(a if n in self.argnums else fun(a) for n, a in enumerate(args)),
-            {k: v if k in self.argnames else fun(v) for k, v in kwargs.items()},
+            tuple(a if n in self.argnums else next(positions) for n, a in enumerate(args)),
+            {**kwargs, **dynamic[1]},
         )
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The static arguments, hashable when they are."""
+        """The static arguments, hashable when they are.
+
+        As in jax, values of different types are different: ``2`` is not ``2.0``.
+        """
         return (
-            tuple(a for n, a in enumerate(args) if n in self.argnums),
-            tuple((k, v) for k, v in sorted(kwargs.items()) if k in self.argnames),
+            tuple((type(a), a) for n, a in enumerate(args) if n in self.argnums),
+            tuple((k, type(v), v) for k, v in sorted(kwargs.items()) if k in self.argnames),
         )
 
 
@@ -85,7 +96,8 @@ def dynamic_signature(fun: Callable[..., Any], static: StaticArguments) -> inspe
     kept = [
         p
         for n, p in enumerate(signature.parameters.values())
-        if n not in static.argnums and p.name not in static.argnames
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        or (n not in static.argnums and p.name not in static.argnames)
     ]
     return signature.replace(parameters=kept)
 
@@ -98,27 +110,42 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
 
 
 def bound_sharding(leaf: Any) -> Any:
-    """The sharding that an argument insists on, as if it lived on the device; or None."""
+    """The sharding that an argument insists on, as if it lived on the device; or None.
+
+    An array on the default device counts as free: `place` binds what it moves, and a program
+    binds its results when one of its arguments was bound, so that the second step of a loop
+    would otherwise be compiled once more.
+    """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
         return None
+    if isinstance(sharding, SingleDeviceSharding) and isinstance(leaf, jax.Array):
+        if sharding.device_set == {default_device()}:
+            return None
     if memory_kind(leaf) == HOST_MEMORY_KIND:
-        # `place` binds what it moves; an array that was free before is as free after.
-        if isinstance(sharding, SingleDeviceSharding) and isinstance(leaf, jax.Array):
-            if sharding.device_set == {jax.devices()[0]}:
-                return None
         return sharding.with_memory_kind(DEVICE_MEMORY_KIND)
     return sharding
+
+
+def default_device() -> Any:
+    """Where jax puts an array that is bound to nothing."""
+    device = jax.config.jax_default_device
+    if isinstance(device, jax.Device):
+        return device
+    return jax.local_devices(backend=device)[0]
 
 
 def on_device(leaf: Any) -> Any:
     """An argument as the traced function sees it: on the device, wherever it lives."""
     if memory_kind(leaf) != HOST_MEMORY_KIND:
         return leaf
+    return as_shape(leaf, bound_sharding(leaf))
+
+
+def as_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an argument, bound to `sharding` or, with None, to nothing."""
     aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=bound_sharding(leaf)
-    )
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def memory_kind(leaf: Any) -> str | None:

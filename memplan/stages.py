@@ -1,0 +1,539 @@
+"""The stages of a function within a budget, as jax has them: Traced, Lowered, Compiled.
+
+Planning takes two looks at the scheduled module that XLA is about to compile: the first
+with every weight on the host, to choose which of them stay on the device; the second, so
+placed, to plan each transfer. A look ends XLA's work at its scheduler, early in the
+compilation. Then the module is compiled with the plan written into it, and what XLA
+reports of the executable is compared with the budget.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from hlo_passes import inject, pipeline, verify
+from hlo_passes.errors import MemoryBudgetError, NotExecutableError, OffloadPatternError
+from hlo_passes.ir import Module
+from hlo_passes.machine import Machine
+from hlo_passes.plan import Plan
+from hlo_passes.reader import read_module
+from memplan import __version__
+from memplan.executable import Executable, Program, Target, device_bytes
+from memplan.signature import (
+    DEVICE_MEMORY_KIND,
+    HOST_MEMORY_KIND,
+    StaticArguments,
+    dynamic_signature,
+    memory_kind,
+)
+from memplan.topology import Topology
+
+# XLA's later passes may end above what was planned; then the difference is taken off.
+_MAX_ROUNDS = 3
+
+# How often a least budget that does not work is raised, each time by twice as much.
+_LEAST_ROUNDS = 8
+_LEAST_STEP = 1 / 64
+
+# Weights below this share of all arguments stay on the device: moving them saves next to
+# nothing and costs a transfer's latency each.
+_SMALLEST_SHARE = 1 / 4096
+
+# What of jax.jit's options concerns the program that memplan lowers itself; the others act
+# when the user's function is traced.
+_PASSED_ON = ("out_shardings", "keep_unused", "compiler_options")
+
+
+class PlacementWarning(UserWarning):
+    """Arguments had to be moved to the tier that the plan has for them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `memplan.jit` takes beyond ``jax.jit``; shared by the API and the command line.
+
+    Attributes:
+      budget: device bytes; None for all that the machine has.
+      machine: see `executable.find_target`.
+      offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
+        the host; None for every argument that is not donated.
+      slots: at most so many streamed weights on the device at once; None for no limit.
+    """
+
+    budget: int | None = None
+    machine: str | Machine | Topology | None = None
+    offload: tuple[str, ...] | None = None
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as the user gave it, with the options of both ``jit``."""
+
+    fun: Callable[..., Any]
+    static: StaticArguments
+    options: Options
+    jit_options: Mapping[str, Any]
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature | None:
+        """Of the dynamic arguments."""
+        return dynamic_signature(self.fun, self.static)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced function; ``jaxpr``, ``args_info`` and ``out_info`` as in jax."""
+
+    traced: jax.stages.Traced
+    function: Function
+    target: Target
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.traced.jaxpr
+
+    @property
+    def args_info(self) -> Any:
+        return self.traced.args_info
+
+    @property
+    def out_info(self) -> Any:
+        return self.traced.out_info
+
+    def lower(self) -> Lowered:
+        """Lowers it for its target.
+
+        Raises:
+          OffloadPatternError: when a pattern of ``offload`` matches no argument.
+        """
+        return Lowered(self)
+
+
+class Lowered:
+    """A function lowered for a target; nothing is placed yet."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced.traced
+        self._function = traced.function
+        self._target = traced.target
+        self._program = self._target.lower(self._traced, self._jit_compiler_options)
+        self._candidates = self._choose_candidates()
+
+    @property
+    def args_info(self) -> Any:
+        return self._traced.args_info
+
+    @property
+    def out_info(self) -> Any:
+        return self._traced.out_info
+
+    @property
+    def in_tree(self) -> Any:
+        return jax.tree.structure(self._traced.args_info)
+
+    @property
+    def out_tree(self) -> Any:
+        return jax.tree.structure(self._traced.out_info)
+
+    def as_text(self, dialect: str | None = None) -> Any:
+        """The program before placement, as ``jax.stages.Lowered.as_text``."""
+        return self._program.lowered.as_text(dialect)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The program before placement, as ``jax.stages.Lowered.compiler_ir``."""
+        return self._program.lowered.compiler_ir(dialect)
+
+    @property
+    def budget(self) -> int:
+        """Device bytes that the program may use."""
+        return self._function.options.budget or self._target.machine.device_memory.capacity_bytes
+
+    def plan(self) -> Plan:
+        """Plans for the budget as it stands, without compiling further than XLA's scheduler.
+
+        Raises:
+          MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
+            is the planner's; `compile` tries it out.
+        """
+        return self._look(self.budget, None).plan
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compiles the program; within the budget as XLA itself reports it.
+
+        Args:
+          compiler_options: XLA options, beside those given to ``jit``.
+
+        Raises:
+          MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
+            was compiled for, and works.
+        """
+        unplanned = functools.cache(lambda: self._compile_unplanned(compiler_options))
+
+        def within(budget: int) -> Compiled:
+            executable = unplanned() if self._arguments_bytes <= budget else None
+            if executable is not None and device_bytes(executable, 0) <= budget:
+                return Compiled(executable, self, None, ())
+            return self._compile_within(budget, compiler_options)
+
+        try:
+            return within(self.budget)
+        except MemoryBudgetError as error:
+            raise error.asked_for(self.budget, _least(error, within)) from None
+
+    def placed(self, hosted: frozenset[int]) -> Program:
+        """Lowers the program with the arguments `hosted` (flat indices) on the host."""
+        run = jaxpr_as_fun(self._traced.jaxpr)
+
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            on_device = [
+                jax.device_put(leaf, jax.memory.Space.Device) if n in hosted else leaf
+                for n, leaf in enumerate(jax.tree.leaves((args, kwargs)))
+            ]
+            return jax.tree.unflatten(self.out_tree, run(*on_device))
+
+        placed.__name__ = placed.__qualname__ = getattr(self._function.fun, "__name__", "fun")
+        if self._function.signature is not None:
+            placed.__signature__ = self._function.signature
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosted))
+        donated_args, donated_kwargs = self._traced.args_info
+        given = self._function.jit_options
+        jitted = jax.jit(
+            placed,
+            donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
+            donate_argnames=tuple(k for k, a in donated_kwargs.items() if _donated(a)),
+            **{k: given[k] for k in _PASSED_ON if k in given},
+        )
+        return self._target.lower(jitted.trace(*args, **kwargs), self._jit_compiler_options)
+
+    @property
+    def absent(self) -> Topology | None:
+        """The devices that it is lowered for, when they are not here."""
+        return self._target.absent
+
+    def sharding(self, n: int) -> Any:
+        """Where the program has the flat argument `n`, before placement."""
+        return self._program.arguments.shardings.get(n) or self._program.replicated()
+
+    # --- from here on: how ----------------------------------------------------------------
+
+    @property
+    def _jit_compiler_options(self) -> Mapping[str, Any]:
+        return self._function.jit_options.get("compiler_options") or {}
+
+    @functools.cached_property
+    def _leaves(self) -> list[tuple[str, Any]]:
+        """The flat arguments as (path, ArgInfo)."""
+        flat = jax.tree_util.tree_flatten_with_path(self._traced.args_info)[0]
+        signature = self._function.signature
+        names = list(signature.parameters) if signature is not None else []
+        return [(_path(path, names), info) for path, info in flat]
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each flat argument on one device; 0 where the program does not use it."""
+        found = self._program.arguments
+        return [
+            _shard_bytes(info, found.shardings.get(n)) if n in found.parameters else 0
+            for n, (_, info) in enumerate(self._leaves)
+        ]
+
+    @property
+    def _arguments_bytes(self) -> int:
+        """With more than the budget, compiling without a plan is wasted."""
+        return sum(self._sizes)
+
+    def _choose_candidates(self) -> frozenset[int]:
+        """The arguments that may live on the host."""
+        patterns = self._function.options.offload
+        paths = [path for path, _ in self._leaves]
+        unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
+        if unmatched:
+            raise OffloadPatternError(unmatched, paths)
+        smallest = sum(self._sizes) * _SMALLEST_SHARE
+        return frozenset(
+            n
+            for n, ((path, info), size) in enumerate(zip(self._leaves, self._sizes, strict=True))
+            if not info.donated
+            and size > smallest
+            and not jnp.issubdtype(info.dtype, jax.dtypes.extended)
+            and (patterns is None or any(fnmatch.fnmatch(path, p) for p in patterns))
+        )
+
+    def _structs(self, hosted: frozenset[int]) -> list[jax.ShapeDtypeStruct]:
+        """The flat arguments, bound as jax resolved them, or to the host."""
+        shardings = dict(self._program.arguments.shardings)
+        shardings |= {n: self.sharding(n).with_memory_kind(HOST_MEMORY_KIND) for n in hosted}
+        return [
+            jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=shardings.get(n), weak_type=info._aval.weak_type
+            )
+            for n, (_, info) in enumerate(self._leaves)
+        ]
+
+    def _compile_unplanned(self, options: Mapping[str, Any] | None) -> Executable | None:
+        """What jax compiles; None when it does not fit the device."""
+        try:
+            return self._program.compiler(options)()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+
+    def _compile_within(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
+        """Plans and compiles until XLA reports no more than `budget` bytes."""
+        overhead = 0
+        reported: list[int] = []
+        rounds: list[str] = []
+        for _ in range(_MAX_ROUNDS):
+            try:
+                look = self._look(budget - overhead, options)
+            except MemoryBudgetError as error:
+                raise error.asked_for(budget, error.least + overhead) from None
+            executable = self._compile_planned(look, options)
+            total = device_bytes(executable, look.hosted_on_cpu)
+            predicted = look.plan.prediction.total_bytes
+            rounds.append(f"planned {predicted} bytes, XLA reports {total}")
+            if total <= budget:
+                return Compiled(executable, self, look, tuple(rounds))
+            reported.append(total)
+            overhead = max(overhead, total - predicted)
+        raise self._shortage().asked_for(budget, min(reported))
+
+    def _shortage(self) -> MemoryBudgetError:
+        """Where memory is shortest: what the planner says of a budget that nothing keeps."""
+        try:
+            self._look(1, None)
+        except MemoryBudgetError as error:
+            return error
+        raise AssertionError("a plan in one byte")
+
+    def _compile_planned(self, look: _Look, options: Mapping[str, Any] | None) -> Executable:
+        def transform(module: Module) -> Module:
+            return pipeline.rewrite_module(module, look.plan, self._target.machine)
+
+        if self._target.platform == "cpu":
+            # Before compiling: an executable that is loaded from a cache has the calls in it.
+            import custom_calls
+
+            custom_calls.register()
+        return inject.compile_with(
+            self._target.platform,
+            look.program.stablehlo,
+            f"{look.plan.fingerprint}-{__version__}",
+            transform,
+            look.program.compiler(options),
+        )
+
+    def _look(self, budget: int, options: Mapping[str, Any] | None) -> _Look:
+        machine, slots = self._target.machine, self._function.options.slots
+        program, module = self._capture(self._candidates, options)
+        numbers = program.arguments.parameters
+        stay = pipeline.choose_stay(
+            module,
+            machine,
+            budget,
+            host_parameters=[numbers[c] for c in self._candidates],
+            slots=slots,
+        )
+        hosted = frozenset(c for c in self._candidates if numbers[c] not in stay)
+        if hosted != self._candidates:
+            program, module = self._capture(hosted, options)
+            numbers = program.arguments.parameters
+        host_parameters = [numbers[h] for h in hosted]
+        plan = pipeline.plan_module(
+            module,
+            machine,
+            budget,
+            host_parameters=host_parameters,
+            slots=slots,
+            labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
+        )
+        held = {p.parameter: p.size for p in plan.placements}
+        on_cpu = self._target.platform == "cpu"
+        hosted_on_cpu = sum(held[p] for p in host_parameters) if on_cpu else 0
+        return _Look(program, plan, hosted, hosted_on_cpu)
+
+    def _capture(
+        self, hosted: frozenset[int], options: Mapping[str, Any] | None
+    ) -> tuple[Program, Module]:
+        program = self.placed(hosted)
+        compile_module = program.compiler(options)
+        return program, inject.capture(self._target.platform, program.stablehlo, compile_module)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A placed program and the plan for the module that XLA scheduled for it.
+
+    Attributes:
+      hosted: flat indices of the arguments on the host.
+      hosted_on_cpu: their bytes on CPU, where XLA counts them with the device's; else 0.
+    """
+
+    program: Program
+    plan: Plan
+    hosted: frozenset[int]
+    hosted_on_cpu: int
+
+
+class Compiled:
+    """A compiled program within the budget.
+
+    Attributes:
+      plan: what it follows; None where XLA's own program keeps to the budget.
+      rounds: what each compilation was planned for and what XLA reported.
+      followed: what the checker found of the plan in the executable; None without a plan.
+    """
+
+    def __init__(
+        self, executable: Executable, lowered: Lowered, look: _Look | None, rounds: tuple[str, ...]
+    ) -> None:
+        self._executable = executable
+        self._lowered = lowered
+        self._hosted = look.hosted if look is not None else frozenset[int]()
+        self.plan = look.plan if look is not None else None
+        self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
+        self.rounds = rounds
+        self.followed = verify.verify_executable(look.plan, self.module) if look else None
+
+    @property
+    def is_jax_own(self) -> bool:
+        """Whether calling ``jax.jit`` runs this very executable."""
+        return self.plan is None and self._lowered.absent is None
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """The final, scheduled module."""
+        return read_module(self._executable)
+
+    @property
+    def device_bytes(self) -> int:
+        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports."""
+        return device_bytes(self._executable, self.hosted_on_cpu)
+
+    def memory_analysis(self) -> Any:
+        return self._executable.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self._executable.cost_analysis()
+
+    def as_text(self) -> str:
+        return self._executable.as_text()
+
+    def runtime_executable(self) -> Any:
+        return self._executable.runtime_executable()
+
+    @property
+    def args_info(self) -> Any:
+        return self._lowered.args_info
+
+    @property
+    def out_info(self) -> Any:
+        return self._lowered.out_info
+
+    @property
+    def in_tree(self) -> Any:
+        return self._lowered.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        return self._lowered.out_tree
+
+    def unscheduled(self) -> Executable:
+        """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
+        itself: what the plan is to be compared with."""
+        return self._lowered.placed(self._hosted).compiler(None)()
+
+    def displaced(self, leaves: Sequence[Any]) -> list[int]:
+        """Which flat arguments are not in the tier that the plan has for them."""
+        return [
+            n
+            for n, leaf in enumerate(leaves)
+            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self._hosted)
+        ]
+
+    def move(self, leaves: Sequence[Any]) -> list[Any]:
+        """Moves flat arguments to their tiers; those that are there stay."""
+        moved = list(leaves)
+        for n in self.displaced(leaves):
+            kind = HOST_MEMORY_KIND if n in self._hosted else DEVICE_MEMORY_KIND
+            moved[n] = jax.device_put(leaves[n], self._sharding(n, leaves[n], kind))
+        return moved
+
+    def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
+        """Where an argument is bound to, else where the program has it, in another memory."""
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return leaf.sharding.with_memory_kind(kind)
+        return self._lowered.sharding(n).with_memory_kind(kind)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program. Static arguments are left out, as in jax.
+
+        Raises:
+          NotExecutableError: when it was compiled for devices that are not here.
+        """
+        if self._lowered.absent is not None:
+            raise NotExecutableError(self._lowered.absent.name)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        away = self.displaced(leaves) if tree == self.in_tree else []
+        if away:
+            warnings.warn(
+                f"{len(away)} arguments were moved to the tier that the plan has for them, for "
+                "this call only; move them once with place(): args = step.place(*args)",
+                PlacementWarning,
+                skip_file_prefixes=(os.path.dirname(__file__),),
+            )
+            args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
+        run: Any = self._executable
+        return run(*args, **kwargs)
+
+
+def _least(error: MemoryBudgetError, within: Callable[[int], Compiled]) -> int:
+    """Returns a budget that works, from what the planner holds for the least.
+
+    That leaves out what packing loses and what XLA's later passes add.
+    """
+    least, step = max(error.least, error.budget + 1), _LEAST_STEP
+    for _ in range(_LEAST_ROUNDS):
+        try:
+            within(least)
+        except MemoryBudgetError as again:
+            least, step = max(again.least, int(least * (1 + step))), 2 * step
+        else:
+            break
+    return least
+
+
+def _donated(info: Any) -> bool:
+    return any(leaf.donated for leaf in jax.tree.leaves(info))
+
+
+def _path(path: Any, names: Sequence[str]) -> str:
+    """``params.layers.3.mlp.gate`` of an argument.
+
+    The outermost key tells positional from keyword arguments, the next one which it is.
+    """
+    kind, argument, *rest = path
+    name = jax.tree_util.keystr((argument,), simple=True)
+    if kind.idx == 0 and argument.idx < len(names):
+        name = str(names[argument.idx])
+    below = jax.tree_util.keystr(tuple(rest), simple=True, separator=".")
+    return f"{name}.{below}" if below else name
+
+
+def _shard_bytes(info: Any, sharding: Any) -> int:
+    shape = info.shape if sharding is None else sharding.shard_shape(info.shape)
+    return math.prod(shape) * info.dtype.itemsize
