@@ -272,7 +272,7 @@ class Instruction:
         return f"%{self.name} = {self.shape} {self.opcode}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Computation:
     """A computation; `instructions` stand in execution order when it is scheduled, else in
     an order where operands come first."""
@@ -283,7 +283,7 @@ class Computation:
     root: Instruction
     is_fusion: bool
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
         found = (i for i in self.instructions if i.opcode == "parameter")
         return tuple(sorted(found, key=lambda i: i.parameter_number))
@@ -304,13 +304,15 @@ class Module:
 
     Args:
       proto: the message. The module takes it over: do not write to it afterwards.
+      original: a module from which this one differs in the entry computation and its
+        schedule only: its views of the other computations are taken over.
 
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
         together.
     """
 
-    def __init__(self, proto: hlo_pb2.HloModuleProto) -> None:
+    def __init__(self, proto: hlo_pb2.HloModuleProto, original: Module | None = None) -> None:
         self._proto = proto
         self._sequences = {
             cid: tuple(seq.instruction_ids)
@@ -320,7 +322,12 @@ class Module:
         self.instructions: dict[int, Instruction] = {}
         self.computations: dict[int, Computation] = {}
         for computation in proto.computations:
-            self.computations[computation.id] = self._computation(computation)
+            if original is None or computation.id == proto.entry_computation_id:
+                self.computations[computation.id] = self._computation(computation)
+                continue
+            self.computations[computation.id] = original.computations[computation.id]
+            for i in computation.instructions:
+                self.instructions[i.id] = original.instructions[i.id]
         if proto.entry_computation_id not in self.computations:
             raise MalformedModuleError(
                 proto.name,

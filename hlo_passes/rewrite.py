@@ -56,6 +56,7 @@ class _Editor:
     """The entry computation as a list of ticks that transfers are put between."""
 
     def __init__(self, module: Module) -> None:
+        self._original = module
         self.proto = module.to_proto()
         entry_id = self.proto.entry_computation_id
         self.entry = next(c for c in self.proto.computations if c.id == entry_id)
@@ -117,7 +118,7 @@ class _Editor:
         self.entry.instructions.extend(ordered)
         ids = self.proto.schedule.sequences[self.entry.id].instruction_ids
         ids[:] = [i.id for i in ordered]
-        return Module(self.proto)
+        return Module(self.proto, self._original)
 
 
 def _host_copies(
