@@ -224,7 +224,6 @@ def _assemble(
     arena_slots = _arena_slots(posed, transfers, packing)
     device, host = posed.link.destination, posed.link.source
     moving = {m.buffer: m for m in posed.movables}
-    everywhere = LiveRange(0, posed.ticks.end)
     placements: list[Placement] = []
     slots = list(arena_slots)
     tops = {"arguments": 0, "outputs": 0, "constants": 0, "host": 0}
@@ -233,21 +232,23 @@ def _assemble(
         slots.append(Slot(name, allocation, tops[allocation], size, live))
         tops[allocation] += size
 
+    residents = posed.ticks.residents
+    lives = {r.name: r.live_range for r in residents if r.kind == "parameter"}
+    everywhere = LiveRange(0, posed.ticks.end)
     for p in posed.module.entry.parameters:
         off_device = p.name in moving or p.shape.memory_space == HOST_MEMORY_SPACE
         tier, allocation = (host, "host") if off_device else (device, "arguments")
         size = sum(leaf.byte_size for _, leaf in p.shape.leaves())
         placements.append(Placement(p.parameter_number, p.name, tier, size))
-        hold(p.name, allocation, size, everywhere)
-    outputs: dict[str, int] = {}
-    for resident in posed.ticks.residents:
+        hold(p.name, allocation, size, lives.get(p.name, everywhere))
+    for resident in residents:
         if resident.kind in ("output", "constant"):
-            outputs[resident.name] = tops[f"{resident.kind}s"]
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
+    held = {slot.buffer: slot for slot in slots}
     slots += [
-        Slot(r.name, "outputs", outputs[r.host], r.size, r.live_range)
-        for r in posed.ticks.residents
-        if r.kind == "guest"
+        Slot(g.name, held[g.host].allocation, held[g.host].offset, g.size, g.live_range)
+        for g in residents
+        if g.kind == "guest"
     ]
     load = posed.load.copy()
     for fetch, start in zip(choice.fetches, choice.starts, strict=True):

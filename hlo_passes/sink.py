@@ -4,17 +4,15 @@
     after    t1 = copy(w1)  x1 = dot(x0, t1)  t2 = copy(w2)  x2 = dot(x1, t2)
 
 XLA's scheduler runs what depends on arguments alone (a weight brought into another layout
-or type) as early as it can. All results are then live at once, and so is every weight that
-they are made from, which no order of transfers can mend. Such work moves to just before its
-first reader. Nothing that it reads can change in between: arguments that stream are read
-only.
+or type) as early as it can. All results are then live at once, and so is every streamed
+weight that they are made from, which no order of transfers can mend. Such work moves to
+just before its first reader. Nothing that it reads can change in between: a donated
+argument, which can, does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.ir import Instruction, Module
 
 # What is one kernel (or none) without effects, whatever it reads.
 _MOVABLE = frozenset(
@@ -22,13 +20,11 @@ _MOVABLE = frozenset(
 )
 
 
-def sink_weight_work(module: Module, host_parameters: Collection[int] = ()) -> Module:
-    """Moves work that reads only streamed weights and constants to its first reader.
+def sink_weight_work(module: Module) -> Module:
+    """Moves work that reads only arguments and constants to its first reader.
 
     Args:
       module: scheduled.
-      host_parameters: numbers of the entry parameters that are streamed; needed on CPU,
-        elsewhere the entry's copies from host memory say it.
 
     Returns:
       `module` itself when nothing moves.
@@ -36,19 +32,18 @@ def sink_weight_work(module: Module, host_parameters: Collection[int] = ()) -> M
     Time O(instructions).
     """
     order = module.entry.instructions
-    streamed = {i.id for i in order if _is_streamed(module, i, host_parameters)}
+    steady = _steady_values(module)
     ordered_by_hand = {c for i in order for c in i.control_predecessor_ids} | {
         i.id for i in order if i.control_predecessor_ids
     }
-    constant = {i.id for i in order if i.opcode == "constant"}
     sinking: dict[int, Instruction] = {}
     for i in order:
         if (
             i.opcode in _MOVABLE
             and i is not module.entry.root
             and i.id not in ordered_by_hand
-            and all(o in streamed or o in constant or o in sinking for o in i.operand_ids)
-            and any(o in streamed or o in sinking for o in i.operand_ids)
+            and i.id not in steady
+            and all(o in steady or o in sinking for o in i.operand_ids)
         ):
             sinking[i.id] = i
     if not sinking:
@@ -74,13 +69,19 @@ def sink_weight_work(module: Module, host_parameters: Collection[int] = ()) -> M
     return _reordered(module, sequence)
 
 
-def _is_streamed(module: Module, i: Instruction, host_parameters: Collection[int]) -> bool:
-    if i.opcode == "parameter":
-        return i.parameter_number in host_parameters
-    if i.opcode != "copy-done" or i.shape.memory_space != DEVICE_MEMORY_SPACE:
-        return False
-    source = module.instructions[module.instructions[i.operand_ids[0]].operand_ids[0]]
-    return source.opcode == "parameter" and source.shape.memory_space == HOST_MEMORY_SPACE
+def _steady_values(module: Module) -> set[int]:
+    """Ids of what is there from the beginning and never written: arguments that are not
+    donated, what is copied from them, constants."""
+    donated = {a.parameter for a in module.input_output_aliases}
+    steady: set[int] = set()
+    for i in module.entry.instructions:
+        if i.opcode == "parameter":
+            if i.parameter_number not in donated:
+                steady.add(i.id)
+        elif i.opcode in ("constant", "copy-start", "copy-done"):
+            if all(o in steady for o in i.operand_ids):
+                steady.add(i.id)
+    return steady
 
 
 def _reordered(module: Module, sequence: list[int]) -> Module:
@@ -93,4 +94,4 @@ def _reordered(module: Module, sequence: list[int]) -> Module:
     del entry.instructions[:]
     entry.instructions.extend(reordered)
     proto.schedule.sequences[entry.id].instruction_ids[:] = sequence
-    return Module(proto)
+    return Module(proto, module)

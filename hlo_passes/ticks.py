@@ -74,12 +74,14 @@ class Resident:
       name: the HLO instruction that defines the buffer; for ``"workspace"`` the one that
         needs it inside.
       size: bytes.
-      live_range: in ticks, half-open; to the end when the entry returns it.
+      live_range: in ticks, half-open; to the end when the entry returns it. A donated
+        argument that has guests lives until its last reader.
       kind: ``"parameter"``, ``"constant"`` and ``"output"`` have allocations of their own;
         ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts; a
-        ``"guest"`` is a temporary that lies in the bytes of the output `host` before that is
-        there, and takes none of its own.
-      host: of a guest, the name of its output.
+        ``"guest"`` is a temporary that takes no bytes of its own: it lies in those of the
+        output `host` before that is there, or of the donated argument `host` after that has
+        been read.
+      host: of a guest, the name of the buffer that it lies in.
     """
 
     name: str
@@ -228,20 +230,25 @@ class _View:
 
     def residents(self, target: Target) -> Iterator[Resident]:
         allocations = find_allocations(self.ranges, target, apart=self.moved)
+        hosts = set(allocations.reused.values())
         for b in self.dataflow.buffers:
             if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0:
                 continue
             if b.id in allocations.reused:
-                host = self.dataflow.buffers[allocations.reused[b.id]]
-                live = self._ticks_of(b.values)
-                # In a donated argument it would have to wait for the argument's last reader.
-                kind = "guest" if host.kind == "output" else "temp"
-                yield Resident(str(b), b.size, live, kind, str(host) if kind == "guest" else "")
+                # What only a called computation sees costs the entry nothing.
+                if any(self._in_entry(v) for v in b.values):
+                    host = self.dataflow.buffers[allocations.reused[b.id]]
+                    live = self._ticks_of(b.values)
+                    yield Resident(self._name(b), b.size, live, "guest", self._name(host))
                 continue
             if b.kind in ("temp", "tuple") or any(v.id in self.moved for v in b.values):
                 continue
-            start = self.tick_of[b.instruction.id] if b.kind == "output" else 0
-            yield Resident(str(b), b.size, LiveRange(start, self.end), b.kind)
+            live = LiveRange(0, self.end)
+            if b.kind == "output":
+                live = LiveRange(self._ticks_of(b.values).start, self.end)
+            elif b.id in hosts:
+                live = LiveRange(0, self._ticks_of(b.values[:1]).end)
+            yield Resident(self._name(b), b.size, live, b.kind)
         groups: dict[int, list[HeapRange]] = {}
         for h in allocations.heap:
             if h.value.id not in self.moved:
@@ -249,7 +256,7 @@ class _View:
         inside: dict[LogicalTime, list[HeapRange]] = {}
         for members in groups.values():
             live = self._ticks_of([h.value for h in members])
-            if any(self._is_seen_in_entry(h) for h in members):
+            if any(self._in_entry(h.value) for h in members):
                 yield Resident(str(members[0].value), members[0].size, live, "temp")
             else:
                 inside.setdefault(live.start, []).extend(members)
@@ -262,9 +269,17 @@ class _View:
             name = self.instructions[tick].name
             yield Resident(name, packing.total, LiveRange(tick, tick + 1), "workspace")
 
-    def _is_seen_in_entry(self, h: HeapRange) -> bool:
-        positions = h.value.positions
-        return any(p.instruction.computation_id == self.entry.id for p in positions)
+    def _in_entry(self, value: Value) -> bool:
+        return any(p.instruction.computation_id == self.entry.id for p in value.positions)
+
+    def _name(self, buffer: Buffer) -> str:
+        """A buffer's first value, as the entry sees it."""
+
+        def order(v: Value) -> tuple[bool, LogicalTime, int]:
+            in_call = v.instruction.computation_id != self.entry.id
+            return in_call, self.tick_of[v.instruction.id], v.id
+
+        return str(min(buffer.values, key=order))
 
     def _ticks_of(self, values: Sequence[Value]) -> LiveRange:
         start = min(self.tick_of[v.instruction.id] for v in values)

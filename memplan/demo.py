@@ -13,18 +13,20 @@ import importlib
 import json as json_format
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import custom_calls
+from hlo_passes.budget import parse_bytes
 from hlo_passes.errors import MemplanError
-from hlo_passes.machine import load_machine
+from hlo_passes.machine import Machine, load_machine
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan import __version__
@@ -36,10 +38,33 @@ from memplan.report.trace import render_trace
 from memplan.report.view import Report, RunView
 from memplan.topology import topology
 
-MODEL = "llama2-7b"
-BATCH, CACHE_LENGTH = 8, 512
-BUDGET = "4GiB"
 TARGETS = ("v5e", "h200")
+
+
+class Workload(NamedTuple):
+    """One program to plan: `tokens` new tokens for each of `batch` sequences."""
+
+    name: str
+    model: str
+    batch: int
+    tokens: int
+    cache_length: int
+    hbm: str
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.model} {self.name}, batch {self.batch} × {self.tokens} tokens, "
+            f"cache {self.cache_length}, hbm={self.hbm}"
+        )
+
+
+# A decode step reads every weight for a handful of tokens: the link holds it. A prompt's
+# worth of tokens is enough compute to hide the transfer of every weight.
+WORKLOADS = (
+    Workload("decode", "llama2-7b", 8, 1, 512, "4GiB"),
+    Workload("prefill", "llama3-8b", 32, 512, 640, "8GiB"),
+)
 
 # The small configuration on the CPU: prompts, so that there is compute to hide behind, and
 # this share of what XLA takes by itself.
@@ -54,17 +79,22 @@ class DemoError(MemplanError):
 def main(*, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
     """Runs the demo and prints its tables; with `json`, one document instead.
 
-    Writes for every target a report, a trace and the plan into `folder`.
+    Writes for every workload and target a report, a trace and the plan into `folder`.
     """
     models = _models()
-    reports = {target: _accelerator(models, target) for target in TARGETS}
+    results = {w: [_accelerator(models, w, target) for target in TARGETS] for w in WORKLOADS}
     small = _cpu(models)
-    files = [path for target in TARGETS for path in _write(folder, target, *reports[target])]
+    files = [path for of in results.values() for result in of for path in _write(folder, result)]
     if json:
-        rows = [_row(t, run) for t in TARGETS for run in reports[t][0].runs]
-        print(json_format.dumps({"targets": rows, "cpu": small, "files": files}, indent=2))
+        document = {
+            "targets": [_row(r, run) for of in results.values() for r in of for run in r.runs],
+            "cpu": small,
+            "files": files,
+        }
+        print(json_format.dumps(document, indent=2))
         return
-    write_tables([_table(reports), _cpu_table(small)], sys.stdout)
+    tables = [_table(w, of) for w, of in results.items()]
+    write_tables([*tables, _cpu_table(small)], sys.stdout)
     print("\nReports (open in a browser), traces (open in Perfetto) and plans:")
     for path in files:
         print(f"  {path}")
@@ -81,36 +111,56 @@ def _models() -> Any:
         ) from error
 
 
-def _decode(models: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+@dataclass(frozen=True)
+class _Result:
+    """A workload compiled for a target; `alone` is None where XLA alone runs out of memory."""
+
+    workload: Workload
+    target: str
+    machine: Machine
+    compiled: Compiled
+    alone: RunView | None
+    planned: RunView
+
+    @property
+    def runs(self) -> tuple[RunView, ...]:
+        return (self.planned,) if self.alone is None else (self.alone, self.planned)
+
+
+def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
     llama, configs = models
-    config = configs.CONFIGS[name]
+    config = configs.CONFIGS[workload.model]
     nnx = importlib.import_module("flax.nnx")
     graphdef, params = nnx.split(llama.abstract_model(config))
-    tokens = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
-    cache = llama.abstract_cache(config, BATCH, CACHE_LENGTH)
-    return functools.partial(llama.decode_step, graphdef), (params, tokens, cache)
-
-
-def _accelerator(models: Any, target: str) -> tuple[Report, Compiled]:
-    step, args = _decode(models, MODEL)
-    planned = jit(step, hbm=BUDGET, machine=topology(target), donate_argnames="cache")
+    tokens = jax.ShapeDtypeStruct((workload.batch, workload.tokens), jnp.int32)
+    cache = llama.abstract_cache(config, workload.batch, workload.cache_length)
+    fun = functools.partial(llama.decode_step, graphdef)
+    step = jit(fun, hbm=workload.hbm, machine=topology(target), donate_argnames="cache")
     machine = load_machine(target)
-    with _said(f"{target}: compiling {MODEL} decode within {BUDGET}"):
-        compiled: Compiled = planned.lower(*args).compile()
-    with _said(f"{target}: compiling it with the same weights on the host, XLA alone"):
-        alone = compiled.unscheduled()
-    runs = (
-        view_run("XLA alone", read_module(alone), machine, compiled=alone.memory_analysis()),
-        view_run(
-            "memplan",
-            compiled.module,
-            machine,
-            plan=compiled.plan,
-            compiled=compiled.memory_analysis(),
-        ),
+    what = f"{target}, {workload.model} {workload.name}"
+    with _said(f"{what}: memplan within {workload.hbm}"):
+        compiled: Compiled = step.lower(params, tokens, cache).compile()
+    planned = view_run(
+        "memplan",
+        compiled.module,
+        machine,
+        plan=compiled.plan,
+        compiled=compiled.memory_analysis(),
     )
-    title = f"{MODEL} decode, batch {BATCH}, cache {CACHE_LENGTH}"
-    return Report(title, machine.name, compiled.plan and compiled.plan.budget_bytes, runs, __version__), compiled
+    with _said(f"{what}: XLA alone, the same weights on the host"):
+        alone = _alone(compiled, machine)
+    return _Result(workload, target, machine, compiled, alone, planned)
+
+
+def _alone(compiled: Compiled, machine: Machine) -> RunView | None:
+    try:
+        executable = compiled.unscheduled()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    memory = executable.memory_analysis()
+    return view_run("XLA alone", read_module(executable), machine, compiled=memory)
 
 
 def _cpu(models: Any) -> dict[str, Any]:
@@ -149,11 +199,12 @@ def _cpu(models: Any) -> dict[str, Any]:
     }
 
 
-def _row(target: str, run: RunView) -> dict[str, Any]:
+def _row(result: _Result, run: RunView) -> dict[str, Any]:
     clock = run.clock
     assert clock is not None  # A machine was named.
     return {
-        "target": target,
+        "workload": result.workload.title,
+        "target": result.target,
         "run": run.name,
         "hbm_temp_bytes": run.device.temp,
         "hbm_total_bytes": run.device.total,
@@ -165,7 +216,7 @@ def _row(target: str, run: RunView) -> dict[str, Any]:
     }
 
 
-def _table(reports: dict[str, tuple[Report, Compiled]]) -> Table:
+def _table(workload: Workload, results: list[_Result]) -> Table:
     columns = (
         Column("target"),
         Column("run"),
@@ -177,27 +228,31 @@ def _table(reports: dict[str, tuple[Report, Compiled]]) -> Table:
         Column("step, predicted", right=True),
         Column("lower bound", right=True),
     )
-    rows = [_row(target, run) for target in reports for run in reports[target][0].runs]
-    return Table(
-        f"{MODEL} decode, batch {BATCH}, cache {CACHE_LENGTH}, hbm={BUDGET}",
-        columns,
-        tuple(
-            (
-                row["target"],
-                row["run"],
-                format_bytes(row["hbm_temp_bytes"]),
-                format_bytes(row["hbm_total_bytes"]),
-                format_bytes(row["moved_bytes"]),
-                "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
-                f"{row['link_busy']:.1%}",
-                format_seconds(row["predicted_step_time_s"]),
-                format_seconds(row["predicted_lower_bound_s"]),
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        if result.alone is None:
+            rows.append((result.target, "XLA alone", "out of memory", *["–"] * 6))
+        for run in result.runs:
+            row = _row(result, run)
+            rows.append(
+                (
+                    row["target"],
+                    row["run"],
+                    format_bytes(row["hbm_temp_bytes"]),
+                    format_bytes(row["hbm_total_bytes"]),
+                    format_bytes(row["moved_bytes"]),
+                    "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
+                    f"{row['link_busy']:.1%}",
+                    format_seconds(row["predicted_step_time_s"]),
+                    format_seconds(row["predicted_lower_bound_s"]),
+                )
             )
-            for row in rows
-        ),
-        "Bytes as XLA reports them of the final executables. Seconds, overlap and link are "
-        "predictions of the machine model for the final schedules. Where the link is busy "
-        "100% of the step, it is what holds it: there is less compute than bytes to hide.",
+    return Table(
+        workload.title,
+        columns,
+        tuple(rows),
+        "Bytes: XLA's report of the final executables. Seconds, overlap and link: predictions "
+        "of the machine model for the final schedules.",
     )
 
 
@@ -214,16 +269,16 @@ def _cpu_table(small: dict[str, Any]) -> Table:
     return Table(f"Run on this CPU: {small['model']}", (Column(""), Column("", right=True)), rows)
 
 
-def _write(folder: Path, target: str, report: Report, compiled: Compiled) -> Iterator[str]:
+def _write(folder: Path, result: _Result) -> Iterator[str]:
     folder.mkdir(exist_ok=True)
-    texts = {
-        f"{target}.html": render_html(report),
-        f"{target}.trace.json": render_trace(report),
-    }
-    if compiled.plan is not None:
-        texts[f"{target}.plan.json"] = compiled.plan.to_json(indent=1)
-    for name, text in texts.items():
-        path = folder / name
+    plan = result.compiled.plan
+    budget = None if plan is None else parse_bytes(result.workload.hbm)
+    report = Report(result.workload.title, result.machine.name, budget, result.runs, __version__)
+    texts = {"html": render_html(report), "trace.json": render_trace(report)}
+    if plan is not None:
+        texts["plan.json"] = plan.to_json(indent=1)
+    for suffix, text in texts.items():
+        path = folder / f"{result.target}-{result.workload.name}.{suffix}"
         path.write_text(text, encoding="utf-8")
         yield str(path)
 
