@@ -103,7 +103,8 @@ def main(*, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
 def _models() -> Any:
     """The project's models, which a checkout has and the wheel has not."""
     try:
-        return importlib.import_module("models.llama"), importlib.import_module("models.configs")
+        importlib.import_module("models.workloads")
+        return importlib.import_module("models")
     except ImportError as error:
         raise DemoError(
             f"the demo needs the models of a checkout, with flax ({error}). "
@@ -128,18 +129,17 @@ class _Result:
 
 
 def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
-    llama, configs = models
-    config = configs.CONFIGS[workload.model]
-    nnx = importlib.import_module("flax.nnx")
-    graphdef, params = nnx.split(llama.abstract_model(config))
-    tokens = jax.ShapeDtypeStruct((workload.batch, workload.tokens), jnp.int32)
-    cache = llama.abstract_cache(config, workload.batch, workload.cache_length)
-    fun = functools.partial(llama.decode_step, graphdef)
+    fun, args = models.workloads.decode(
+        workload.model,
+        batch=workload.batch,
+        tokens=workload.tokens,
+        cache_length=workload.cache_length,
+    )
     step = jit(fun, hbm=workload.hbm, machine=topology(target), donate_argnames="cache")
     machine = load_machine(target)
     what = f"{target}, {workload.model} {workload.name}"
     with _said(f"{what}: memplan within {workload.hbm}"):
-        compiled: Compiled = step.lower(params, tokens, cache).compile()
+        compiled: Compiled = step.lower(*args).compile()
     planned = view_run(
         "memplan",
         compiled.module,
@@ -165,8 +165,7 @@ def _alone(compiled: Compiled, machine: Machine) -> RunView | None:
 
 def _cpu(models: Any) -> dict[str, Any]:
     """Runs the small configuration with its weights streamed, against plain jax."""
-    llama, configs = models
-    config = configs.CONFIGS[SMALL_MODEL]
+    llama, config = models.llama, models.configs.CONFIGS[SMALL_MODEL]
     nnx = importlib.import_module("flax.nnx")
     graphdef, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
     tokens = jnp.arange(SMALL_BATCH * SMALL_PROMPT).reshape(SMALL_BATCH, -1) % config.vocab_size
