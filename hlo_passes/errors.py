@@ -138,6 +138,17 @@ class HookError(MemplanError):
         )
 
 
+class OrderedEffectsError(MemplanError, NotImplementedError):
+    """A program with ordered effects, whose arguments cannot live on the host."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(
+            f"{program}: it needs arguments on the host to keep to the budget, but has ordered "
+            "effects, and jax lowers no program with both (seen with 0.12.0.1). Try ordered=False "
+            "in jax.debug.print and jax.experimental.io_callback, or a larger budget."
+        )
+
+
 class UnscheduledModuleError(MemplanError, ValueError):
     """A module without a schedule, where one is needed."""
 

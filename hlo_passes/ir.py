@@ -417,11 +417,16 @@ class Module:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the module's content: equal for equal programs, whatever the module
-        is called and whichever token the frontend put on it."""
+        is called, whichever token the frontend put on it and whichever lines of Python it
+        was written and compiled from."""
         proto = self.to_proto()
         proto.name = ""
         proto.id = 0
         proto.frontend_attributes.Clear()
+        proto.stack_frame_index.Clear()
+        for computation in proto.computations:
+            for instruction in computation.instructions:
+                instruction.ClearField("metadata")
         data = proto.SerializeToString(deterministic=True)
         return hashlib.sha256(data).hexdigest()[:16]
 

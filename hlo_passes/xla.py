@@ -163,12 +163,14 @@ class LoweredArguments:
       shardings: flat argument index to its sharding, where something fixes it.
       devices: the devices that the program runs on; None with an ``AbstractMesh``.
       device_count: how many these are.
+      ordered_effects: whether the program has side effects in an order.
     """
 
     parameters: Mapping[int, int]
     shardings: Mapping[int, Sharding]
     devices: tuple[Any, ...] | None
     device_count: int
+    ordered_effects: bool
 
 
 def lowered_arguments(lowered: Any) -> LoweredArguments:
@@ -189,6 +191,7 @@ def lowered_arguments(lowered: Any) -> LoweredArguments:
         {flat: shardings[n] for n, flat in kept if isinstance(shardings[n], Sharding)},
         None if devices is None else tuple(devices),
         details["num_devices"],
+        tokens > 0,
     )
 
 

@@ -24,7 +24,12 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from hlo_passes import inject, pipeline, verify
-from hlo_passes.errors import MemoryBudgetError, NotExecutableError, OffloadPatternError
+from hlo_passes.errors import (
+    MemoryBudgetError,
+    NotExecutableError,
+    OffloadPatternError,
+    OrderedEffectsError,
+)
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
@@ -167,6 +172,7 @@ class Lowered:
         Raises:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
             is the planner's; `compile` tries it out.
+          OrderedEffectsError: when a plan is needed and the program has ordered effects.
         """
         return self._look(self.budget, None).plan
 
@@ -179,6 +185,7 @@ class Lowered:
         Raises:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
             was compiled for, and works.
+          OrderedEffectsError: when a plan is needed and the program has ordered effects.
         """
         unplanned = functools.cache(lambda: self._compile_unplanned(compiler_options))
 
@@ -338,6 +345,8 @@ class Lowered:
         )
 
     def _look(self, budget: int, options: Mapping[str, Any] | None) -> _Look:
+        if self._program.arguments.ordered_effects:
+            raise OrderedEffectsError(self._traced.fun_name)
         machine, slots = self._target.machine, self._function.options.slots
         program, module = self._capture(self._candidates, options)
         numbers = program.arguments.parameters
