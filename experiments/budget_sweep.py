@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
+from memplan.compare import view_planned
 from memplan.executable import device_bytes
-from memplan.report.build import view_run
 from memplan.report.tables import Column, Table, write_tables
 from memplan.topology import topology
 from models.workloads import decode
@@ -62,13 +62,7 @@ def _row(target: str, asked: str, budget: int) -> tuple[str, ...]:
     fun, args = decode(MODEL, batch=BATCH, cache_length=CACHE_LENGTH)
     step = jit(fun, hbm=budget, machine=topology(target), donate_argnames="cache")
     compiled = step.lower(*args).compile()
-    view = view_run(
-        "memplan",
-        compiled.module,
-        topology(target).machine,
-        plan=compiled.plan,
-        compiled=compiled.memory_analysis(),
-    )
+    view = view_planned(compiled, topology(target).machine)
     assert view.clock is not None
     return (
         target,

@@ -255,3 +255,15 @@ class PlanMismatchError(MemplanError, ValueError):
             f"the plan was made for a module with fingerprint {expected}, but module {module!r} "
             f"has fingerprint {found}. Make the plan again for this module."
         )
+
+
+class TierCapacityError(MemplanError):
+    """What a plan puts into a slower tier does not fit there."""
+
+    def __init__(self, machine: str, tier: str, needed: int, capacity: int) -> None:
+        super().__init__(
+            f"the plan keeps {format_bytes(needed)} in the tier {tier!r}, of which machine "
+            f"{machine!r} has {format_bytes(capacity)} for a device. Try a larger hbm=, or, "
+            "where the host has more memory to give, a machine file that says so (start from "
+            "`memplan machines NAME --json`)."
+        )

@@ -27,7 +27,7 @@ from hlo_passes import (
     timeline,
     verify,
 )
-from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
@@ -159,6 +159,7 @@ def plan_module(
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
+      TierCapacityError: when the arguments off the device do not fit where they are put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
     module = sink.sink_weight_work(module)
@@ -167,6 +168,10 @@ def plan_module(
     if choice is None:
         raise _budget_error(posed, budget, slots)
     plan = _assemble(posed, budget, choice, labels or {})
+    slow = machine.tier(posed.link.source)
+    stored = sum(p.size for p in plan.placements if p.tier == slow.name)
+    if stored > slow.capacity_bytes:
+        raise TierCapacityError(machine.name, slow.name, stored, slow.capacity_bytes)
     verify.verify_plan(module, plan, machine)
     return plan
 

@@ -211,8 +211,8 @@ def _plan_function(
     source: str, machine_name: str, budget: int
 ) -> tuple[Plan | None, Machine, list[RunView]]:
     from hlo_passes.machine import load_machine
+    from memplan.compare import view_planned, view_unscheduled
     from memplan.reference import load_reference
-    from memplan.report.build import view_run
 
     machine = load_machine(machine_name.partition(":")[0])
     with _progress("Loading"):
@@ -227,10 +227,12 @@ def _plan_function(
         target = machine if machine.platform == "cpu" else topology(machine_name)
         step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)
         compiled = step.lower(*program.args).compile()
-        memory = compiled.memory_analysis()
-        name = "memplan" if compiled.plan else "XLA alone"
-        view = view_run(name, compiled.module, machine, plan=compiled.plan, compiled=memory)
-    return compiled.plan, machine, [view]
+        views = [view_planned(compiled, machine)]
+    if compiled.plan is not None:
+        with _progress("Compiling what XLA does alone"):
+            alone = view_unscheduled(compiled, machine)
+        views = views if alone is None else [alone, *views]
+    return compiled.plan, machine, views
 
 
 def _report(runs: Sequence[RunView], machine: Machine | None, budget: int | None) -> Report:

@@ -27,11 +27,10 @@ import custom_calls
 from hlo_passes.budget import parse_bytes
 from hlo_passes.errors import MemplanError
 from hlo_passes.machine import Machine, load_machine
-from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan import __version__
 from memplan.api import Compiled, jit
-from memplan.report.build import view_run
+from memplan.compare import view_planned, view_unscheduled
 from memplan.report.html import render_html
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.trace import render_trace
@@ -140,27 +139,10 @@ def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
     what = f"{target}, {workload.model} {workload.name}"
     with _said(f"{what}: memplan within {workload.hbm}"):
         compiled: Compiled = step.lower(*args).compile()
-    planned = view_run(
-        "memplan",
-        compiled.module,
-        machine,
-        plan=compiled.plan,
-        compiled=compiled.memory_analysis(),
-    )
+    planned = view_planned(compiled, machine)
     with _said(f"{what}: XLA alone, the same weights on the host"):
-        alone = _alone(compiled, machine)
+        alone = view_unscheduled(compiled, machine)
     return _Result(workload, target, machine, compiled, alone, planned)
-
-
-def _alone(compiled: Compiled, machine: Machine) -> RunView | None:
-    try:
-        executable = compiled.unscheduled()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
-    memory = executable.memory_analysis()
-    return view_run("XLA alone", read_module(executable), machine, compiled=memory)
 
 
 def _cpu(models: Any) -> dict[str, Any]:
