@@ -380,11 +380,13 @@ class _Builder:
     def _clock(self, simulated: timeline.Timeline) -> Clock:
         assert self.machine is not None
         busy, ends = max(((s, ends) for ends, s in simulated.link_s.items()), default=(0.0, ()))
-        bound = max(simulated.compute_s, busy)
+        # A plan may keep other weights on the device, and so move fewer bytes; its kernels,
+        # as the final module prices them, run whatever it moves.
+        moving = busy if self.plan is None else self.plan.prediction.lower_bound_s
         return Clock(
             machine=self.machine.name,
             step_time_s=simulated.step_time_s,
-            lower_bound_s=bound if self.plan is None else self.plan.prediction.lower_bound_s,
+            lower_bound_s=max(simulated.compute_s, moving),
             compute_s=simulated.compute_s,
             stall_s=simulated.stall_s,
             link_s=busy,
