@@ -52,9 +52,11 @@ _MAX_ROUNDS = 3
 _LEAST_ROUNDS = 8
 _LEAST_STEP = 1 / 64
 
-# Weights below this share of all arguments stay on the device: moving them saves next to
-# nothing and costs a transfer's latency each.
+# Weights below this share of all arguments, and below this many bytes, stay on the device:
+# moving them saves next to nothing and costs a transfer's latency each (10 µs or so, which is
+# what a link of 15 to 55 GB/s needs for a few hundred KiB).
 _SMALLEST_SHARE = 1 / 4096
+_SMALLEST_BYTES = 1 << 20
 
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
 # when the user's function is traced.
@@ -269,7 +271,7 @@ class Lowered:
         unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
         if unmatched:
             raise OffloadPatternError(unmatched, paths)
-        smallest = sum(self._sizes) * _SMALLEST_SHARE
+        smallest = min(sum(self._sizes) * _SMALLEST_SHARE, _SMALLEST_BYTES)
         return frozenset(
             n
             for n, ((path, info), size) in enumerate(zip(self._leaves, self._sizes, strict=True))
