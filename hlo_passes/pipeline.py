@@ -80,7 +80,7 @@ PASSES = (
 
 def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
     """Says what stands at the tick that needs most when every weight is streamed."""
-    least, tick = placement.least_budget(posed)
+    least, tick = placement.least_budget(posed, slots)
     live = [
         (r.size, r.name)
         for r in posed.arena.temporaries

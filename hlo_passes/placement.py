@@ -24,9 +24,10 @@ never scheduled at all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import combinations, count
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from hlo_passes.problem import Movable, Problem, fetches
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
 _PINNED_SIZES = 4
+
+# Up to how many weights all sets of them are compared.
+_FEW = 8
 
 # A schedule this close to the certified bound is taken at once.
 _CLOSE_ENOUGH = 1.001
@@ -69,12 +73,32 @@ class Choice:
         return sum(f.size for f in self.fetches)
 
 
-def least_budget(problem: Problem) -> tuple[int, int]:
-    """Returns the least budget in bytes that any placement can keep, before packing, and
-    the tick that sets it: every weight streamed, each held only while it is read."""
+def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
+    """Returns the least budget in bytes for which a plan was found, and the tick that needs
+    most: with every weight streamed, and each held only while it is read.
+
+    When `slots` rule out every plan, it is the budget that would do without them.
+    """
     arena = problem.arena
     capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
-    return problem.fixed_bytes + arena.base + capacity, tick
+    least = problem.fixed_bytes + arena.base + capacity
+    streamed = frozenset[str]()
+    if fit(problem, streamed, least, slots) is not None:
+        return least, tick
+    # Packing takes some bytes more. How many, is found by doubling and then by halving.
+    step, most = arena.alignment, least + capacity + sum(m.size for m in problem.movables)
+    while least + step < most and fit(problem, streamed, least + step, slots) is None:
+        step *= 2
+    if fit(problem, streamed, least + step, slots) is None:
+        return least if slots is None else least_budget(problem)[0], tick
+    too_little, enough = step // 2, step
+    while enough - too_little > arena.alignment:
+        middle = (too_little + enough) // 2
+        if fit(problem, streamed, least + middle, slots) is None:
+            too_little = middle
+        else:
+            enough = middle
+    return least + enough, tick
 
 
 def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
@@ -222,9 +246,16 @@ def step_seconds(problem: Problem, jobs: Sequence[Fetch], starts: Sequence[int])
 
 
 def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
-    """Yields sets of weights that could stay: for arenas of growing size, several ways to
-    fill the rest of the budget."""
+    """Yields sets of weights that could stay: of a few weights all sets; of many, for arenas
+    of growing size, several ways to fill the rest of the budget."""
+    if len(problem.movables) <= _FEW:
+        names = [m.buffer for m in problem.movables]
+        yield from map(
+            frozenset, (s for k in range(len(names) + 1) for s in combinations(names, k))
+        )
+        return
     room = _capacity(problem, budget, frozenset())
+    fetched = Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
     seen: set[frozenset[str]] = set()
     for pinned in _pinned(problem.movables, room):
         rest = [m for m in problem.movables if m.buffer not in pinned]
@@ -233,7 +264,7 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
         for ahead in _run_ahead([m.size for m in rest]):
             if least + ahead > left:
                 break
-            for more in _selections(rest, left - least - ahead):
+            for more in _selections(rest, fetched, left - least - ahead):
                 stay = pinned | more
                 if stay not in seen:
                     seen.add(stay)
@@ -249,27 +280,31 @@ def _run_ahead(sizes: Sequence[int]) -> list[int]:
 
 
 def _pinned(movables: Sequence[Movable], room: int) -> Iterator[frozenset[str]]:
-    """Sets of all weights above a size: none, then with falling thresholds."""
+    """Sets of all weights above a size: none, then with falling thresholds, then all."""
     yield frozenset()
-    for threshold in sorted({m.size for m in movables}, reverse=True)[1 : 1 + _PINNED_SIZES]:
+    sizes = sorted({m.size for m in movables}, reverse=True)
+    for threshold in (*sizes[1 : 1 + _PINNED_SIZES], 0):
         above = [m for m in movables if m.size > threshold]
         if sum(m.size for m in above) > room:
             return
         yield frozenset(m.buffer for m in above)
 
 
-def _selections(movables: Sequence[Movable], room: int) -> Iterator[frozenset[str]]:
-    """Sets of weights of at most `room` bytes: the first read, and evenly spread ones."""
-    # A weight that is read in several places far apart saves a transfer for each.
-    order = sorted(movables, key=lambda m: (-len(m.reads), m.reads[0]))
-    yield _greedy(order, room)
-    total = sum(m.size for m in movables)
-    if total:
-        yield _spread(movables, room, total)
-        half = _greedy(order, room // 2)
-        rest = [m for m in movables if m.buffer not in half]
-        left = room - sum(m.size for m in movables if m.buffer in half)
-        yield half | _spread(rest, left, max(1, sum(m.size for m in rest)))
+def _selections(
+    movables: Sequence[Movable], fetched: Mapping[str, int], room: int
+) -> Iterator[frozenset[str]]:
+    """Sets of weights of at most `room` bytes: the first read, those fetched most often,
+    evenly spread ones, and half first, half spread.
+
+    Args:
+      fetched: how often each is fetched when it is dropped between reads.
+    """
+    yield _greedy(movables, room)
+    yield _greedy(sorted(movables, key=lambda m: (-fetched[m.buffer], m.reads[0])), room)
+    yield _spread(movables, room)
+    half = _greedy(movables, room // 2)
+    rest = [m for m in movables if m.buffer not in half]
+    yield half | _spread(rest, room - sum(m.size for m in movables if m.buffer in half))
 
 
 def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:
@@ -281,9 +316,10 @@ def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _spread(movables: Sequence[Movable], room: int, total: int) -> frozenset[str]:
+def _spread(movables: Sequence[Movable], room: int) -> frozenset[str]:
     """Bresenham's line: of every run of weights about the same share of bytes stays."""
     chosen: set[str] = set()
+    total = sum(m.size for m in movables)
     credit, left = 0.0, room
     for m in movables:
         credit += m.size * min(1.0, room / total)

@@ -111,7 +111,7 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
     for transfer in ticks.transfers:
-        if transfer.reads:
+        if transfer.reads or (transfer.lives_out and ticks.end):
             copies[transfer.parameter.id].append(transfer)
     movables = sorted(
         (_movable(c, ticks.end) for c in copies.values()),
@@ -171,6 +171,8 @@ def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
 def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
     """One argument; XLA may copy it several times."""
     reads = sorted(LiveRange(r.tick, r.last + 1) for copy in copies for r in copy.reads)
+    if not reads:  # The copy itself is the result.
+        reads = [LiveRange(end - 1, end)]
     if any(copy.is_written or copy.lives_out for copy in copies):
         lives_out = any(copy.lives_out for copy in copies)
         reads = [LiveRange(reads[0].start, end if lives_out else max(r.end for r in reads))]

@@ -56,7 +56,7 @@ class _Editor:
     """The entry computation as a list of ticks that transfers are put between."""
 
     def __init__(self, module: Module) -> None:
-        self._original = module
+        self.module = module
         self.proto = module.to_proto()
         entry_id = self.proto.entry_computation_id
         self.entry = next(c for c in self.proto.computations if c.id == entry_id)
@@ -92,9 +92,13 @@ class _Editor:
         """Makes every reader of one of `values` read the copy that serves its tick."""
         serving = sorted(transfers, key=lambda pair: pair[0].done)
         for tick in {tick for value in values for tick in self._ticks_reading[value]}:
-            copy = next(copy for t, copy in serving if t.done <= tick < t.end)
+            copy = next((copy for t, copy in serving if t.done <= tick < t.end), None)
+            if copy is None:
+                continue  # The checker says what is wrong.
             operands = self.compute[tick].operand_ids
             operands[:] = [copy if o in values else o for o in operands]
+        if self.entry.root_id in values:
+            self.entry.root_id = next(copy for t, copy in serving if t.end == len(self.compute))
 
     def finish(self) -> Module:
         sequence = list(self.parameters)
@@ -118,7 +122,7 @@ class _Editor:
         self.entry.instructions.extend(ordered)
         ids = self.proto.schedule.sequences[self.entry.id].instruction_ids
         ids[:] = [i.id for i in ordered]
-        return Module(self.proto, self._original)
+        return Module(self.proto, self.module)
 
 
 def _host_copies(
@@ -150,8 +154,9 @@ def _move_copies(editor: _Editor, plan: Plan) -> None:
             done.operand_ids[:] = [start.id]
         else:
             start, done = own_start, own_done
-        _tag(start, transfer)
-        _tag(done, transfer)
+        for half in (start, done):
+            _tag(half, transfer)
+            del half.control_predecessor_ids[:]  # They held it where XLA wanted it.
         editor.before[transfer.start].append(start)
         dones[transfer.done].append(done)
         served[transfer.buffer].append((transfer, done.id))
@@ -201,7 +206,9 @@ class _FenceValues:
     """For each tick the array whose presence proves that its instruction has run."""
 
     # These give no value of their own, or one that is there from the beginning.
-    _SILENT = frozenset({"constant", "tuple", "after-all", "bitcast", "get-tuple-element"})
+    _SILENT = frozenset(
+        {"after-all", "bitcast", "constant", "get-tuple-element", "outfeed", "tuple"}
+    )
 
     def __init__(self, editor: _Editor) -> None:
         self._editor = editor
@@ -210,21 +217,34 @@ class _FenceValues:
     def at(self, tick: int) -> set[int]:
         """The id of a value of the last instruction up to `tick` that computes one; none
         when nothing was computed before."""
-        while tick >= 0 and self._editor.compute[tick].opcode in self._SILENT:
+        while tick >= 0:
+            instruction = self._editor.compute[tick]
+            if instruction.opcode not in self._SILENT:
+                if not instruction.shape.tuple_shapes:
+                    return {instruction.id}
+                if (element := self._element(tick)) is not None:
+                    return {element}
             tick -= 1
-        if tick < 0:
-            return set()
+        return set()
+
+    def _element(self, tick: int) -> int | None:
+        """The first array in the tuple that `tick` computes; None where it holds none.
+
+        A custom call takes arrays only, and the tuple's own readers may come later.
+        """
         instruction = self._editor.compute[tick]
-        if not instruction.shape.tuple_shapes:
-            return {instruction.id}
-        # A custom call takes arrays only, and the tuple's own readers may come later.
         if instruction.id not in self._element_of:
+            shape = self._editor.module.instructions[instruction.id].shape
+            index = next((k for k, s in enumerate(shape.tuple_shapes) if s.is_array), None)
+            if index is None:
+                return None
             element = _Proto(opcode="get-tuple-element", operand_ids=[instruction.id])
-            element.shape.CopyFrom(instruction.shape.tuple_shapes[0])
+            element.tuple_index = index
+            element.shape.CopyFrom(instruction.shape.tuple_shapes[index])
             self._editor.add(element, f"{instruction.name}.fence")
             self._editor.before[tick + 1].insert(0, element)
             self._element_of[instruction.id] = element.id
-        return {self._element_of[instruction.id]}
+        return self._element_of[instruction.id]
 
 
 def _tag(instruction: _Proto, transfer: Transfer) -> None:

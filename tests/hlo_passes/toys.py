@@ -1,9 +1,11 @@
 """A machine with round numbers and modules from text, for results worked out by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hlo_passes.ir import Module
 from hlo_passes.machine import Link, Machine, Tier
+from hlo_passes.plan import Fence, Plan, Prediction, Transfer
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.xla import hlo_text_to_proto
 
@@ -33,3 +35,25 @@ def toy_machine(**changes: object) -> Machine:
         sources=(),
     )
     return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def plan_of(
+    module: Module,
+    transfers: Sequence[tuple[str, int, int, int]],
+    fences: tuple[Fence, ...] = (),
+) -> Plan:
+    """A plan of nothing but transfers: (parameter, start, done, end) of each, in order."""
+    return Plan(
+        module_fingerprint=module.fingerprint,
+        machine="toy",
+        budget_bytes=0,
+        placements=(),
+        allocations=(),
+        slots=(),
+        transfers=tuple(
+            Transfer(i, name, "host", "hbm", 0, start, done, end)
+            for i, (name, start, done, end) in enumerate(transfers)
+        ),
+        fences=fences,
+        prediction=Prediction(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0),
+    )
