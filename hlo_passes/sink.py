@@ -8,6 +8,9 @@ or type) as early as it can. All results are then live at once, and so is every 
 weight that they are made from, which no order of transfers can mend. Such work moves to
 just before its first reader. Nothing that it reads can change in between: a donated
 argument, which can, does not count.
+
+Only work on a single argument moves. A program whose every step is a fusion (GPU) draws on
+arguments alone as a whole: `x1` above is no more than work on x0 and w1.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _MOVABLE = frozenset(
 
 
 def sink_weight_work(module: Module) -> Module:
-    """Moves work that reads only arguments and constants to its first reader.
+    """Moves work that reads only constants and one argument to its first reader.
 
     Args:
       module: scheduled.
@@ -37,26 +40,37 @@ def sink_weight_work(module: Module) -> Module:
         i.id for i in order if i.control_predecessor_ids
     }
     sinking: dict[int, Instruction] = {}
+    drawn_on = dict(steady)  # The arguments that a value is made from.
     for i in order:
         if (
-            i.opcode in _MOVABLE
-            and i is not module.entry.root
-            and i.id not in ordered_by_hand
-            and i.id not in steady
-            and all(o in steady or o in sinking for o in i.operand_ids)
+            i.opcode not in _MOVABLE
+            or i is module.entry.root
+            or i.id in ordered_by_hand
+            or i.id in steady
+            or not all(o in drawn_on for o in i.operand_ids)
         ):
+            continue
+        arguments = frozenset[int]().union(*(drawn_on[o] for o in i.operand_ids))
+        if len(arguments) <= 1:
             sinking[i.id] = i
+            drawn_on[i.id] = arguments
     if not sinking:
         return module
     sequence: list[int] = []
     placed: set[int] = set()
 
+    position = {i.id: n for n, i in enumerate(order)}
+
     def place(i: Instruction) -> None:
-        for operand in i.operand_ids:
-            if operand in sinking and operand not in placed:
-                place(sinking[operand])
-        placed.add(i.id)
-        sequence.append(i.id)
+        waiting = {i.id}
+        pending = [i]
+        while pending:
+            for o in pending.pop().operand_ids:
+                if o in sinking and o not in placed and o not in waiting:
+                    waiting.add(o)
+                    pending.append(sinking[o])
+        placed.update(waiting)
+        sequence.extend(sorted(waiting, key=position.__getitem__))
 
     for i in order:
         if i.id not in sinking:
@@ -69,18 +83,18 @@ def sink_weight_work(module: Module) -> Module:
     return _reordered(module, sequence)
 
 
-def _steady_values(module: Module) -> set[int]:
-    """Ids of what is there from the beginning and never written: arguments that are not
-    donated, what is copied from them, constants."""
+def _steady_values(module: Module) -> dict[int, frozenset[int]]:
+    """Ids of what is there from the beginning and never written (arguments that are not
+    donated, what is copied from them, constants), with the arguments they come from."""
     donated = {a.parameter for a in module.input_output_aliases}
-    steady: set[int] = set()
+    steady: dict[int, frozenset[int]] = {}
     for i in module.entry.instructions:
         if i.opcode == "parameter":
             if i.parameter_number not in donated:
-                steady.add(i.id)
+                steady[i.id] = frozenset({i.id})
         elif i.opcode in ("constant", "copy-start", "copy-done"):
             if all(o in steady for o in i.operand_ids):
-                steady.add(i.id)
+                steady[i.id] = frozenset[int]().union(*(steady[o] for o in i.operand_ids))
     return steady
 
 

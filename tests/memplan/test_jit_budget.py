@@ -1,0 +1,226 @@
+"""What ``hbm=`` means: XLA's own report is within it, or an error names one that works."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import memplan
+from hlo_passes import xla
+from hlo_passes.errors import (
+    BudgetSyntaxError,
+    OffloadPatternError,
+    SlotsError,
+    UnknownMachineError,
+)
+from hlo_passes.machine import load_machine
+from hlo_passes.pipeline import rewrite_module
+from tests.memplan.chains import (
+    HALF,
+    LAYERS,
+    WEIGHT_BYTES,
+    WIDTH,
+    activations,
+    assert_same_bits,
+    chain,
+    device_total,
+    weights,
+    xla_total,
+)
+
+TARGETS = [
+    "cpu",
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+
+
+def machine_of(target: str) -> str | None:
+    return None if target == "cpu" else target
+
+
+def wide(layers: int = 4, width: int = 2048) -> tuple[list[Any], Any]:
+    """Abstract arguments of `chain`: weights of 16 MiB each."""
+    weight = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    return [weight] * layers, jax.ShapeDtypeStruct((8, width), jnp.float32)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_xla_reports_no_more_than_the_budget(target: str):
+    compiled = memplan.jit(chain, hbm="48MiB", machine=machine_of(target)).lower(*wide()).compile()
+    assert compiled.plan.transfers
+    assert compiled.device_bytes <= 48 << 20
+    on_cpu = compiled.hosted_on_cpu
+    assert device_total(compiled) - on_cpu == compiled.device_bytes
+    assert bool(on_cpu) == (target == "cpu")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_least_budget_of_the_error_works(target: str):
+    options = {"machine": machine_of(target)}
+    lowered = memplan.jit(chain, hbm="1MiB", **options).lower(*wide())
+    with pytest.raises(memplan.MemoryBudgetError) as raised:
+        lowered.compile()
+    least = raised.value.least
+    # At least one weight must be on the device; two would be a lot.
+    assert 16 << 20 < least < 32 << 20
+    compiled = memplan.jit(chain, hbm=least, **options).lower(*wide()).compile()
+    assert compiled.device_bytes <= least
+
+
+def test_the_error_says_what_needs_the_memory():
+    with pytest.raises(memplan.MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm="16KiB")(weights(), activations())
+    error = raised.value
+    assert error.budget == 16 * 1024
+    assert error.source_line.startswith(chain.__code__.co_filename)
+    assert error.largest[0].size == WEIGHT_BYTES
+    sentence = str(error)
+    for part in (
+        "no plan keeps to hbm=16384 (16.0 KiB)",
+        f"%{error.instruction}",
+        error.source_line,
+        "weights[",
+        "16.0 KiB",
+        f"The least budget that would do is hbm={error.least}.",
+    ):
+        assert part in sentence
+
+
+@pytest.mark.parametrize("budget", [1, WEIGHT_BYTES, 2 * WEIGHT_BYTES])
+def test_the_least_budget_works_with_donation_and_uneven_sizes(budget: int):
+    def update(layers: Any, head: jax.Array, cache: jax.Array) -> Any:
+        y = chain(layers, cache)
+        return cache + y, y @ head
+
+    args = weights(), jnp.ones((WIDTH, 3 * WIDTH)), activations()
+    step = memplan.jit(update, hbm=budget, donate_argnums=2)
+    with pytest.raises(memplan.MemoryBudgetError) as raised:
+        step.lower(*args).compile()
+    found = memplan.jit(update, hbm=raised.value.least, donate_argnums=2)
+    assert found.lower(*args).compile().device_bytes <= raised.value.least
+    assert_same_bits(found(*found.place(*args)), jax.jit(update)(*args[:2], activations()))
+
+
+def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
+    from memplan import stages
+
+    reported = iter([HALF + 1000, HALF])
+    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert len(compiled.rounds) == 2
+    assert f"XLA reports {HALF + 1000}" in compiled.rounds[0]
+    assert compiled.plan.prediction.total_bytes <= HALF - 1000
+
+
+def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
+    from memplan import stages
+
+    reported = itertools.chain([HALF + 30, HALF + 20, HALF + 10], itertools.repeat(HALF))
+    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    with pytest.raises(memplan.MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    error = raised.value
+    assert (error.budget, error.least) == (HALF, HALF + 10)
+    assert error.instruction
+    assert error.largest
+
+
+# --- nothing to plan ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        pytest.fail("a compiler hook was registered")
+
+    monkeypatch.setattr(xla, "register_hook", refuse)
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB", xla_total])
+@pytest.mark.usefixtures("no_hook")
+def test_where_everything_fits_nothing_is_planned(budget: Any):
+    args = weights(), activations()
+    step = memplan.jit(chain, hbm=budget(chain, *args) if callable(budget) else budget)
+    compiled = step.lower(*args).compile()
+    assert compiled.plan is None
+    assert compiled.followed is None
+    assert compiled.rounds == ()
+    assert_same_bits(step(*args), jax.jit(chain)(*args))
+
+
+@pytest.mark.usefixtures("no_hook")
+def test_calling_where_everything_fits_compiles_once(caplog: pytest.LogCaptureFixture):
+    def unseen(layers: Any, x: jax.Array) -> jax.Array:
+        return chain(layers, x)
+
+    step = memplan.jit(unseen, hbm="1GiB")
+    args = weights(), activations()
+    with jax.log_compiles():
+        for _ in range(3):
+            step(*args)
+    finished = "Finished XLA compilation of jit(unseen)"
+    assert sum(finished in message for message in caplog.messages) == 1
+
+
+# --- bad input ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["12 GB", "-1", "0", "", "GiB", "1XB", 0, -5, 1.5, True, b"1"])
+def test_budgets_that_cannot_be_read(budget: Any):
+    with pytest.raises(BudgetSyntaxError, match="12GiB"):
+        memplan.jit(chain, hbm=budget)
+    with pytest.raises(BudgetSyntaxError, match="12GiB"):
+        memplan.jit(hbm=budget)
+
+
+def test_a_machine_that_does_not_exist():
+    with pytest.raises(UnknownMachineError, match="Did you mean"):
+        memplan.jit(chain, machine="tpu-v5x")
+    with pytest.raises(UnknownMachineError, match="no machine"):
+        memplan.jit(machine="abacus:2x2")
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.0, True, "2"])
+def test_slots_that_no_ring_has(slots: Any):
+    with pytest.raises(SlotsError, match="at least 1"):
+        memplan.jit(chain, slots=slots)
+
+
+def test_slots_limit_what_is_on_the_device_at_once():
+    args = weights(), activations()
+    plan = memplan.jit(chain, hbm=HALF, slots=1).plan(*args)
+    ranges = sorted((t.start, t.end) for t in plan.transfers)
+    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+
+
+def test_offload_patterns_choose_what_may_move():
+    args = weights(), activations()
+    plan = memplan.jit(chain, hbm=HALF, offload=["weights.[0-4]"]).plan(*args)
+    moved = {plan.labels[t.buffer] for t in plan.transfers}
+    assert moved
+    assert "weights[5]" not in moved
+    with pytest.raises(memplan.MemoryBudgetError):
+        memplan.jit(chain, hbm=HALF, offload="x").plan(*args)
+
+
+@pytest.mark.parametrize("budget", [HALF, "1GiB"])
+def test_offload_patterns_that_match_nothing(budget: Any):
+    step = memplan.jit(chain, hbm=budget, offload=("weights.*", "param.*", "q"))
+    with pytest.raises(OffloadPatternError) as raised:
+        step(weights(), activations())
+    assert str(raised.value) == (
+        "offload: no argument matches 'param.*', 'q'. The arguments are 'weights.0', "
+        f"'weights.1', 'weights.2', 'weights.3', 'weights.4' and {LAYERS - 4} more; "
+        "'*' matches any part of a path."
+    )
+
+
+def test_a_plan_for_another_module():
+    plan = memplan.jit(chain, hbm=HALF).plan(weights(), activations())
+    machine = load_machine(plan.machine)
+    other = memplan.jit(chain, hbm=HALF).lower(weights(), activations(4)).compile().module
+    with pytest.raises(memplan.PlanMismatchError, match=plan.module_fingerprint):
+        rewrite_module(other, plan, machine)
