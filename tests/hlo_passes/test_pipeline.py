@@ -1,0 +1,175 @@
+"""From a captured module to a rewritten one, without a compiler."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from hlo_passes.errors import MemoryBudgetError, PlanFormatError, PlanMismatchError
+from hlo_passes.ir import Module
+from hlo_passes.machine import Machine, load_machine
+from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
+from hlo_passes.plan import Plan
+from hlo_passes.reader import read_module
+from hlo_passes.verify import verify_executable, verify_plan
+from hlo_passes.xla import hlo_proto_to_text
+from memplan.replay import max_difference, replay
+from tests import corpus
+from tests.memplan.replay_programs import PROGRAMS, read
+
+REPLAYED = ["chain.tpu", "chain.gpu", "chain.cublas", "embedding.tpu", "embedding.gpu"]
+CAPTURED = ["mlp_offloaded.v5e", "mlp_offloaded.h200"]
+LARGE = ["llama_offloaded.v5e", "llama_offloaded.h200"]
+
+
+def captured(name: str) -> tuple[Module, Machine]:
+    """A scheduled module whose weights are on the host, and the machine it is for."""
+    program, target = name.split(".")
+    if name in REPLAYED:
+        machine = "v5e" if target == "tpu" else "h200"
+        return read_module(read(program, target)), load_machine(machine)
+    return corpus.read(name), load_machine(target)
+
+
+def least_budget(module: Module, machine: Machine) -> int:
+    """What the refusal of a budget of one byte names."""
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan_module(module, machine, 1)
+    return refused.value.least
+
+
+@pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED, *LARGE])
+def test_plans_hold_for_every_budget(name: str):
+    module, machine = captured(name)
+    least = least_budget(module, machine)
+    weights = sum(p.shape.byte_size for p in module.entry.parameters)
+    previous = float("inf")
+    for budget in (least, least + weights // 20, least + weights // 3, least + 3 * weights):
+        plan = plan_module(module, machine, budget)
+        assert plan.prediction.total_bytes <= budget
+        assert plan.prediction.lower_bound_bytes <= plan.prediction.temp_bytes
+        assert plan.prediction.lower_bound_s <= plan.prediction.step_time_s <= previous * 1.01
+        previous = plan.prediction.step_time_s
+        rewritten = rewrite_module(module, plan, machine)
+        assert verify_executable(plan, rewritten).exactly
+    with pytest.raises(MemoryBudgetError):
+        plan_module(module, machine, least // 2)
+
+
+@pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED])
+def test_more_memory_keeps_more_on_the_device(name: str):
+    module, machine = captured(name)
+    least = least_budget(module, machine)
+    weights = sum(p.shape.byte_size for p in module.entry.parameters)
+    sizes = {p.parameter_number: p.shape.byte_size for p in module.entry.parameters}
+    moved = [
+        weights - sum(sizes[p] for p in choose_stay(module, machine, budget))
+        for budget in (least, least + weights // 2, least + 2 * weights)
+    ]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] < moved[0] or name.startswith("embedding")
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_slots_are_kept(slots: int):
+    module, machine = captured("chain.tpu")
+    plan = plan_module(module, machine, 1 << 30, slots=slots)
+    for tick in {t.start for t in plan.transfers}:
+        assert sum(t.start <= tick < t.end for t in plan.transfers) <= slots
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_a_rewritten_module_gives_the_same_bits(name: str, room: int):
+    module, machine = captured(name)
+    plan = plan_module(module, machine, least_budget(module, machine) + room)
+    rewritten = rewrite_module(module, plan, machine)
+    again = read_module(hlo_proto_to_text(rewritten.to_bytes()))
+    values = PROGRAMS[name.split(".")[0]].values()
+    expected = replay(module, *values)
+    assert max_difference(replay(rewritten, *values), expected) == 0
+    assert max_difference(replay(again, *values), expected) == 0
+
+
+def test_the_plan_of_a_chain(golden):
+    module, machine = captured("chain.tpu")
+    plan = plan_module(module, machine, 400_000, labels={"weights_0_.1": "weights[0]"})
+    golden("chain.plan.json", plan.to_json(indent=1) + "\n")
+
+
+@pytest.mark.parametrize("name", ["chain.tpu", "chain.gpu", "mlp_offloaded.v5e"])
+def test_a_plan_survives_its_file(name: str, tmp_path):
+    module, machine = captured(name)
+    plan = plan_module(module, machine, 1 << 30)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+    verify_plan(module, again)
+
+
+def document() -> dict:
+    module, machine = captured("chain.tpu")
+    return json.loads(plan_module(module, machine, 1 << 30).to_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "expected JSON"),
+        ("{", "expected JSON"),
+        ("[1]", "'memplan.plan'"),
+        ('{"format": "other"}', "'memplan.plan'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, sentence: str):
+    with pytest.raises(PlanFormatError, match=sentence):
+        Plan.from_json(text)
+
+
+def test_a_plan_of_another_version_is_refused():
+    with pytest.raises(PlanFormatError, match=r"version.*expected 1"):
+        Plan.from_json(json.dumps({**document(), "version": 2}))
+
+
+def test_every_field_of_a_plan_is_needed():
+    whole = document()
+    for name in set(whole) - {"format", "version"}:
+        with pytest.raises(PlanFormatError):
+            Plan.from_json(json.dumps({k: v for k, v in whole.items() if k != name}))
+    for name in ("slots", "transfers", "fences", "placements", "allocations"):
+        choose = random.Random(0)
+        item = dict(choose.choice(whole[name]))
+        del item[choose.choice(sorted(item))]
+        with pytest.raises(PlanFormatError):
+            Plan.from_json(json.dumps({**whole, name: [item]}))
+
+
+@pytest.mark.parametrize("before", ["compute", "compute:", "compute:-1", "evict:1", "1", ""])
+def test_a_fence_of_no_event_is_refused(before: str):
+    fence = {"before": before, "after": "start:0", "reason": "data"}
+    with pytest.raises(PlanFormatError, match="compute:N"):
+        Plan.from_json(json.dumps({**document(), "fences": [fence]}))
+
+
+def test_a_plan_for_another_module_is_refused():
+    module, machine = captured("chain.tpu")
+    other, _ = captured("embedding.tpu")
+    plan = plan_module(module, machine, 1 << 30)
+    with pytest.raises(PlanMismatchError):
+        rewrite_module(other, plan, machine)
+
+
+def test_what_has_no_weights_on_the_host_is_left_alone():
+    module, machine = read_module(read("mlp", "tpu")), load_machine("v5e")
+    plan = plan_module(module, machine, 1 << 30)
+    assert plan.transfers == ()
+    assert choose_stay(module, machine, 1 << 30) == frozenset()
+    assert rewrite_module(module, plan, machine).to_bytes() == module.to_bytes()
+
+
+def test_passes_have_names_and_facts():
+    assert len({p.name for p in PASSES}) == len(PASSES)
+    assert all(callable(p.run) and p.establishes for p in PASSES)
