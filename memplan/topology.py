@@ -25,9 +25,13 @@ _TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-# libtpu's topology prefix of each machine.
-_TPU_PREFIX = {"tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu7x": "tpu7x"}
-_ONE_CHIP = {"v5e": "1x1", "v5p": "1x1x1", "v6e": "1x1", "tpu7x": "1x1x1"}
+# Of each machine libtpu's name, and the extent of one host, which every libtpu accepts.
+_TPU_NAMES = {
+    "tpu-v5e": ("v5e", "2x2"),
+    "tpu-v5p": ("v5p", "2x2x1"),
+    "tpu-v6e": ("v6e", "2x2"),
+    "tpu7x": ("tpu7x", "2x2x1"),
+}
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,10 @@ def topology(name: str) -> Topology:
 def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    prefix = _TPU_PREFIX[machine.name]
+    prefix, one_host = _TPU_NAMES[machine.name]
     try:
         description = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{prefix}:{extent or _ONE_CHIP[prefix]}"
+            platform="tpu", topology_name=f"{prefix}:{extent or one_host}"
         )
     except ImportError as error:
         raise CompilerMissingError(name, "libtpu", "tpu") from error
@@ -109,7 +113,7 @@ def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
         if "libtpu" in str(error) and "not" in str(error):
             raise CompilerMissingError(name, "libtpu", "tpu") from error
         raise TopologyError(name, f"the TPU compiler refuses it: {error}") from error
-    return description.devices
+    return description.devices if extent else description.devices[:1]
 
 
 def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
