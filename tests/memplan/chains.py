@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import memplan
+import memplan.api as memplan
 
 WIDTH, LAYERS = 64, 6
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
