@@ -174,18 +174,24 @@ def _attempts(
 ) -> Iterator[_Attempt]:
     """Yields each candidate with room for what it streams, in up to two ways: between two
     reads a copy is kept where fetching it again takes longer than the gap, or dropped."""
+    known: dict[float, list[Fetch]] = {}
+
+    def streamed(stay: frozenset[str], keep_s: float) -> tuple[Fetch, ...]:
+        if keep_s not in known:
+            known[keep_s] = fetches(problem.movables, problem.clock, keep_s)
+        return tuple(f for f in known[keep_s] if f.buffer not in stay)
+
     for stay in candidates:
-        streamed = [m for m in problem.movables if m.buffer not in stay]
         capacity = _capacity(problem, budget, stay)
-        longest = max((m.size for m in streamed), default=0) / problem.link.bytes_per_s
-        dropped = fetches(streamed, problem.clock, 0.0)
+        dropped = streamed(stay, 0.0)
         least, _ = least_capacity(dropped, problem.arena.load)
         if least > capacity:
             continue
-        yield _Attempt(stay, 0.0, tuple(dropped), capacity)
-        kept = fetches(streamed, problem.clock, longest)
+        yield _Attempt(stay, 0.0, dropped, capacity)
+        longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
+        kept = streamed(stay, longest)
         if len(kept) < len(dropped):
-            yield _Attempt(stay, longest, tuple(kept), capacity)
+            yield _Attempt(stay, longest, kept, capacity)
 
 
 def _capacity(problem: Problem, budget: int, stay: frozenset[str]) -> int:

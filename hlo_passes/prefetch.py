@@ -68,9 +68,11 @@ def least_capacity(fetches: Sequence[Fetch], load: np.ndarray) -> tuple[int, int
     Args:
       load: int64[ticks], bytes of other temporaries live at each tick.
     """
-    needed = load.copy()
-    for fetch in fetches:
-        needed[fetch.reads.start : fetch.reads.end] += fetch.size
+    change = np.zeros(len(load) + 1, np.int64)
+    sizes = [f.size for f in fetches]
+    np.add.at(change, [f.reads.start for f in fetches], sizes)
+    np.subtract.at(change, [f.reads.end for f in fetches], sizes)
+    needed = load + np.cumsum(change)[:-1]
     if not needed.size:
         return 0, 0
     tick = int(needed.argmax())

@@ -205,15 +205,16 @@ def test_a_weight_that_is_read_twice_is_dropped_in_between():
 
 @settings(max_examples=40)
 @given(problems(), st.sampled_from([None, 2]))
-def test_the_least_budget_is_tight(posed: Problem, slots: int | None):
+def test_the_least_budget_is_enough_and_little_more(posed: Problem, slots: int | None):
     least, tick = placement.least_budget(posed, slots)
     assert placement.choose_placement(posed, least, slots) is not None
     read = sum(m.size for m in posed.movables if any(r.start <= tick < r.end for r in m.reads))
     needed = posed.fixed_bytes + read + int(posed.load[tick])
     assert placement.choose_placement(posed, needed - 1, slots) is None
-    # What packing takes is the alignment of each buffer and, on TPU, the tables.
+    # Packing takes the alignment of each buffer, gaps between them and, on TPU, the tables.
     rounding = posed.arena.alignment * (len(posed.movables) + len(posed.arena.temporaries) + 1)
-    assert needed <= least <= needed + posed.arena.base + rounding
+    gaps = max(m.size for m in posed.movables)
+    assert needed <= least <= needed + posed.arena.base + rounding + gaps
 
 
 def test_too_few_slots_are_no_matter_of_the_budget():

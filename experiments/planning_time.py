@@ -1,0 +1,127 @@
+"""What does planning cost beside XLA's own work? Llama decoders of growing depth.
+
+    python -m experiments.planning_time [--targets v5e h200] [--layers 4 8 16 32 64]
+
+Every row compiles a decoder as it stands, then within a third of the device bytes of that.
+Planning is everything of ours inside that compilation: reading the modules that XLA shows,
+choosing what stays, planning, checking, and writing the plan back. It is set against the
+time of XLA's compilation without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hlo_passes import inject, pipeline
+from hlo_passes.units import format_bytes, format_seconds
+from memplan.api import jit
+from memplan.report.tables import Column, Table, write_tables
+from memplan.topology import topology
+from models import llama
+from models.configs import LLAMA2_7B
+
+BATCH, CACHE_LENGTH = 8, 512
+
+# So that 64 layers still compile for 16 GB without a plan.
+HALF_AS_WIDE = dataclasses.replace(
+    LLAMA2_7B, embed_dim=2048, mlp_dim=5504, num_heads=16, num_kv_heads=16
+)
+
+_PHASES = {
+    "read": (inject, "Module"),
+    "choose": (pipeline, "choose_stay"),
+    "plan": (pipeline, "plan_module"),
+    "rewrite": (pipeline, "rewrite_module"),
+}
+
+_COLUMNS = (
+    Column("target"),
+    Column("layers", right=True),
+    Column("instructions", right=True),
+    Column("hbm=", right=True),
+    *(Column(phase, right=True) for phase in _PHASES),
+    Column("planning", right=True),
+    Column("XLA", right=True),
+    Column("planning / XLA", right=True),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", default=["v5e"])
+    parser.add_argument("--layers", nargs="+", type=int, default=[4, 8, 16, 32, 64])
+    options = parser.parse_args(arguments)
+    rows = tuple(_row(t, n) for t in options.targets for n in options.layers)
+    write_tables(
+        [Table("Planning of a decoder of half the width of 7B", _COLUMNS, rows)], sys.stdout
+    )
+
+
+def _row(target: str, layers: int) -> tuple[str, ...]:
+    config = dataclasses.replace(HALF_AS_WIDE, num_layers=layers)
+    graphdef, params = nnx.split(llama.abstract_model(config))
+    cache = llama.abstract_cache(config, BATCH, CACHE_LENGTH)
+    tokens = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
+
+    def lower(budget: str | int) -> Any:
+        fun = functools.partial(llama.decode_step, graphdef)
+        step = jit(fun, hbm=budget, machine=topology(target), donate_argnames="cache")
+        return step.lower(params, tokens, cache)
+
+    free = lower("1TiB")
+    begin = time.perf_counter()
+    unplanned = free.compile()
+    xla_s = time.perf_counter() - begin
+
+    budget = unplanned.device_bytes // 3
+    with _stopwatch() as seconds:
+        planned = lower(budget).compile()
+    planning_s = sum(seconds.values())
+    return (
+        target,
+        str(layers),
+        str(len(planned.module.instructions)),
+        format_bytes(budget),
+        *(format_seconds(seconds[phase]) for phase in _PHASES),
+        format_seconds(planning_s),
+        format_seconds(xla_s),
+        f"{planning_s / xla_s:.1%}",
+    )
+
+
+@contextmanager
+def _stopwatch() -> Generator[dict[str, float]]:
+    """Counts the seconds that are spent in each phase, whoever calls it."""
+    seconds = dict.fromkeys(_PHASES, 0.0)
+
+    def timed(phase: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[phase] += time.perf_counter() - begin
+
+        return run
+
+    with ExitStack() as stack:
+        for phase, (module, name) in _PHASES.items():
+            wrapped = timed(phase, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, wrapped))
+        yield seconds
+
+
+if __name__ == "__main__":
+    main()
