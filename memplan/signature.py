@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 HOST_MEMORY_KIND = "pinned_host"
 DEVICE_MEMORY_KIND = "device"
@@ -105,7 +106,8 @@ def dynamic_signature(fun: Callable[..., Any], static: StaticArguments) -> inspe
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """What of an argument decides the compilation: its shape and type, and its sharding when
     it is bound to one. Not its memory: where an argument lives is the plan's to say."""
-    aval = jax.typeof(leaf)
+    # Of every argument, at every call: jax.typeof would take most of the time.
+    aval = leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
     return (aval.shape, aval.dtype, aval.weak_type, bound_sharding(leaf))
 
 
@@ -117,22 +119,34 @@ def bound_sharding(leaf: Any) -> Any:
     would otherwise be compiled once more.
     """
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or (isinstance(leaf, jax.Array) and not leaf.committed):
+    if sharding is None:
         return None
-    if isinstance(sharding, SingleDeviceSharding) and isinstance(leaf, jax.Array):
-        if sharding.device_set == {default_device()}:
-            return None
-    if memory_kind(leaf) == HOST_MEMORY_KIND:
+    if not isinstance(leaf, jax.Array):
+        return _in_device_memory(sharding)
+    if not leaf.committed or _is_default(sharding, jax.config.jax_default_device):
+        return None
+    return _in_device_memory(sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_default(sharding: Sharding, device: Any) -> bool:
+    """Whether `sharding` is where jax puts an array that is bound to nothing.
+
+    Args:
+      device: the setting ``jax_default_device``: a device, a platform's name or None.
+    """
+    if not isinstance(sharding, SingleDeviceSharding):
+        return False
+    if not isinstance(device, jax.Device):
+        device = jax.local_devices(backend=device)[0]
+    return sharding.device_set == {device}
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_device_memory(sharding: Sharding) -> Sharding:
+    if sharding.memory_kind == HOST_MEMORY_KIND:
         return sharding.with_memory_kind(DEVICE_MEMORY_KIND)
     return sharding
-
-
-def default_device() -> Any:
-    """Where jax puts an array that is bound to nothing."""
-    device = jax.config.jax_default_device
-    if isinstance(device, jax.Device):
-        return device
-    return jax.local_devices(backend=device)[0]
 
 
 def on_device(leaf: Any) -> Any:

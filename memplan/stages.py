@@ -147,11 +147,11 @@ class Lowered:
     def out_info(self) -> Any:
         return self._traced.out_info
 
-    @property
+    @functools.cached_property
     def in_tree(self) -> Any:
         return jax.tree.structure(self._traced.args_info)
 
-    @property
+    @functools.cached_property
     def out_tree(self) -> Any:
         return jax.tree.structure(self._traced.out_info)
 

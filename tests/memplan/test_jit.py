@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import custom_calls.targets as targets
 import custom_calls.tracing as tracing
+import hlo_passes.pipeline as pipeline
+import hlo_passes.xla as xla
 import memplan.api as memplan
 import models.llama as llama
 from hlo_passes.errors import OrderedEffectsError
@@ -503,3 +505,39 @@ def test_within_plenty_it_is_what_jax_compiles():
     assert compiled.as_text() == jax.jit(chain).lower(*args).compile().as_text()
     assert device_total(compiled) == compiled.device_bytes
     assert_same_bits(step(*args), jax.jit(chain)(*args))
+
+
+# --- failures within ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["choose_stay", "plan_module", "rewrite_module"])
+def test_an_exception_in_a_pass_is_raised_as_itself_and_leaves_nothing(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+):
+    error = RuntimeError("in a pass")
+    live: set[str] = set()
+    register, clear = xla.register_hook, xla.clear_hook
+
+    def registering(platform: str, name: str, hook: xla.Hook) -> None:
+        register(platform, name, hook)
+        live.add(name)
+
+    def clearing(platform: str, name: str) -> bool:
+        live.remove(name)
+        return clear(platform, name)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(xla, "register_hook", registering)
+    monkeypatch.setattr(xla, "clear_hook", clearing)
+    args = weights(), activations()
+    step = memplan.jit(chain, hbm=HALF)
+    with monkeypatch.context() as broken:
+        broken.setattr(pipeline, stage, fails)
+        with pytest.raises(RuntimeError) as raised:
+            step(*args)
+    assert raised.value is error
+    assert not live
+    assert_same_bits(step(*step.place(*args)), jax.jit(chain)(*args))
+    assert not live

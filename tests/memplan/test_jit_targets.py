@@ -1,0 +1,80 @@
+"""Programs compiled for hardware that is not here."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import memplan.api as memplan
+import memplan.topology as topologies
+from hlo_passes.errors import NotExecutableError
+from tests.memplan.chains import chain, device_total
+
+LAYERS, WIDTH = 4, 2048
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+
+ONE_DEVICE = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+FOUR_DEVICES = [
+    pytest.param("v5e:2x2", marks=pytest.mark.tpu),
+    pytest.param("h200:4", marks=pytest.mark.gpu),
+]
+
+
+def abstract(sharding: Any = None) -> tuple[list[Any], Any]:
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=sharding)
+    return [weight] * LAYERS, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_machine_that_is_not_here(name: str):
+    step = memplan.jit(chain, hbm=3 * WEIGHT_BYTES, machine=name)
+    compiled = step.lower(*abstract()).compile()
+    assert compiled.plan.transfers
+    assert compiled.followed.missing == ()
+    assert device_total(compiled) == compiled.device_bytes <= 3 * WEIGHT_BYTES
+    assert compiled.memory_analysis().host_argument_size_in_bytes >= 2 * WEIGHT_BYTES
+    assert "copy-start" in compiled.as_text()
+    with pytest.raises(NotExecutableError, match=f"{name}.*are not here"):
+        compiled(*abstract())
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_real_arrays_stand_for_their_shapes(name: str):
+    step = memplan.jit(chain, machine=topologies.topology(name))
+    args = [np.ones((8, 8), np.float32)], jnp.ones((2, 8))
+    compiled = step.lower(*args).compile()
+    assert compiled.plan is None
+    with pytest.raises(NotExecutableError, match=name):
+        step(*args)
+    with pytest.raises(NotExecutableError, match=name):
+        compiled(*args)
+
+
+@pytest.mark.parametrize("name", FOUR_DEVICES)
+def test_a_mesh_that_is_not_here(name: str):
+    topology = topologies.topology(name)
+    columns = NamedSharding(topology.mesh((4,)), PartitionSpec(None, "x"))
+    step = memplan.jit(chain, hbm=3 * WEIGHT_BYTES // 4, machine=topology)
+    compiled = step.lower(*abstract(columns)).compile()
+    moved = [t.size for t in compiled.plan.transfers]
+    assert moved
+    assert max(moved) == WEIGHT_BYTES // 4
+    assert compiled.device_bytes <= 3 * WEIGHT_BYTES // 4
+    with pytest.raises(NotExecutableError, match=name):
+        compiled(*abstract(columns))
+
+
+@pytest.mark.parametrize("name", FOUR_DEVICES)
+def test_in_shardings_of_a_mesh_that_is_not_here(name: str):
+    topology = topologies.topology(name)
+    columns = NamedSharding(topology.mesh((4,)), PartitionSpec(None, "x"))
+    step = memplan.jit(chain, machine=topology, in_shardings=(columns, None))
+    compiled = step.lower(*abstract()).compile()
+    assert compiled.plan is None
+    assert compiled.device_bytes < 2 * WEIGHT_BYTES
