@@ -123,12 +123,14 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A schedule to be made, with `capacity` bytes for fetches and large temporaries."""
+    """A schedule to be made, with `capacity` bytes for fetches and the temporaries among
+    them; with less than `least` there is none."""
 
     stay: frozenset[str]
     keep_s: float
     fetches: tuple[Fetch, ...]
     capacity: int
+    least: int
     tightened: int = 0
 
 
@@ -161,11 +163,14 @@ def _search(
             return Choice(
                 attempt.stay, attempt.keep_s, attempt.fetches, tuple(starts), seconds, packing
             )
-        if attempt.tightened < _TIGHTENED:
-            tighter = replace(
-                attempt, capacity=attempt.capacity - over, tightened=attempt.tightened + 1
+        if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
+            # No schedule for less memory is known to be faster.
+            capacity = max(attempt.least, attempt.capacity - over)
+            push(
+                seconds,
+                replace(attempt, capacity=capacity, tightened=attempt.tightened + 1),
+                None,
             )
-            push(seconds, tighter, None)
     return None
 
 
@@ -174,6 +179,7 @@ def _attempts(
 ) -> Iterator[_Attempt]:
     """Yields each candidate with room for what it streams, in up to two ways: between two
     reads a copy is kept where fetching it again takes longer than the gap, or dropped."""
+    load = problem.arena.load
     known: dict[float, list[Fetch]] = {}
 
     def streamed(stay: frozenset[str], keep_s: float) -> tuple[Fetch, ...]:
@@ -184,14 +190,14 @@ def _attempts(
     for stay in candidates:
         capacity = _capacity(problem, budget, stay)
         dropped = streamed(stay, 0.0)
-        least, _ = least_capacity(dropped, problem.arena.load)
+        least, _ = least_capacity(dropped, load)
         if least > capacity:
             continue
-        yield _Attempt(stay, 0.0, dropped, capacity)
+        yield _Attempt(stay, 0.0, dropped, capacity, least)
         longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
         kept = streamed(stay, longest)
         if len(kept) < len(dropped):
-            yield _Attempt(stay, longest, kept, capacity)
+            yield _Attempt(stay, longest, kept, capacity, least_capacity(kept, load)[0])
 
 
 def _capacity(problem: Problem, budget: int, stay: frozenset[str]) -> int:
