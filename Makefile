@@ -32,6 +32,7 @@ check: $(READY) ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/pyright --pythonpath $(BIN)/python -p pyright.tests.json
 	@$(BIN)/lint-imports --no-cache
 
 format: $(READY) ## Format, and fix what the linter can fix

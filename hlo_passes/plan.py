@@ -248,10 +248,7 @@ class Plan:
                 budget_bytes=int(document["budget_bytes"]),
                 placements=tuple(Placement(**p) for p in document["placements"]),
                 allocations=tuple(Allocation(**a) for a in document["allocations"]),
-                slots=tuple(
-                    Slot(**{**s, "live_range": LiveRange(*s["live_range"])})
-                    for s in document["slots"]
-                ),
+                slots=tuple(map(_slot, document["slots"])),
                 transfers=tuple(Transfer(**t) for t in document["transfers"]),
                 fences=tuple(
                     Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
@@ -286,6 +283,11 @@ def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return value
+
+
+def _slot(document: dict[str, Any]) -> Slot:
+    fields: dict[str, Any] = {**document, "live_range": LiveRange(*document["live_range"])}
+    return Slot(**fields)
 
 
 def _str(document: dict[str, Any], key: str) -> str:

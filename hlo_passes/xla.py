@@ -17,7 +17,7 @@ from jax._src.core import trace_state_clean
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
 from jax.sharding import Sharding
-from jaxlib import _hlo, _jax, _xla
+from jaxlib import _hlo, _jax, _xla  # pyright: ignore[reportAttributeAccessIssue]
 from jaxlib._jax import mlir
 from jaxlib.mlir import ir
 

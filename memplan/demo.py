@@ -13,7 +13,7 @@ import importlib
 import json as json_format
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from hlo_passes.units import format_bytes, format_seconds
 from memplan import __version__
 from memplan.api import Compiled, jit
 from memplan.compare import view_planned, view_unscheduled
+from memplan.executable import device_bytes
 from memplan.report.html import render_html
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.trace import render_trace
@@ -155,9 +156,8 @@ def _cpu(models: Any) -> dict[str, Any]:
     fun = functools.partial(llama.prefill, graphdef)
     with _said(f"cpu: running {SMALL_MODEL} prefill, plain jax.jit and memplan.jit"):
         plain = jax.jit(fun).lower(params, tokens, cache).compile()
-        m = plain.memory_analysis()
-        total = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
-        budget = int((total - m.alias_size_in_bytes) * SMALL_SHARE)
+        own = device_bytes(plain, 0)
+        budget = int(own * SMALL_SHARE)
         step = jit(fun, hbm=budget)
         args = step.place(params, tokens, cache)
         compiled: Compiled = step.lower(*args).compile()
@@ -171,7 +171,7 @@ def _cpu(models: Any) -> dict[str, Any]:
     return {
         "model": f"{SMALL_MODEL} prefill, batch {SMALL_BATCH}, {SMALL_PROMPT} tokens",
         "budget_bytes": budget,
-        "xla_total_bytes": total - m.alias_size_in_bytes,
+        "xla_total_bytes": own,
         "memplan_total_bytes": compiled.device_bytes,
         "transfers": len(events),
         "bytes_moved": sum(e.bytes for e in events),
@@ -265,7 +265,7 @@ def _write(folder: Path, result: _Result) -> Iterator[str]:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _said(what: str) -> Generator[None]:
     """Tells on stderr what takes its time, and how long it took."""
     print(f"{what} ...", end="", file=sys.stderr, flush=True)
     begin = time.monotonic()
