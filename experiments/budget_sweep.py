@@ -17,7 +17,7 @@ from memplan.api import jit
 from memplan.compare import view_planned
 from memplan.executable import device_bytes
 from memplan.report.tables import Column, Table, write_tables
-from memplan.topology import topology
+from memplan.topologies import topology
 from models.workloads import decode
 
 MODEL, BATCH, CACHE_LENGTH = "llama2-7b-8l", 8, 512

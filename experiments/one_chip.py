@@ -20,7 +20,7 @@ from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compare import view_planned
 from memplan.report.tables import Column, Table, write_tables
-from memplan.topology import Topology, topology
+from memplan.topologies import Topology, topology
 from models.workloads import decode
 
 TARGET = "v5e"

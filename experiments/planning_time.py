@@ -29,7 +29,7 @@ from hlo_passes import inject, pipeline
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table, write_tables
-from memplan.topology import topology
+from memplan.topologies import topology
 from models import llama
 from models.configs import LLAMA2_7B
 

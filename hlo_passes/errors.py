@@ -187,6 +187,7 @@ class MemoryBudgetError(MemplanError):
       fixed: bytes of arguments and outputs that no plan moves.
       slots: the limit on streamed weights, if there was one.
       needed: bytes needed there; packing and XLA's later passes make `least` more.
+      loop: the loop that reads the largest of them, if one does: its weights do not stream.
     """
 
     def __init__(
@@ -201,20 +202,29 @@ class MemoryBudgetError(MemplanError):
         fixed: int,
         slots: int | None = None,
         needed: int | None = None,
+        loop: str = "",
     ) -> None:
         self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
-        self.largest = largest
+        self.largest, self.loop = largest, loop
         self.needed = least if needed is None else needed
-        where = f"%{instruction}" + (f" ({op_name})" if op_name else "")
+        where = f"%{instruction}" if instruction else "the program"
+        where += f" ({op_name})" if op_name else ""
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
         limit = f" with slots={slots}" if slots is not None else ""
+        advice = (
+            f" The loop {loop} reads the largest: what a loop reads (lax.scan over stacked "
+            "weights) is on the device as a whole, for memplan does not stream it yet. Try "
+            "unrolled layers, a Python loop over one array for each layer and weight."
+            if loop
+            else ""
+        )
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
             f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
             f"outputs that stay on the device. Largest live there: {held or 'nothing else'}. "
-            f"The least budget that would do is hbm={least}."
+            f"The least budget that would do is hbm={least}.{advice}"
         )
 
     def asked_for(self, budget: int, least: int) -> MemoryBudgetError:
@@ -234,6 +244,7 @@ class MemoryBudgetError(MemplanError):
             fixed=self.fixed,
             slots=self.slots,
             needed=self.needed,
+            loop=self.loop,
         )
 
 

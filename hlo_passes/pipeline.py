@@ -28,7 +28,7 @@ from hlo_passes import (
     verify,
 )
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
-from hlo_passes.ir import HOST_MEMORY_SPACE, Module
+from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
@@ -95,6 +95,8 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
         for size, name in sorted(live, reverse=True)[:5]
     )
     at = posed.ticks.instructions[tick] if posed.ticks.end else None
+    # Of a name like `sort.0{1}` the instruction.
+    loop = _read_by_loops(posed.module).get(largest[0].name.split("{")[0]) if largest else None
     return MemoryBudgetError(
         budget=budget,
         least=least,
@@ -104,7 +106,28 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
         largest=largest,
         fixed=posed.fixed_bytes,
         slots=slots,
+        loop=f"%{loop.name}" if loop is not None else "",
     )
+
+
+# What a loop reads is often made from a stacked weight just before it.
+_MADE_FROM = frozenset(
+    """bitcast convert copy copy-done copy-start fusion get-tuple-element reshape transpose
+    tuple""".split()
+)
+
+
+def _read_by_loops(module: Module) -> dict[str, Instruction]:
+    """What a loop of the entry reads, and what that is made from, by name, with the loop."""
+    found: dict[str, Instruction] = {}
+    for loop in module.entry.instructions:
+        pending = list(loop.operand_ids) if loop.opcode == "while" else []
+        while pending:
+            i = module.instructions[pending.pop()]
+            if i.name not in found:
+                found[i.name] = loop
+                pending += i.operand_ids if i.opcode in _MADE_FROM else ()
+    return found
 
 
 def choose_stay(

@@ -137,6 +137,8 @@ class _Attempt:
 def _search(
     problem: Problem, budget: int, candidates: Iterable[frozenset[str]], slots: int | None
 ) -> Choice | None:
+    if problem.ticks.transfers and not problem.ticks.end:
+        return None  # It only hands its arguments back: there is no tick to bring them at.
     serial = count()  # of equals the earlier one
     queue: list[tuple[float, int, int, _Attempt, list[int] | None]] = []
 

@@ -243,6 +243,8 @@ class _View:
                 continue
             if b.kind in ("temp", "tuple") or any(v.id in self.moved for v in b.values):
                 continue
+            if b.kind == "constant" and not any(self._in_entry(v) for v in b.values):
+                continue  # It is part of the code, and no value of the entry.
             live = LiveRange(0, self.end)
             if b.kind == "output":
                 live = LiveRange(self._ticks_of(b.values).start, self.end)

@@ -225,7 +225,9 @@ class Replay:
             value.last_read, value.needs_slot, value.is_taken = self.program.end, False, True
             self.apart.add(value)
         if i.opcode not in _OUT_OF_PLACE and value.needs_slot:
-            value.over = [v for o in operands for v in o.values() if v.size == value.size]
+            # A sort leaves each result in the operand that it sorts, and in no other.
+            own = operands[index[0] : index[0] + 1] if i.opcode == "sort" and index else operands
+            value.over = [v for o in own for v in o.values() if v.size == value.size]
         self.values.append(value)
         return value
 

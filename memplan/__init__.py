@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from hlo_passes.plan import Plan
     from hlo_passes.reader import read_module
     from memplan.api import jit
-    from memplan.replay import replay
+    from memplan.replaying import replay
     from memplan.stages import PlacementWarning
-    from memplan.topology import Topology, topology
+    from memplan.topologies import Topology, topology
 
 __version__ = "0.1.0"
 
@@ -39,14 +39,14 @@ _HOME = {
     "PlacementWarning": "memplan.stages",
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
-    "Topology": "memplan.topology",
+    "Topology": "memplan.topologies",
     "VerificationError": "hlo_passes.errors",
     "jit": "memplan.api",
     "load_machine": "hlo_passes.machine",
     "machine_names": "hlo_passes.machine",
     "read_module": "hlo_passes.reader",
-    "replay": "memplan.replay",
-    "topology": "memplan.topology",
+    "replay": "memplan.replaying",
+    "topology": "memplan.topologies",
 }
 
 __all__ = [

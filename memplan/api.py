@@ -26,7 +26,7 @@ from hlo_passes.plan import Plan
 from memplan.executable import find_target
 from memplan.signature import StaticArguments, leaf_key
 from memplan.stages import Compiled, Function, Lowered, Options, PlacementWarning, Traced
-from memplan.topology import Topology
+from memplan.topologies import Topology
 
 __all__ = ["Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]
 

@@ -222,7 +222,7 @@ def _plan_function(
         jax.config.update("jax_platforms", "cpu")
         program = load_reference(source)
         from memplan.api import jit
-        from memplan.topology import topology
+        from memplan.topologies import topology
     with _progress("Compiling"):
         target = machine if machine.platform == "cpu" else topology(machine_name)
         step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)

@@ -36,7 +36,7 @@ from memplan.report.html import render_html
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.trace import render_trace
 from memplan.report.view import Report, RunView
-from memplan.topology import topology
+from memplan.topologies import topology
 
 TARGETS = ("v5e", "h200")
 

@@ -22,7 +22,7 @@ from jax.sharding import (
 from hlo_passes import xla
 from hlo_passes.machine import Machine, load_machine
 from memplan.signature import as_shape, bound_sharding, on_device
-from memplan.topology import Topology, topology
+from memplan.topologies import Topology, topology
 
 
 class Executable(Protocol):

@@ -43,7 +43,7 @@ from memplan.signature import (
     dynamic_signature,
     memory_kind,
 )
-from memplan.topology import Topology
+from memplan.topologies import Topology
 
 # XLA's later passes may end above what was planned; then the difference is taken off.
 _MAX_ROUNDS = 3
@@ -547,4 +547,6 @@ def _path(path: Any, names: Sequence[str]) -> str:
 
 def _shard_bytes(info: Any, sharding: Any) -> int:
     shape = info.shape if sharding is None else sharding.shard_shape(info.shape)
-    return math.prod(shape) * info.dtype.itemsize
+    if jnp.issubdtype(info.dtype, jax.dtypes.extended):
+        return math.prod(shape) * info.dtype.itemsize
+    return -(-math.prod(shape) * jax.dtypes.itemsize_bits(info.dtype) // 8)  # int4: half a byte.

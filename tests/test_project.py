@@ -1,5 +1,6 @@
 """The repository itself: what is tracked, what is shipped, one version."""
 
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -73,6 +74,12 @@ def test_no_tracked_file_names_a_machine_or_a_registry():
 
 def test_the_version_is_the_one_installed():
     assert memplan.__version__ == metadata.version("memplan")
+
+
+def test_no_module_hides_a_public_name():
+    # Importing a module makes it an attribute of its package, in the place of a function.
+    modules = {m.name for m in pkgutil.iter_modules(memplan.__path__)}
+    assert not modules & set(memplan.__all__)
 
 
 def test_the_changelog_knows_the_version():

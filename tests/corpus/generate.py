@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.xla import compile_for_topology
-from memplan.topology import Topology, topology
+from memplan.topologies import Topology, topology
 from tests.corpus import MEMORY, MODULES
 from tests.corpus.programs import PROGRAMS, Argument, Program
 

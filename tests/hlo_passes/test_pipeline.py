@@ -15,7 +15,7 @@ from hlo_passes.plan import Plan
 from hlo_passes.reader import read_module
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
-from memplan.replay import max_difference, replay
+from memplan.replaying import max_difference, replay
 from tests import corpus
 from tests.memplan.replay_programs import PROGRAMS, read
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.xla import clear_hook, compile_for_topology, register_hook
-from memplan.topology import topology
+from memplan.topologies import topology
 
 MODULES = Path(__file__).parent.parent / "data" / "replay"
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h200"}
@@ -36,7 +36,7 @@ class Program:
     Attributes:
       arguments: shape and dtype of each.
       host: numbers of the arguments in pinned host memory.
-      ulps: `memplan.replay.max_difference` that rounding may make against ``jax.jit``.
+      ulps: `memplan.replaying.max_difference` that rounding may make against ``jax.jit``.
     """
 
     function: Callable[..., Any]

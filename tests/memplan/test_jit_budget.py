@@ -107,6 +107,65 @@ def test_the_least_budget_works_with_donation_and_uneven_sizes(budget: int):
     assert_same_bits(found(*found.place(*args)), jax.jit(update)(*args[:2], activations()))
 
 
+def scanned(stacked: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_budget_that_needs_scanned_layers_streamed(target: str):
+    stacked = jax.ShapeDtypeStruct((6, 512, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    step = memplan.jit(scanned, hbm=3 * 4 * 512 * 512, machine=machine_of(target))
+    with pytest.raises(MemoryBudgetError, match="for memplan does not stream it yet") as caught:
+        step.lower(stacked, x).compile()
+    assert caught.value.loop.startswith("%while")
+    least = memplan.jit(scanned, hbm=caught.value.least, machine=machine_of(target))
+    assert least.lower(stacked, x).compile().device_bytes <= caught.value.least
+
+
+def test_scanned_layers_that_may_stay():
+    def both(stacked: Any, layers: Any, x: Any) -> Any:
+        return chain(layers, scanned(stacked, x))
+
+    args = jnp.stack(weights(2)), weights(), activations()
+    budget = int(0.75 * xla_total(both, *args))
+    step = memplan.jit(both, hbm=budget)
+    assert_same_bits(step(*step.place(*args)), jax.jit(both)(*args))
+    compiled = step.lower(*args).compile()
+    assert compiled.plan.transfers
+    assert compiled.device_bytes <= budget
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_that_only_hands_its_argument_back(target: str):
+    array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    step = memplan.jit(lambda w: w, hbm=1 << 16, machine=machine_of(target))
+    with pytest.raises(MemoryBudgetError, match="no plan keeps to hbm=65536"):
+        step.lower(array).compile()
+
+
+def test_a_sort_of_what_an_output_is_written_over():
+    def ranks(layers: Any, x: Any) -> Any:
+        return jnp.argsort(chain(layers, x), axis=-1)
+
+    step = memplan.jit(ranks, hbm=HALF)
+    args = weights(), activations()
+    assert step.lower(*args).compile().plan.transfers
+    assert_same_bits(step(*step.place(*args)), jax.jit(ranks)(*args))
+
+
+@pytest.mark.tpu
+def test_four_bit_weights_that_fit_are_left_alone():
+    def step(weights: Any, x: Any) -> Any:
+        return chain([w.astype(jnp.float32) for w in weights], x)
+
+    weight = jax.ShapeDtypeStruct((1024, 1024), jnp.int4)
+    args = [weight] * 6, jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    compiled = memplan.jit(step, hbm=4 << 20, machine="v5e").lower(*args).compile()
+    assert compiled.device_bytes <= 4 << 20
+    assert compiled.plan is None
+
+
 def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
     reported = iter([HALF + 1000, HALF])
     monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))

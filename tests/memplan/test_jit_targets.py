@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan.api as memplan
-import memplan.topology as topologies
 from hlo_passes.errors import NotExecutableError
+from memplan import topologies
 from tests.memplan.chains import chain, device_total
 
 LAYERS, WIDTH = 4, 2048

@@ -13,7 +13,7 @@ from hlo_passes.errors import ReplayError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.reader import read_module
-from memplan.replay import max_difference, replay
+from memplan.replaying import max_difference, replay
 from tests.memplan.replay_programs import PROGRAMS, available, compile_program, read
 
 LIVE = ("attention", "embedding", "kv_cache", "scan", "transposes")
