@@ -307,10 +307,7 @@ class Lowered:
         reported: list[int] = []
         rounds: list[str] = []
         for _ in range(_MAX_ROUNDS):
-            try:
-                look = self._look(budget - overhead, options)
-            except MemoryBudgetError as error:
-                raise error.asked_for(budget, error.least + overhead) from None
+            look = self._look_below(budget, overhead, options)
             executable = self._compile_planned(look, options)
             total = device_bytes(executable, look.hosted_on_cpu)
             predicted = look.plan.prediction.total_bytes
@@ -320,6 +317,22 @@ class Lowered:
             reported.append(total)
             overhead = max(overhead, total - predicted)
         raise self._shortage().asked_for(budget, min(reported))
+
+    def _look_below(self, budget: int, overhead: int, options: Mapping[str, Any] | None) -> _Look:
+        """Plans for a budget that XLA was seen to exceed by `overhead`.
+
+        Another plan breaks up XLA's arena in another way: where the budget has room for it,
+        twice of what was seen is left free, so that one more compilation is enough.
+        """
+        try:
+            return self._look(budget - 2 * overhead, options)
+        except MemoryBudgetError as error:
+            if not overhead:
+                raise error.asked_for(budget, error.least) from None
+        try:
+            return self._look(budget - overhead, options)
+        except MemoryBudgetError as error:
+            raise error.asked_for(budget, error.least + overhead) from None
 
     def _shortage(self) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""
