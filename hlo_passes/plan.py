@@ -246,20 +246,22 @@ class Plan:
                 module_fingerprint=_str(document, "module_fingerprint"),
                 machine=_str(document, "machine"),
                 budget_bytes=int(document["budget_bytes"]),
-                placements=tuple(Placement(**p) for p in document["placements"]),
-                allocations=tuple(Allocation(**a) for a in document["allocations"]),
+                placements=tuple(_record(Placement, p) for p in document["placements"]),
+                allocations=tuple(_record(Allocation, a) for a in document["allocations"]),
                 slots=tuple(map(_slot, document["slots"])),
-                transfers=tuple(Transfer(**t) for t in document["transfers"]),
+                transfers=tuple(_record(Transfer, t) for t in document["transfers"]),
                 fences=tuple(
                     Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
                     for f in document["fences"]
                 ),
-                prediction=Prediction(**document["prediction"]),
+                prediction=_record(Prediction, document["prediction"]),
                 device_tier=_str(document, "device_tier"),
                 recomputes=tuple(document["recomputes"]),
                 labels=document["labels"],
                 provenance=document["provenance"],
             )
+        except PlanFormatError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFormatError("plan", str(error), "all fields of a version 1 plan") from error
 
@@ -286,8 +288,24 @@ def _encode(value: Any) -> Any:
 
 
 def _slot(document: dict[str, Any]) -> Slot:
-    fields: dict[str, Any] = {**document, "live_range": LiveRange(*document["live_range"])}
-    return Slot(**fields)
+    return _record(Slot, {**document, "live_range": LiveRange(*document["live_range"])})
+
+
+_KINDS: dict[object, type | tuple[type, ...]] = {
+    "int": int,
+    "LogicalTime": int,
+    "str": str,
+    "float": (int, float),
+}
+
+
+def _record[R](kind: type[R], document: dict[str, Any]) -> R:
+    """Builds one of the plan's records, checking the kind of each plain value."""
+    for f in dataclasses.fields(kind):
+        expected, value = _KINDS.get(f.type), document[f.name]
+        if expected is not None and not isinstance(value, expected):
+            raise PlanFormatError(f"{kind.__name__}.{f.name}", value, f"a value of type {f.type}")
+    return kind(**document)
 
 
 def _str(document: dict[str, Any], key: str) -> str:

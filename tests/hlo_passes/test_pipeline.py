@@ -7,12 +7,14 @@ import random
 
 import pytest
 
+from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import MemoryBudgetError, PlanFormatError, PlanMismatchError
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine, load_machine
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
 from hlo_passes.plan import Plan
 from hlo_passes.reader import read_module
+from hlo_passes.timeline import schedule_events, simulate
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.replaying import max_difference, replay
@@ -70,6 +72,45 @@ def test_more_memory_keeps_more_on_the_device(name: str):
     ]
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < moved[0] or name.startswith("embedding")
+
+
+DONATED = """HloModule donated, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias) }
+
+ENTRY %main {
+  %x = f32[256,1024]{1,0} parameter(0)
+  %w = f32[256,1024]{1,0:S(5)} parameter(1)
+  %state = f32[256,1024]{1,0:S(5)} parameter(2)
+  %go = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%w)
+  %get = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%state)
+  %here = f32[256,1024]{1,0} copy-done(%go)
+  %old = f32[256,1024]{1,0} copy-done(%get)
+  %a = f32[256,1024]{1,0} add(%x, %here)
+  %new = f32[256,1024]{1,0} add(%a, %old)
+  %put = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%new)
+  %kept = f32[256,1024]{1,0:S(5)} copy-done(%put)
+  %b = f32[256,1024]{1,0} multiply(%new, %here)
+  %c = f32[256,1024]{1,0} multiply(%b, %old)
+  ROOT %result = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}) tuple(%c, %kept)
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["v5e", "h200"])
+def test_a_donated_host_argument_stays_where_xla_copies_it(name: str):
+    # After %put, %state holds the new state: a second fetch of it would be another value.
+    module, machine = read_module(DONATED), load_machine(name)
+    for budget in (least_budget(module, machine), 1 << 30):
+        plan = plan_module(module, machine, budget)
+        assert {t.buffer for t in plan.transfers} == {"w"}
+        assert [p.tier == "host" for p in plan.placements] == [False, True, True]
+        rewritten = rewrite_module(module, plan, machine)
+        compute = [i.name for i in rewritten.entry.instructions if i.name not in ("go", "here")]
+        before = [i.name for i in module.entry.instructions if i.name not in ("go", "here")]
+        assert compute == before
+        assert verify_executable(plan, rewritten).exactly
+        costs = instruction_costs(rewritten, machine)
+        timed = simulate(schedule_events(rewritten, costs, machine), machine)
+        assert [t.transfer for t in timed.transfers] == ["go", "get", "put"]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -145,6 +186,22 @@ def test_every_field_of_a_plan_is_needed():
         del item[choose.choice(sorted(item))]
         with pytest.raises(PlanFormatError):
             Plan.from_json(json.dumps({**whole, name: [item]}))
+
+
+@pytest.mark.parametrize(
+    ("records", "field", "value"),
+    [
+        ("slots", "size", "12"),
+        ("transfers", "buffer", 3),
+        ("allocations", "tier", None),
+        ("placements", "parameter", 1.5),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(records: str, field: str, value: object):
+    whole = document()
+    item = {**whole[records][0], field: value}
+    with pytest.raises(PlanFormatError, match=rf"{field}: found {value!r}"):
+        Plan.from_json(json.dumps({**whole, records: [item]}))
 
 
 @pytest.mark.parametrize("before", ["compute", "compute:", "compute:-1", "evict:1", "1", ""])
