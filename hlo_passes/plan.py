@@ -299,7 +299,9 @@ _KINDS: dict[object, type | tuple[type, ...]] = {
 }
 
 
-def _record[R](kind: type[R], document: dict[str, Any]) -> R:
+def _record[R: (Placement, Allocation, Slot, Transfer, Prediction)](
+    kind: type[R], document: dict[str, Any]
+) -> R:
     """Builds one of the plan's records, checking the kind of each plain value."""
     for f in dataclasses.fields(kind):
         expected, value = _KINDS.get(f.type), document[f.name]
