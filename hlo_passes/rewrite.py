@@ -128,14 +128,19 @@ class _Editor:
 def _host_copies(
     module: Module, by_id: dict[int, _Proto]
 ) -> dict[str, list[tuple[_Proto, _Proto]]]:
-    """The entry's (start, done) pairs that bring a host parameter to the device, by name."""
+    """The entry's (start, done) pairs that bring a host parameter to the device, by name.
+
+    Those of a donated parameter stay where they are: see `ticks.entry_ticks`.
+    """
+    donated = {a.parameter for a in module.input_output_aliases}
+    steady = {p.id for p in module.entry.parameters if p.parameter_number not in donated}
     found: dict[str, list[tuple[_Proto, _Proto]]] = {}
     for done in module.entry.instructions:
         if done.opcode != "copy-done" or done.shape.memory_space != DEVICE_MEMORY_SPACE:
             continue
         start = module.instructions[done.operand_ids[0]]
         source = module.instructions[start.operand_ids[0]]
-        if source.opcode == "parameter" and source.shape.memory_space == HOST_MEMORY_SPACE:
+        if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
             found.setdefault(source.name, []).append((by_id[start.id], by_id[done.id]))
     return found
 

@@ -128,7 +128,8 @@ def entry_ticks(
         HLO has no transfers (CPU): they are read where the parameter is. None: managed is
         what a copy-start and copy-done of the entry bring from memory space 5 to 0. A
         parameter that is read in any other way (by a fusion that reads host memory, through
-        an asynchronous slice) is not.
+        an asynchronous slice) is not. No donated parameter is managed: it cannot be fetched
+        again after the output that lies in it was written. What copies it is compute.
 
     Complexity: that of `find_allocations`, and linear in the positions.
     """
@@ -159,8 +160,10 @@ class _Managed(NamedTuple):
 
 
 def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_Managed]:
+    donated = {a.parameter for a in module.input_output_aliases}
+    steady = {p.id: p for p in module.entry.parameters if p.parameter_number not in donated}
     if host_parameters is not None:
-        chosen = (p for p in module.entry.parameters if p.parameter_number in host_parameters)
+        chosen = (p for p in steady.values() if p.parameter_number in host_parameters)
         return [_Managed(p, None, None) for p in chosen]
     found: dict[int, _Managed] = {}
     for done in module.entry.instructions:
@@ -168,7 +171,7 @@ def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_M
             continue
         start = module.instructions[done.operand_ids[0]]
         source = module.instructions[start.operand_ids[0]]
-        if source.opcode == "parameter" and source.shape.memory_space == HOST_MEMORY_SPACE:
+        if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
             found[start.id] = _Managed(source, start, done)
     return [found[i.id] for i in module.entry.instructions if i.id in found]
 

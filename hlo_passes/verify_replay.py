@@ -61,9 +61,11 @@ class Program:
     @classmethod
     def of(cls, module: Module, plan: Plan) -> Program:
         moved = {t.buffer for t in plan.transfers}
-        fetched = {
-            p.id: p for p in module.entry.parameters if p.name in moved and _on_device(p.shape)
-        }
+        # A donated argument may be overwritten before the program ends: no transfer's copy of
+        # it stands for it, and the program's own copies are compute.
+        donated = {a.parameter for a in module.input_output_aliases}
+        steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
+        fetched = {p.id: p for p in steady if p.name in moved and _on_device(p.shape)}
         copies: set[int] = set()
         for done in module.entry.instructions:
             if done.opcode != "copy-done":
@@ -71,7 +73,7 @@ class Program:
             start = module.instructions[done.operand_ids[0]]
             source = module.instructions[start.operand_ids[0]]
             if (
-                source.opcode == "parameter"
+                source in steady
                 and source.shape.memory_space == HOST_MEMORY_SPACE
                 and _on_device(done.shape)
             ):

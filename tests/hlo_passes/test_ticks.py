@@ -115,6 +115,16 @@ def test_on_cpu_the_caller_names_the_parameters() -> None:
     assert "w" not in residents(found)
 
 
+@pytest.mark.parametrize("target", ["tpu", "cpu"])
+def test_a_donated_parameter_is_not_managed(target: Target) -> None:
+    header = ", input_output_alias={ {}: (1, {}, may-alias) }"
+    body, host = (OFFLOADED, None) if target == "tpu" else (CPU, [1])
+    header = header if target == "tpu" else header.replace("{}:", "{0}:")
+    found = ticks(body, target, host, header)
+    assert found.transfers == ()
+    assert found.end == (7 if target == "tpu" else 3)
+
+
 def test_on_cpu_nothing_is_managed_unasked() -> None:
     found = ticks(CPU, "cpu")
     assert found.transfers == ()

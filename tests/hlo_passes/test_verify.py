@@ -930,6 +930,15 @@ def test_an_argument_is_not_written_over_unless_it_is_donated():
     )
 
 
+def test_a_donated_argument_is_not_fetched():
+    lines = FETCH + "ROOT %r = f32[64]{0} add(%x, %done)"
+    module = parse(
+        f"HloModule by_hand, is_scheduled=true, input_output_alias={{ {{}}: (1, {{}}) }}\n\n"
+        f"ENTRY %main {{{lines}\n}}\n"
+    )
+    assert "transfer 0 serves no use of %w0" in rejection(fetched(module, 0, 1), module)
+
+
 def test_a_placement_agrees_with_the_module():
     module = entry(FETCH + "ROOT %r = f32[64]{0} add(%x, %done)")
     plan = fetched(module, 0, 1, Slot("r", "outputs", 0, SIZE, LiveRange(0, 1)))
