@@ -9,7 +9,7 @@ wrapper has a plain meaning, and takes it on here:
     bitcast                                the same bytes, by transposes and reshapes
     float types mixed in one operation     the widest of them, then rounded
     custom-call "AllocateBuffer"           NaN everywhere: nothing may read it
-    custom-call "ConcatBitcast"            concatenate
+    custom-call "ConcatBitcast"            concatenate, each slice in its place
     custom-call "__cublas$lt$matmul"       dot
     schedule, control edges, donation      dropped: the values follow from dataflow alone
 
@@ -262,7 +262,11 @@ class _Rewriter:
         )
 
     def _concatenate(self, instruction: Instruction) -> str:
-        """What a TPU fetches in slices (``slice-start``), whole again."""
+        """What a TPU fetches in slices (``slice-start``), whole again.
+
+        The operands stand in the order in which their transfers were issued; only where each
+        slice starts in what it was cut from says where it goes.
+        """
         operands, result = self._operand_shapes(instruction), instruction.shape
         sizes = zip(*(shape.dimensions for shape in operands), strict=True)
         sliced = [d for d, n in enumerate(sizes) if set(n) != {result.dimensions[d]}] or [0]
@@ -279,10 +283,56 @@ class _Rewriter:
                     for i, shape in enumerate(operands)
                 ),
                 f"ROOT whole = {_text(result.dtype, result.dimensions)} concatenate("
-                f"{', '.join(f'slice.{i}' for i in range(len(operands)))}), "
+                f"{', '.join(f'slice.{i}' for i in self._in_order(instruction, sliced[0]))}), "
                 f"dimensions={{{sliced[0]}}}",
             ]
         )
+
+    def _in_order(self, instruction: Instruction, dimension: int) -> list[int]:
+        """The operands of `instruction`, as slices of one array, by place in `dimension`."""
+        if len(instruction.operand_ids) == 1:
+            return [0]
+        cuts: list[hlo_pb2.SliceDimensions] = []
+        for i in instruction.operand_ids:
+            cut = self._slice_behind(self._module.instructions[i])
+            if cut is None:
+                raise self._error(
+                    instruction,
+                    f"nothing says where its operand {self._module.instructions[i]} goes",
+                    "XLA is only known to put slices together: please report the module.",
+                )
+            cuts.append(cut.proto.slice_dimensions[dimension])
+        order = sorted(range(len(cuts)), key=lambda i: cuts[i].start)
+        if any(cut.stride != 1 for cut in cuts) or any(
+            cuts[i].limit != cuts[j].start for i, j in itertools.pairwise(order)
+        ):
+            bounds = ", ".join(f"[{c.start}:{c.limit}:{c.stride}]" for c in cuts)
+            raise self._error(
+                instruction,
+                f"its operands are the slices {bounds}, with gaps or overlaps between them",
+                "XLA is not known to make such a call: please report the module.",
+            )
+        return order
+
+    def _slice_behind(self, instruction: Instruction) -> Instruction | None:
+        """The slice that `instruction` hands on unchanged, if it does."""
+        while instruction.opcode != "slice":
+            if instruction.opcode in _CALLS:
+                (callee, *_) = instruction.called_computation_ids
+                instruction = self._module.computations[callee].root
+                continue
+            if not instruction.operand_ids:
+                return None
+            operand = self._module.instructions[instruction.operand_ids[0]]
+            is_same = self._is_identity(instruction) or (
+                instruction.opcode == "bitcast"
+                and instruction.shape.dimensions == operand.shape.dimensions
+                and instruction.shape.layout.minor_to_major == operand.shape.layout.minor_to_major
+            )
+            if not is_same:
+                return None
+            instruction = operand
+        return instruction
 
     def _gemm(self, instruction: Instruction) -> str:
         """``alpha * dot(lhs, rhs) + beta * addend``, as XLA folds it into a cuBLAS call.

@@ -262,18 +262,57 @@ def test_undefined_memory_is_poisoned():
     np.testing.assert_array_equal(found, [0, np.nan, np.nan])
 
 
-def test_slices_are_put_together():
-    (found,) = run(
-        """HloModule slices
-    ENTRY main {
-      a = f32[2,3]{1,0:T(8,128)} parameter(0)
-      b = f32[2,1]{1,0:T(8,128)} parameter(1)
-      ROOT out = f32[2,4]{1,0:T(8,128)} custom-call(a, b), custom_call_target="ConcatBitcast"
-    }""",
-        arange(2, 3),
-        -arange(2, 1),
-    )
-    np.testing.assert_array_equal(found, np.concatenate([arange(2, 3), -arange(2, 1)], 1))
+# The slices are fetched, and named, in another order than they lie in.
+SLICES = """HloModule slices, is_scheduled=true
+
+second {
+  p = f32[2,6]{1,0:T(8,128)} parameter(0)
+  ROOT s = f32[2,2]{1,0:T(8,128)S(1)} slice(p), slice={[0:2], [2:4]}
+}
+
+third {
+  p = f32[2,6]{1,0:T(8,128)} parameter(0)
+  ROOT s = f32[2,2]{1,0:T(8,128)S(1)} slice(p), slice={[0:2], [4:6]}
+}
+
+first {
+  p = f32[2,6]{1,0:T(8,128)} parameter(0)
+  ROOT s = f32[2,2]{1,0:T(8,128)S(1)} slice(p), slice={[0:2], [0:2]}
+}
+
+ENTRY main {
+  p = f32[2,6]{1,0:T(8,128)} parameter(0)
+  start.0 = ((f32[2,6]{1,0:T(8,128)}), f32[2,2]{1,0:T(8,128)S(1)}, s32[])
+    async-start(p), calls=second
+  start.1 = ((f32[2,6]{1,0:T(8,128)}), f32[2,2]{1,0:T(8,128)S(1)}, s32[])
+    async-start(p), calls=third
+  start.2 = ((f32[2,6]{1,0:T(8,128)}), f32[2,2]{1,0:T(8,128)S(1)}, s32[])
+    async-start(p), calls=first
+  done.0 = f32[2,2]{1,0:T(8,128)S(1)} async-done(start.0)
+  done.1 = f32[2,2]{1,0:T(8,128)S(1)} async-done(start.1)
+  done.2 = f32[2,2]{1,0:T(8,128)S(1)} async-done(start.2)
+  same = f32[2,2]{1,0:T(8,128)S(1)} bitcast(done.2)
+  ROOT out = f32[2,6]{1,0:T(8,128)S(1)} custom-call(done.0, done.1, same),
+    custom_call_target="ConcatBitcast"
+}"""
+
+
+def test_slices_are_put_together_where_they_were_cut():
+    np.testing.assert_array_equal(run(SLICES, arange(2, 6))[0], arange(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "sentence"),
+    [
+        ("bitcast(done.2)", "add(done.2, done.2)", "nothing says where its operand %same .* goes"),
+        ("[4:6]", "[3:5]", r"the slices \[2:4:1\], \[3:5:1\], \[0:2:1\], with gaps"),
+        ("slice={[0:2], [4:6]}", "slice={[0:2], [3:6:2]}", "gaps or overlaps"),
+    ],
+)
+def test_what_is_no_cut_through_one_array_is_refused(was: str, now: str, sentence: str):
+    assert was in SLICES
+    with pytest.raises(ReplayError, match=sentence):
+        portable(module_of(SLICES.replace(was, now)))
 
 
 GEMM = """HloModule gemm
