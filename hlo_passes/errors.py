@@ -149,6 +149,17 @@ class OrderedEffectsError(MemplanError, NotImplementedError):
         )
 
 
+class HostResultsError(MemplanError, NotImplementedError):
+    """A program on CPU that returns results in host memory, and needs a plan."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(
+            f"{program}: out_shardings ask for results in pinned_host memory, and XLA:CPU forgets "
+            "the memory of results in a program that follows a plan (seen with jax 0.12.0.1). Try "
+            "jax.device_put on the results, or a larger budget."
+        )
+
+
 class UnscheduledModuleError(MemplanError, ValueError):
     """A module without a schedule, where one is needed."""
 

@@ -24,7 +24,7 @@ from hlo_passes.errors import SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
-from memplan.signature import StaticArguments, leaf_key
+from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Compiled, Function, Lowered, Options, PlacementWarning, Traced
 from memplan.topologies import Topology
 
@@ -89,6 +89,9 @@ class _PlannedFunction:
     def __init__(
         self, fun: Callable[..., Any], *, options: Options, jit_options: Mapping[str, Any]
     ) -> None:
+        if "in_shardings" in jit_options:
+            given = in_device_memory(jit_options["in_shardings"])
+            jit_options = {**jit_options, "in_shardings": given}
         self._jitted: Any = jax.jit(fun, **jit_options)
         functools.update_wrapper(self, fun)
         static = StaticArguments.of(

@@ -149,6 +149,12 @@ def _in_device_memory(sharding: Sharding) -> Sharding:
     return sharding
 
 
+def in_device_memory(shardings: Any) -> Any:
+    """A pytree of shardings as ``in_shardings`` takes it, those in host memory on the device:
+    where an argument lives is the plan's to say."""
+    return jax.tree.map(lambda s: _in_device_memory(s) if isinstance(s, Sharding) else s, shardings)
+
+
 def on_device(leaf: Any) -> Any:
     """An argument as the traced function sees it: on the device, wherever it lives."""
     if memory_kind(leaf) != HOST_MEMORY_KIND:

@@ -25,6 +25,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from hlo_passes import inject, pipeline, verify
 from hlo_passes.errors import (
+    HostResultsError,
     MemoryBudgetError,
     NotExecutableError,
     OffloadPatternError,
@@ -175,6 +176,7 @@ class Lowered:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
             is the planner's; `compile` tries it out.
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
+          HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
         return self._look(self.budget, None).plan
 
@@ -188,6 +190,7 @@ class Lowered:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
             was compiled for, and works.
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
+          HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
         unplanned = functools.cache(lambda: self._compile_unplanned(compiler_options))
 
@@ -263,6 +266,11 @@ class Lowered:
     def _arguments_bytes(self) -> int:
         """With more than the budget, compiling without a plan is wasted."""
         return sum(self._sizes)
+
+    @property
+    def _returns_to_host(self) -> bool:
+        asked = jax.tree.leaves(self._function.jit_options.get("out_shardings"))
+        return any(getattr(s, "memory_kind", None) == HOST_MEMORY_KIND for s in asked)
 
     def _choose_candidates(self) -> frozenset[int]:
         """The arguments that may live on the host."""
@@ -362,6 +370,8 @@ class Lowered:
     def _look(self, budget: int, options: Mapping[str, Any] | None) -> _Look:
         if self._program.arguments.ordered_effects:
             raise OrderedEffectsError(self._traced.fun_name)
+        if self._target.platform == "cpu" and self._returns_to_host:
+            raise HostResultsError(self._traced.fun_name)
         machine, slots = self._target.machine, self._function.options.slots
         program, module = self._capture(self._candidates, options)
         numbers = program.arguments.parameters

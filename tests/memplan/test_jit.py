@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import custom_calls.targets as targets
 import custom_calls.tracing as tracing
@@ -18,7 +18,7 @@ import hlo_passes.pipeline as pipeline
 import hlo_passes.xla as xla
 import memplan.api as memplan
 import models.llama as llama
-from hlo_passes.errors import OrderedEffectsError
+from hlo_passes.errors import HostResultsError, OrderedEffectsError
 from models.configs import CONFIGS
 from tests.memplan.chains import (
     HALF,
@@ -372,6 +372,32 @@ def test_in_and_out_shardings(mesh: Mesh):
     assert step.lower(*args).compile().plan.transfers
     assert found.sharding == expected.sharding
     assert_same_bits(found, expected)
+
+
+def on_host() -> Any:
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@pytest.mark.parametrize("hbm", [HALF, "1GiB"])
+def test_arguments_that_ask_for_host_memory_are_placed_by_the_plan(hbm: int | str):
+    layers, x = weights(), activations()
+    expected = jax.jit(chain)(layers, x)
+    hosted = jax.device_put(layers, on_host())
+    free = memplan.jit(chain, hbm=hbm)
+    bound = memplan.jit(chain, hbm=hbm, in_shardings=(on_host(), None))
+    for step, given in ((free, hosted), (bound, layers), (bound, hosted)):
+        assert_same_bits(step(*step.place(given, x)), expected)
+    shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=on_host()) for w in layers]
+    assert free.plan(shapes, x).transfers == free.plan(layers, x).transfers
+    assert bound.plan(layers, x).transfers == free.plan(layers, x).transfers
+
+
+def test_results_in_host_memory_are_refused_only_where_a_plan_is_needed():
+    layers, x = weights(), activations()
+    y = memplan.jit(chain, hbm="1GiB", out_shardings=on_host())(layers, x)
+    assert y.sharding.memory_kind == "pinned_host"
+    with pytest.raises(HostResultsError, match="larger budget"):
+        memplan.jit(chain, hbm=HALF, out_shardings=on_host())(layers, x)
 
 
 def test_arguments_bound_to_another_device():

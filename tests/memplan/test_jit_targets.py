@@ -45,6 +45,21 @@ def test_a_machine_that_is_not_here(name: str):
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
+def test_host_memory_that_is_asked_for_is_the_plans_to_give(name: str):
+    host = topologies.topology(name).sharding().with_memory_kind("pinned_host")
+    options: dict[str, Any] = {"hbm": 3 * WEIGHT_BYTES, "machine": name}
+    plans = [
+        memplan.jit(chain, **options).plan(*abstract()),
+        memplan.jit(chain, **options).plan(*abstract(host)),
+        memplan.jit(chain, in_shardings=(host, None), **options).plan(*abstract()),
+    ]
+    assert plans[0].transfers
+    assert plans[1].transfers == plans[2].transfers == plans[0].transfers
+    results = memplan.jit(chain, out_shardings=host, **options).lower(*abstract(host)).compile()
+    assert results.memory_analysis().host_output_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
 def test_real_arrays_stand_for_their_shapes(name: str):
     step = memplan.jit(chain, machine=topologies.topology(name))
     args = [np.ones((8, 8), np.float32)], jnp.ones((2, 8))
