@@ -206,7 +206,7 @@ def _assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
         else:
             under = _overwritten(replay.module, value)
             under.is_taken = True
-            under.last_read = max(under.last_read, value.last_read)
+            under.read(value.last_read)
             if value in replay.apart:
                 replay.apart.add(under)  # An output's bytes, before the output is there.
     return holders
@@ -226,7 +226,9 @@ def _overwritten(module: Module, value: Value) -> Value:
     free = [
         v
         for v in value.over
-        if not v.is_taken and v.last_read <= value.written and (lasts(v) or not v.slots)
+        if not v.is_taken
+        and v.last_read_beside(value.writer) <= value.written
+        and (lasts(v) or not v.slots)
     ]
     if not free:
         raise VerificationError(
@@ -319,7 +321,7 @@ def _takes_over(old: Value | None, new: Value | None, below: Slot, above: Slot) 
         and new is not None
         and old in new.over
         and not old.is_taken
-        and old.last_read <= new.written == above.live_range.start
+        and old.last_read_beside(new.writer) <= new.written == above.live_range.start
         and below.offset == above.offset
     )
 

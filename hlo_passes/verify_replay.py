@@ -120,6 +120,19 @@ class Value:
     is_taken: bool = False
     over: Sequence[Value] = ()
     slots: list[Slot] = field(default_factory=list[Slot])
+    _reads: dict[int | None, LogicalTime] = field(default_factory=dict[int | None, LogicalTime])
+
+    def read(self, tick: LogicalTime, start: int | None = None) -> None:
+        """Takes note that the bytes are needed at `tick`; by the operation in flight that
+        began with instruction `start`, if one is named."""
+        self.last_read = max(self.last_read, tick)
+        self._reads[start] = max(self._reads.get(start, tick), tick)
+
+    def last_read_beside(self, writer: Instruction) -> LogicalTime:
+        """When all have read the bytes but `writer`, if it reads them while it writes."""
+        if writer.opcode != "async-start":
+            return self.last_read
+        return max((t for start, t in self._reads.items() if start != writer.id), default=0)
 
 
 class Replay:
@@ -150,7 +163,7 @@ class Replay:
             self._copies[t.buffer].append(copy)
             self.values.append(copy)
         self._held: dict[int, Mapping[ShapeIndex, Value]] = {}
-        finish = _asynchronous_ends(program)
+        finish, self._began = _asynchronous_ends(program), _asynchronous_starts(program)
         for p in self.module.entry.parameters:
             self._step(p, 0, 0)
         for tick, i in enumerate(program.compute):
@@ -169,7 +182,7 @@ class Replay:
         if i.opcode not in _VIEWS:
             for operand in operands:
                 for value in operand.values():
-                    value.last_read = max(value.last_read, finish)
+                    value.read(finish, self._began.get(i.id))
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
             view = _view(i, index)
@@ -195,7 +208,7 @@ class Replay:
             raise unserved(self.program, parameter, transfers, tick)
         copy = self.values[serving.id]
         copy.first_use = tick if copy.first_use is None else copy.first_use
-        copy.last_read = max(copy.last_read, tick)
+        copy.read(tick, self._began.get(user.id))
         return {(): copy}
 
     def _argument(self, p: Instruction, index: ShapeIndex, shape: Shape) -> Value:
@@ -226,7 +239,7 @@ class Replay:
         if i.opcode == "constant":
             value.last_read, value.needs_slot, value.is_taken = self.program.end, False, True
             self.apart.add(value)
-        if i.opcode not in _OUT_OF_PLACE and value.needs_slot:
+        if value.needs_slot and _may_work_in_place(self.module, i):
             # A sort leaves each result in the operand that it sorts, and in no other.
             own = operands[index[0] : index[0] + 1] if i.opcode == "sort" and index else operands
             value.over = [v for o in own for v in o.values() if v.size == value.size]
@@ -237,7 +250,7 @@ class Replay:
         root, last = self.module.entry.root, max(self.program.end - 1, 0)
         aliases = {a.output_index: a.parameter for a in self.module.input_output_aliases}
         for index, value in self._look_up(root.id, root, last).items():
-            value.last_read = max(value.last_read, last)
+            value.read(last)
             size = root.shape.at(index).byte_size
             if not _needs_bytes(root, root.shape.at(index)):
                 continue
@@ -261,6 +274,26 @@ def _asynchronous_ends(program: Program) -> dict[int, LogicalTime]:
         if i.opcode.endswith(("-done", "-update")):
             finish[i.operand_ids[0]] = finish.get(i.id, tick)
     return finish
+
+
+def _asynchronous_starts(program: Program) -> dict[int, int]:
+    """Maps all parts of an asynchronous operation, from start to done, to its start."""
+    began: dict[int, int] = {}
+    for i in program.compute:
+        if i.opcode.endswith("-start"):
+            began[i.id] = i.id
+        elif i.opcode.endswith(("-done", "-update")):
+            began[i.id] = began.get(i.operand_ids[0], i.operand_ids[0])
+    return began
+
+
+def _may_work_in_place(module: Module, i: Instruction) -> bool:
+    """Whether a result of `i` may lie in the bytes of an operand that it is the last to read."""
+    if i.opcode != "async-start":
+        return i.opcode not in _OUT_OF_PLACE
+    (callee, *_) = i.called_computation_ids
+    work = [w for w in module.computations[callee].instructions if w.opcode != "parameter"]
+    return len(work) == 1 and work[0].opcode not in _OUT_OF_PLACE | {"sort"}
 
 
 class _View(NamedTuple):

@@ -894,6 +894,68 @@ def test_an_update_in_place_holds_the_copy_or_has_a_slot():
     verify_plan(module, fetched(module, 2, 5, *slots, own))
 
 
+UPDATING = """
+%updating {
+  %p = f32[64]{0} parameter(0)
+  %one = f32[1]{0} parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[64]{0} dynamic-update-slice(%p, %one, %zero)
+}
+
+%wrapped {
+  %p.1 = f32[64]{0} parameter(0)
+  %one.1 = f32[1]{0} parameter(1)
+  ROOT %updated = f32[64]{0} fusion(%p.1, %one.1), kind=kLoop, calls=%updating
+}""".strip()
+
+UPDATE_IN_FLIGHT = (
+    FETCH
+    + """
+    %some = f32[1]{0} slice(%x), slice={[0:1]}
+    %go = ((f32[64]{0}, f32[1]{0}), f32[64]{0}, s32[]) async-start(%done, %some), calls=%wrapped
+    %a = f32[64]{0} negate(%x)
+    %here = f32[64]{0} async-done(%go)
+    ROOT %r = f32[64]{0} add(%a, %here)
+    """
+)
+
+
+def test_an_update_in_flight_may_be_in_place():
+    slots = (
+        Slot("some", "arena", SIZE, 4, LiveRange(0, 4)),
+        Slot("a", "arena", 2 * SIZE, SIZE, LiveRange(2, 5)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+    )
+    module = entry(UPDATE_IN_FLIGHT, UPDATING)
+    verify_plan(module, fetched(module, 4, 5, *slots))
+    assert "%go{1} has no slot" in rejection(fetched(module, 3, 5, *slots), module)
+    over = Slot("go{1}", "arena", 0, SIZE, LiveRange(1, 5))
+    verify_plan(module, fetched(module, 3, 5, *slots, over))
+    # Nobody else may read the copy once the update has begun.
+    module = entry(UPDATE_IN_FLIGHT.replace("negate(%x)", "negate(%done)"), UPDATING)
+    assert "%go{1} has no slot" in rejection(fetched(module, 4, 5, *slots), module)
+    assert "the slots of %w0#0 and %go{1} overlap" in rejection(
+        fetched(module, 3, 5, *slots, over), module
+    )
+
+
+def test_what_reads_after_it_writes_is_not_in_place_in_flight():
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(1, 4)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
+    )
+    text = """
+        %go = ((f32[64]{0}), f32[64]{0}, s32[]) async-start(%done), calls=%wrapped
+        %a = f32[64]{0} negate(%x)
+        %here = f32[64]{0} async-done(%go)
+        ROOT %r = f32[64]{0} add(%a, %here)
+        """
+    module = entry(FETCH + text, WRAPPED)
+    verify_plan(module, fetched(module, 3, 4, *slots))
+    reverse = entry(FETCH + text, WRAPPED.replace("negate(%p)", "reverse(%p), dimensions={0}"))
+    assert "%go{1} has no slot" in rejection(fetched(reverse, 3, 4, *slots), reverse)
+
+
 def test_a_result_may_have_the_slot_of_an_operand_that_dies():
     module = entry(UPDATE)
     slots = (
