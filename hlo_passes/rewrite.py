@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable
 
 from custom_calls import targets
 from hlo_passes.errors import PlanMismatchError
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Module
+from hlo_passes.host_copies import host_copies
+from hlo_passes.ir import Module
 from hlo_passes.plan import Plan, Transfer
 from hlo_passes.proto import hlo_pb2
 
@@ -62,7 +63,10 @@ class _Editor:
         self.entry = next(c for c in self.proto.computations if c.id == entry_id)
         by_id = {i.id: i for i in self.entry.instructions}
         order = module.entry.instructions
-        self.copies = _host_copies(module, by_id)
+        self.copies: defaultdict[str, list[tuple[_Proto, _Proto]]] = defaultdict(list)
+        for copy in host_copies(module):
+            pair = by_id[copy.start.id], by_id[copy.done.id]
+            self.copies[copy.parameter.name].append(pair)
         moved = {i.id for pairs in self.copies.values() for pair in pairs for i in pair}
         self.parameters = [by_id[i.id] for i in order if i.opcode == "parameter"]
         self.compute = [by_id[i.id] for i in order if i.opcode != "parameter" and i.id not in moved]
@@ -123,26 +127,6 @@ class _Editor:
         ids = self.proto.schedule.sequences[self.entry.id].instruction_ids
         ids[:] = [i.id for i in ordered]
         return Module(self.proto, self.module)
-
-
-def _host_copies(
-    module: Module, by_id: dict[int, _Proto]
-) -> dict[str, list[tuple[_Proto, _Proto]]]:
-    """The entry's (start, done) pairs that bring a host parameter to the device, by name.
-
-    Those of a donated parameter stay where they are: see `ticks.entry_ticks`.
-    """
-    donated = {a.parameter for a in module.input_output_aliases}
-    steady = {p.id for p in module.entry.parameters if p.parameter_number not in donated}
-    found: dict[str, list[tuple[_Proto, _Proto]]] = {}
-    for done in module.entry.instructions:
-        if done.opcode != "copy-done" or done.shape.memory_space != DEVICE_MEMORY_SPACE:
-            continue
-        start = module.instructions[done.operand_ids[0]]
-        source = module.instructions[start.operand_ids[0]]
-        if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
-            found.setdefault(source.name, []).append((by_id[start.id], by_id[done.id]))
-    return found
 
 
 def _move_copies(editor: _Editor, plan: Plan) -> None:

@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import assign_offsets
 from hlo_passes.dataflow import Buffer, Value
-from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.host_copies import host_copies, steady_parameters
+from hlo_passes.ir import Instruction, Module
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target
@@ -160,20 +161,10 @@ class _Managed(NamedTuple):
 
 
 def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_Managed]:
-    donated = {a.parameter for a in module.input_output_aliases}
-    steady = {p.id: p for p in module.entry.parameters if p.parameter_number not in donated}
-    if host_parameters is not None:
-        chosen = (p for p in steady.values() if p.parameter_number in host_parameters)
-        return [_Managed(p, None, None) for p in chosen]
-    found: dict[int, _Managed] = {}
-    for done in module.entry.instructions:
-        if done.opcode != "copy-done" or done.shape.memory_space != DEVICE_MEMORY_SPACE:
-            continue
-        start = module.instructions[done.operand_ids[0]]
-        source = module.instructions[start.operand_ids[0]]
-        if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
-            found[start.id] = _Managed(source, start, done)
-    return [found[i.id] for i in module.entry.instructions if i.id in found]
+    if host_parameters is None:
+        return [_Managed(*copy) for copy in host_copies(module)]
+    chosen = (p for p in steady_parameters(module) if p.parameter_number in host_parameters)
+    return [_Managed(p, None, None) for p in chosen]
 
 
 class _View:

@@ -1,0 +1,45 @@
+"""Which copies of the entry the planner may move: weights that come from host memory.
+
+    p = parameter, S(5) ─► copy-start ─► copy-done, S(0) ─► readers
+
+A donated parameter's copy is not among them: once its output is written, another copy made
+from the same bytes would not be the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
+
+
+class HostCopy(NamedTuple):
+    """A pair of the entry that brings `parameter` to the device."""
+
+    parameter: Instruction
+    start: Instruction
+    done: Instruction
+
+
+def steady_parameters(module: Module) -> tuple[Instruction, ...]:
+    """The entry's parameters that are never written: those that are not donated."""
+    donated = {a.parameter for a in module.input_output_aliases}
+    return tuple(p for p in module.entry.parameters if p.parameter_number not in donated)
+
+
+def host_copies(module: Module) -> tuple[HostCopy, ...]:
+    """Returns the entry's copies of steady host parameters, in the order of their starts.
+
+    XLA may copy one parameter several times. Parameters that are read in any other way (by
+    a fusion that reads host memory, through an asynchronous slice) have none.
+    """
+    steady = {p.id for p in steady_parameters(module)}
+    found: dict[int, HostCopy] = {}
+    for done in module.entry.instructions:
+        if done.opcode != "copy-done" or done.shape.memory_space != DEVICE_MEMORY_SPACE:
+            continue
+        start = module.instructions[done.operand_ids[0]]
+        source = module.instructions[start.operand_ids[0]]
+        if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
+            found[start.id] = HostCopy(source, start, done)
+    return tuple(found[i.id] for i in module.entry.instructions if i.id in found)
