@@ -21,12 +21,10 @@ from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import assign_offsets
 from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.host_copies import host_copies, steady_parameters
-from hlo_passes.ir import Instruction, Module
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target
-
-DEVICE_MEMORY_SPACE = 0
 
 
 class Read(NamedTuple):
