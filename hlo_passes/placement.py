@@ -39,6 +39,9 @@ from hlo_passes.problem import Movable, Problem, fetches
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
 _PINNED_SIZES = 4
 
+# Down to which share of all bytes, as a power of two, the room to run ahead is tried.
+_HALVINGS = 9
+
 # Up to how many weights all sets of them are compared.
 _FEW = 8
 
@@ -166,8 +169,11 @@ def _search(
                 attempt.stay, attempt.keep_s, attempt.fetches, tuple(starts), seconds, packing
             )
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
-            # No schedule for less memory is known to be faster.
-            capacity = max(attempt.least, attempt.capacity - over)
+            # No schedule for less memory is known to be faster. Steps double, so that the last
+            # one is the whole way to the least: in a broken up arena it may be the first to fit.
+            spare = attempt.capacity - attempt.least
+            step = max(over, spare >> (_TIGHTENED - 1 - attempt.tightened))
+            capacity = max(attempt.least, attempt.capacity - step)
             push(
                 seconds,
                 replace(attempt, capacity=capacity, tightened=attempt.tightened + 1),
@@ -289,8 +295,7 @@ def _run_ahead(sizes: Sequence[int]) -> list[int]:
     """Bytes that are worth trying for weights that arrive while others are read."""
     total = sum(sizes)
     largest = sorted(set(sizes), reverse=True)[: 1 + _PINNED_SIZES]
-    doubled = [largest[0] << k for k in range(1, 64) if largest[0] << k < total] if sizes else []
-    return sorted({0, *largest, *doubled, total})
+    return sorted({0, *largest, *(total >> k for k in range(_HALVINGS))})
 
 
 def _pinned(movables: Sequence[Movable], room: int) -> Iterator[frozenset[str]]:
