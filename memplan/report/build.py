@@ -177,6 +177,16 @@ class _Builder:
                 temp=compiled.temp_size_in_bytes,
                 source="xla",
             )
+        if self.plan is not None:
+            # The planner knows what XLA will still do to a module that is only scheduled.
+            planned = self.plan.prediction
+            return DeviceBytes(
+                arguments=planned.arguments_bytes,
+                outputs=planned.outputs_bytes,
+                aliased=planned.alias_bytes,
+                temp=planned.temp_bytes,
+                source="memplan",
+            )
         usage = measure_memory(self.ranges, self.target)
         return DeviceBytes(
             arguments=usage.argument_bytes - self._hosted_bytes,
