@@ -81,6 +81,8 @@ def main(*, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
 
     Writes for every workload and target a report, a trace and the plan into `folder`.
     """
+    # An accelerator of this machine is neither needed nor taken.
+    jax.config.update("jax_platforms", "cpu")
     models = _models()
     results = {w: [_accelerator(models, w, target) for target in TARGETS] for w in WORKLOADS}
     small = _cpu(models)
