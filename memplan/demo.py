@@ -104,6 +104,9 @@ def main(*, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
 
 def _models() -> Any:
     """The project's models, which a checkout has and the wheel has not."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "models" / "workloads.py").exists() and str(checkout) not in sys.path:
+        sys.path.append(str(checkout))  # A console script does not look where it is called.
     try:
         importlib.import_module("models.workloads")
         return importlib.import_module("models")
