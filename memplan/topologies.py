@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -100,31 +101,29 @@ def topology(name: str) -> Topology:
 
 
 def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
+    _require(name, "libtpu", "tpu")
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     prefix, one_host = _TPU_NAMES[machine.name]
-    try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{prefix}:{extent or one_host}"
-        )
-    except ImportError as error:
-        raise CompilerMissingError(name, "libtpu", "tpu") from error
-    except Exception as error:  # The plugin raises its own types; their text is the reason.
-        if "libtpu" in str(error) and "not" in str(error):
-            raise CompilerMissingError(name, "libtpu", "tpu") from error
-        raise TopologyError(name, f"the TPU compiler refuses it: {error}") from error
-    return description.devices if extent else description.devices[:1]
+    devices = _describe(name, platform="tpu", topology_name=f"{prefix}:{extent or one_host}")
+    return devices if extent else devices[:1]
 
 
 def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
+    _require(name, "jax_cuda13_plugin", "cuda")
     if extent and not extent.isdigit():
         raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
+    config = gpu_target_config(machine)
+    return _describe(name, platform="cuda", target_config=config, topology=f"1x1x{extent or 1}")
+
+
+def _require(name: str, package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise CompilerMissingError(name, package, extra)
+
+
+def _describe(name: str, **description: str) -> Sequence[Any]:
     try:
-        description = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=gpu_target_config(machine),
-            topology=f"1x1x{extent or 1}",
-        )
-    except Exception as error:  # Without the plugin jax raises one of several types.
-        raise CompilerMissingError(name, "jax-cuda13-plugin and jax-cuda13-pjrt", "cuda") from error
-    return description.devices
+        return topologies.get_topology_desc(**description).devices
+    except Exception as error:  # Plugins raise types of their own; their text is the reason.
+        raise TopologyError(name, f"its compiler refuses it: {error}") from error

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan.api as memplan
-from hlo_passes.errors import NotExecutableError
+from hlo_passes.errors import CompilerMissingError, NotExecutableError
 from memplan import topologies
 from tests.memplan.chains import chain, device_total
 
@@ -93,3 +93,14 @@ def test_in_shardings_of_a_mesh_that_is_not_here(name: str):
     compiled = step.lower(*abstract()).compile()
     assert compiled.plan is None
     assert compiled.device_bytes < 2 * WEIGHT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("v5p:2x2x1", "libtpu"), ("a100:3", "jax_cuda13_plugin")]
+)
+def test_a_compiler_that_is_not_installed_is_named(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memplan.topologies.find_spec", lambda _: None)
+    with pytest.raises(CompilerMissingError, match=rf"needs {package}, which is not installed"):
+        topologies.topology(name)
