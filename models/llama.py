@@ -38,14 +38,25 @@ class Cache:
     """Keys and values of the tokens seen so far.
 
     Attributes:
-      keys: one array a layer, [batch, max_len, num_kv_heads, head_dim], already rotated.
+      keys: one array a layer, [batch, max_len, num_kv_heads, head_dim], already rotated; or
+        those of all layers in one array, on a leading axis (`models.scanned`).
       values: likewise, not rotated.
       position: int32 scalar, how many tokens the cache holds; the next one goes there.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, ...] | jax.Array
+    values: tuple[jax.Array, ...] | jax.Array
     position: jax.Array
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there is room for."""
+        return jax.tree.leaves(self.keys)[0].shape[-4]
+
+    @property
+    def max_len(self) -> int:
+        """How many tokens of each sequence there is room for."""
+        return jax.tree.leaves(self.keys)[0].shape[-3]
 
 
 def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
@@ -128,8 +139,8 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> nnx.
     return nnx.Param(jax.random.normal(rngs.params(), shape, config.dtype) * stddev)
 
 
-def _write(buffer: jax.Array, new: jax.Array, position: jax.Array | int) -> jax.Array:
-    """`buffer` [batch, max_len, heads, width] with `new` from `position` on."""
+def write(buffer: jax.Array, new: jax.Array, position: jax.Array | int) -> jax.Array:
+    """`buffer` [batch, max_len, heads, width] with `new` [batch, len, ...] from `position` on."""
     return lax.dynamic_update_slice_in_dim(buffer, new, position, axis=1)
 
 
@@ -160,8 +171,8 @@ class Attention(nnx.Module):
         values = jnp.einsum("bte,ehd->bthd", x, self.value[...])
         if past is not None:
             old_keys, old_values, position = past
-            keys = _write(old_keys, keys, position)
-            values = _write(old_values, values, position)
+            keys = write(old_keys, keys, position)
+            values = write(old_values, values, position)
         mixed = grouped_attention(query, keys, values, mask)
         return jnp.einsum("bthd,hde->bte", mixed, self.output[...]), (keys, values)
 
@@ -203,13 +214,15 @@ class Block(nnx.Module):
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.norm_eps)), present
 
 
-class Llama(nnx.Module):
-    """The decoder. Matrices start normal with a deviation of 0.02, norm scales at one."""
+class Decoder(nnx.Module):
+    """What surrounds the layers, however these are held: tables, positions, the last norm.
+
+    Matrices start normal with a deviation of 0.02, norm scales at one.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = _weight(rngs, (config.vocab_size, config.embed_dim), config)
-        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
         self.head = (
             None
@@ -228,23 +241,35 @@ class Llama(nnx.Module):
           [batch, len, embed_dim], and the cache that holds every token attended to: `past`
           with the new tokens written into it, or one of exactly `len` entries.
         """
+        raise NotImplementedError
+
+    def fill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """The residual stream of sequences that start here, and `cache` from its start on.
+
+        Args:
+          tokens: int [batch, len].
+          cache: whatever it holds is forgotten.
+
+        Returns:
+          [batch, len, embed_dim], and `cache` at position `len`.
+        """
+        raise NotImplementedError
+
+    def start(
+        self, tokens: jax.Array, position: jax.Array, span: int
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
+        """What the first layer reads: the residual stream, the rotation and the mask.
+
+        Args:
+          tokens: int [batch, len], from `position` on.
+          span: how many entries of the cache there are to look at.
+        """
         config = self.config
-        length = tokens.shape[1]
-        position = jnp.zeros((), jnp.int32) if past is None else past.position
-        span = length if past is None else past.keys[0].shape[1]
-        positions = position + jnp.arange(length)
+        positions = position + jnp.arange(tokens.shape[1])
         rotation = rope_rotation(positions, config.head_dim, config.rope_theta)
         # Causality also hides the part of the cache that nothing was written to yet.
         mask = positions[:, None] >= jnp.arange(span)
-
-        x = self.embedding[...][tokens]
-        keys, values = [], []
-        for i, layer in enumerate(self.layers):
-            layer_past = None if past is None else (past.keys[i], past.values[i], position)
-            x, (layer_keys, layer_values) = layer(x, rotation, mask, layer_past)
-            keys.append(layer_keys)
-            values.append(layer_values)
-        return x, Cache(tuple(keys), tuple(values), position + length)
+        return self.embedding[...][tokens], rotation, mask
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., embed_dim] to float32 scores of the next token, [..., vocab_size]."""
@@ -256,11 +281,45 @@ class Llama(nnx.Module):
         return jnp.einsum(equation, normal, head[...], preferred_element_type=jnp.float32)
 
 
-def forward(graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array) -> jax.Array:
+class Llama(Decoder):
+    """The decoder whose layers stand one after the other."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+
+    def hidden(self, tokens: jax.Array, past: Cache | None = None) -> tuple[jax.Array, Cache]:
+        """See `Decoder.hidden`."""
+        length = tokens.shape[1]
+        position = jnp.zeros((), jnp.int32) if past is None else past.position
+        span = length if past is None else past.max_len
+        x, rotation, mask = self.start(tokens, position, span)
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            layer_past = None if past is None else (past.keys[i], past.values[i], position)
+            x, (layer_keys, layer_values) = layer(x, rotation, mask, layer_past)
+            keys.append(layer_keys)
+            values.append(layer_values)
+        return x, Cache(tuple(keys), tuple(values), position + length)
+
+    def fill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `Decoder.fill`."""
+        hidden, prompt = self.hidden(tokens)
+        filled = Cache(
+            keys=tuple(write(*pair, 0) for pair in zip(cache.keys, prompt.keys, strict=True)),
+            values=tuple(write(*pair, 0) for pair in zip(cache.values, prompt.values, strict=True)),
+            position=prompt.position,
+        )
+        return hidden, filled
+
+
+def forward[Model: Decoder](
+    graphdef: nnx.GraphDef[Model], params: nnx.State, tokens: jax.Array
+) -> jax.Array:
     """Scores of every next token, without a cache.
 
     Args:
-      graphdef, params: of `nnx.split(Llama(...))`.
+      graphdef, params: of `nnx.split` of a decoder.
       tokens: int [batch, len].
 
     Returns:
@@ -271,11 +330,13 @@ def forward(graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array)
     return model.logits(hidden)
 
 
-def loss_fn(graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array) -> jax.Array:
+def loss_fn[Model: Decoder](
+    graphdef: nnx.GraphDef[Model], params: nnx.State, tokens: jax.Array
+) -> jax.Array:
     """Mean cross entropy, in nats per token, of each token given those before it.
 
     Args:
-      graphdef, params: of `nnx.split(Llama(...))`; differentiate with `argnums=1`.
+      graphdef, params: of `nnx.split` of a decoder; differentiate with `argnums=1`.
       tokens: int [batch, len], len at least 2; the first of each row is only read.
 
     Returns:
@@ -291,15 +352,15 @@ def loss_fn(graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - targets)
 
 
-def prefill(
-    graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array, cache: Cache
+def prefill[Model: Decoder](
+    graphdef: nnx.GraphDef[Model], params: nnx.State, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Reads whole prompts into a cache, from its start: what it held before is forgotten.
 
     The prompt attends to itself only, so its cost does not depend on the cache's length.
 
     Args:
-      graphdef, params: of `nnx.split(Llama(...))`.
+      graphdef, params: of `nnx.split` of a decoder.
       tokens: int [batch, len], prompts of one length.
       cache: donatable; every array of the result takes the place of one of its own.
 
@@ -312,22 +373,17 @@ def prefill(
     """
     _check_fits(tokens, cache)
     model = nnx.merge(graphdef, params)
-    hidden, prompt = model.hidden(tokens)
-    filled = Cache(
-        keys=tuple(_write(*pair, 0) for pair in zip(cache.keys, prompt.keys, strict=True)),
-        values=tuple(_write(*pair, 0) for pair in zip(cache.values, prompt.values, strict=True)),
-        position=prompt.position,
-    )
-    return model.logits(hidden[:, -1:]), filled
+    hidden, cache = model.fill(tokens, cache)
+    return model.logits(hidden[:, -1:]), cache
 
 
-def decode_step(
-    graphdef: nnx.GraphDef[Llama], params: nnx.State, tokens: jax.Array, cache: Cache
+def decode_step[Model: Decoder](
+    graphdef: nnx.GraphDef[Model], params: nnx.State, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Appends tokens to the sequences of a cache and scores the one after them.
 
     Args:
-      graphdef, params: of `nnx.split(Llama(...))`.
+      graphdef, params: of `nnx.split` of a decoder.
       tokens: int [batch, 1]; a longer row appends a chunk of a prompt.
       cache: donatable; every array of the result takes the place of one of its own. The
         caller keeps `cache.position + tokens.shape[1] <= max_len`: the position is a traced
@@ -347,11 +403,10 @@ def decode_step(
 
 
 def _check_fits(tokens: jax.Array, cache: Cache) -> None:
-    batch, max_len = cache.keys[0].shape[:2]
-    if tokens.shape[0] != batch or tokens.shape[1] > max_len:
+    if tokens.shape[0] != cache.batch or tokens.shape[1] > cache.max_len:
         raise ValueError(
-            f"tokens of shape {tokens.shape} do not fit a cache for {batch} sequences of at "
-            f"most {max_len} tokens: build it with init_cache(config, batch, max_len)"
+            f"tokens of shape {tokens.shape} do not fit a cache for {cache.batch} sequences of "
+            f"at most {cache.max_len} tokens: build it with init_cache(config, batch, max_len)"
         )
 
 
@@ -366,7 +421,7 @@ def abstract_model(config: LlamaConfig, sharding: Sharding | None = None) -> Lla
       A `Llama` for `nnx.split`; its graphdef equals that of a materialised one.
     """
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
-    return _with_sharding(model, sharding)
+    return with_sharding(model, sharding)
 
 
 def abstract_params(config: LlamaConfig, sharding: Sharding | None = None) -> nnx.State:
@@ -379,10 +434,11 @@ def abstract_cache(
 ) -> Cache:
     """`init_cache` with a `jax.ShapeDtypeStruct`, carrying `sharding`, for each array."""
     cache = jax.eval_shape(lambda: init_cache(config, batch, max_len))
-    return _with_sharding(cache, sharding)
+    return with_sharding(cache, sharding)
 
 
-def _with_sharding[Tree](tree: Tree, sharding: Sharding | None) -> Tree:
+def with_sharding[Tree](tree: Tree, sharding: Sharding | None) -> Tree:
+    """`tree` with a `jax.ShapeDtypeStruct`, carrying `sharding`, for each array."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )

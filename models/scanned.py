@@ -1,0 +1,157 @@
+"""The decoder of `models.llama` with its layers stacked and scanned, as large codebases hold it.
+
+    model = ScannedLlama(TINY, rngs=nnx.Rngs(0))     or  abstract_model(TINY): no bytes
+    graphdef, params = nnx.split(model)
+    cache = init_cache(TINY, batch=2, max_len=64)
+
+then `forward`, `loss_fn`, `prefill` and `decode_step` of `models.llama`, as for `Llama`.
+
+Each weight is one array for all layers, [num_layers, ...], whose path says what it is:
+`layers.mlp.gate`. One `lax.scan` goes over the layers, so that the program is as long for
+80 layers as for one. Keys and values, one array each for all layers, go through the scan
+as xs and ys: a layer reads its own, updates them and hands them on. The layer itself is
+`models.llama.Block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Sharding
+
+from models.configs import LlamaConfig
+from models.llama import Block, Cache, Decoder, with_sharding, write
+
+Remat = Literal["none", "layer"]
+"""What the backward pass computes again: nothing, or each layer from its input."""
+
+# Keys and values of one layer, or stacked those of all.
+type _Memory = tuple[jax.Array, jax.Array]
+
+
+class ScannedLlama(Decoder):
+    """The decoder whose layers are one `Block` with stacked weights.
+
+    Args:
+      remat: what a gradient through the layers saves or computes again.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, remat: Remat = "none"):
+        super().__init__(config, rngs=rngs)
+        self.remat: Remat = remat
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.layers = stacked(rngs)
+
+    def hidden(self, tokens: jax.Array, past: Cache | None = None) -> tuple[jax.Array, Cache]:
+        """See `Decoder.hidden`."""
+        length = tokens.shape[1]
+        position = jnp.zeros((), jnp.int32) if past is None else past.position
+        span = length if past is None else past.max_len
+        x, rotation, mask = self.start(tokens, position, span)
+
+        def append(layer: Block, x: jax.Array, old: _Memory | None) -> tuple[jax.Array, _Memory]:
+            return layer(x, rotation, mask, None if old is None else (*old, position))
+
+        old = None if past is None else (past.keys, past.values)
+        x, (keys, values) = self._scan(append, x, old)
+        return x, Cache(keys, values, position + length)
+
+    def fill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `Decoder.fill`."""
+        length = tokens.shape[1]
+        start = jnp.zeros((), jnp.int32)
+        x, rotation, mask = self.start(tokens, start, length)
+
+        def fill(layer: Block, x: jax.Array, old: _Memory) -> tuple[jax.Array, _Memory]:
+            x, (keys, values) = layer(x, rotation, mask, None)
+            return x, (write(old[0], keys, 0), write(old[1], values, 0))
+
+        x, (keys, values) = self._scan(fill, x, (cache.keys, cache.values))
+        return x, Cache(keys, values, start + length)
+
+    def _scan(
+        self,
+        step: Callable[[Block, jax.Array, Any], tuple[jax.Array, _Memory]],
+        x: jax.Array,
+        memory: Any,
+    ) -> tuple[jax.Array, _Memory]:
+        """`step` for each layer and its part of `memory`, on the residual stream `x`.
+
+        `memory` is a pytree whose arrays have the layers as their leading axis.
+        """
+        graphdef, stacked = nnx.split(self.layers)
+
+        def body(x: jax.Array, slices: tuple[nnx.State, Any]) -> tuple[jax.Array, _Memory]:
+            weights, old = slices
+            return step(nnx.merge(graphdef, weights), x, old)
+
+        if self.remat == "layer":
+            # The scan already keeps XLA from merging the two computations of a layer.
+            body = jax.checkpoint(body, prevent_cse=False)
+        return lax.scan(body, x, (stacked, memory))
+
+
+def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
+    """An empty cache for `batch` sequences of at most `max_len` tokens.
+
+    Its keys and values are [num_layers, batch, max_len, num_kv_heads, head_dim] each.
+    """
+    shape = (config.num_layers, batch, max_len, config.num_kv_heads, config.head_dim)
+    return Cache(
+        keys=jnp.zeros(shape, config.dtype),
+        values=jnp.zeros(shape, config.dtype),
+        position=jnp.zeros((), jnp.int32),
+    )
+
+
+def stack_params(params: nnx.State) -> nnx.State:
+    """The params of a `Llama` as those of a `ScannedLlama`; gradients likewise."""
+    rest = params.raw_mapping
+    layers = rest["layers"]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[i] for i in sorted(layers)))
+    return nnx.State({**rest, "layers": stacked})
+
+
+def unstack_params(params: nnx.State) -> nnx.State:
+    """The params of a `ScannedLlama` as those of a `Llama`: `stack_params` undone."""
+    rest = params.raw_mapping
+    stacked = rest["layers"]
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)}
+    return nnx.State({**rest, "layers": layers})
+
+
+def abstract_model(
+    config: LlamaConfig, sharding: Sharding | None = None, *, remat: Remat = "none"
+) -> ScannedLlama:
+    """The model with a `jax.ShapeDtypeStruct` for each parameter: no bytes, whatever its size.
+
+    Args:
+      sharding: put on every parameter, say a memory kind or a described topology's device.
+      remat: as of `ScannedLlama`.
+    """
+    model = nnx.eval_shape(lambda: ScannedLlama(config, rngs=nnx.Rngs(0), remat=remat))
+    return with_sharding(model, sharding)
+
+
+def abstract_params(config: LlamaConfig, sharding: Sharding | None = None) -> nnx.State:
+    """The params of `abstract_model`, in the structure that `nnx.split` gives."""
+    return nnx.state(abstract_model(config, sharding))
+
+
+def abstract_cache(
+    config: LlamaConfig, batch: int, max_len: int, sharding: Sharding | None = None
+) -> Cache:
+    """`init_cache` with a `jax.ShapeDtypeStruct`, carrying `sharding`, for each array."""
+    cache = jax.eval_shape(lambda: init_cache(config, batch, max_len))
+    return with_sharding(cache, sharding)
