@@ -209,3 +209,15 @@ def trace_context() -> Hashable:
     Needs ``jax._src.config.trace_context`` (0.11.2, 0.12.0.1).
     """
     return _config.trace_context()
+
+
+def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a ``scan`` equation are constants and carry; the rest is stacked.
+
+    Args:
+      params: of the equation.
+
+    Needs its parameter ``ft_in`` (0.11.2, 0.12.0.1).
+    """
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)

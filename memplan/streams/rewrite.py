@@ -1,0 +1,193 @@
+"""Runs a traced program with some of its arrays in host memory.
+
+The program was traced as if everything were on the device. Here its equations are run
+again, in order, on values of which some are on the host:
+
+  - a `scan` that takes a stack from the host, or gives one that is to go there, becomes a
+    ring (see `ring`);
+  - an equation around such a scan (another loop, remat, shard_map, a branch) is run the same
+    way inside, and gets its operands where they are;
+  - any other equation gets its operands on the device: an array is brought there whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from hlo_passes import xla
+from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
+from memplan.streams.ring import DEVICE, HOST, Ring, run
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is decided about one scan.
+
+    Attributes:
+      depth: slots of its ring.
+      stored: the results, by index among the stacked ones, that go to the host.
+    """
+
+    depth: int
+    stored: frozenset[int] = frozenset()
+
+
+def streamed(
+    jaxpr: ClosedJaxpr, streams: Mapping[Path, Stream], *, tied: bool
+) -> Callable[..., list[Any]]:
+    """Returns a function of the flat arguments of `jaxpr` that runs it.
+
+    Args:
+      streams: the scans that are streamed, where an operand of theirs is on the host or a
+        result is to go there.
+      tied: see `Ring`.
+    """
+
+    def function(*args: Any) -> list[Any]:
+        return _Rewrite(streams, tied).run(Program(jaxpr.jaxpr, tuple(jaxpr.consts), 0), args, ())
+
+    return function
+
+
+class _Rewrite:
+    def __init__(self, streams: Mapping[Path, Stream], tied: bool) -> None:
+        self.streams = streams
+        self.tied = tied
+        self.around = {path[:n] for path in streams for n in range(1, len(path) + 1)}
+
+    def run(self, program: Program, args: Sequence[Any], path: Path) -> list[Any]:
+        """Runs `program`, which is at `path`, on all of its inputs."""
+        jaxpr = program.jaxpr
+        atoms = [*jaxpr.constvars, *jaxpr.invars]
+        values: dict[Var, Any] = dict(zip(atoms, [*program.consts, *args], strict=True))
+        last_use = _last_uses(jaxpr)
+        begin = 0
+        for n, eqn in enumerate(jaxpr.eqns):
+            if (*path, n) in self.around:
+                self._unchanged(jaxpr, begin, n, values, last_use)
+                results = self._changed(eqn, [_read(a, values) for a in eqn.invars], (*path, n))
+                values.update(zip(eqn.outvars, results, strict=True))
+                begin = n + 1
+        self._unchanged(jaxpr, begin, len(jaxpr.eqns), values, last_use)
+        return [_read(a, values) for a in jaxpr.outvars]
+
+    def _unchanged(
+        self,
+        jaxpr: Jaxpr,
+        begin: int,
+        end: int,
+        values: dict[Var, Any],
+        last_use: Mapping[Var, int],
+    ) -> None:
+        """Runs the equations from `begin` to before `end` as they are."""
+        eqns = jaxpr.eqns[begin:end]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = (v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+        taken = [v for v in dict.fromkeys(read) if v not in made]
+        given = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= end]
+        for v in taken:
+            values[v] = _on_device(values[v])
+        part = jaxpr.replace(constvars=[], invars=taken, outvars=given, eqns=eqns, debug_info=None)
+        results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[v] for v in taken))
+        values.update(zip(given, results, strict=True))
+
+    def _changed(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
+        """Runs an equation that is a scan to be streamed, or is around one."""
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, args, path)
+        inside = [
+            lambda *inputs, program=program: self.run(program, inputs, (*path, *program.step))
+            for program in programs(eqn)
+        ]
+        if name in CALLS:
+            return inside[0](*args)
+        if name in REMATS:
+            return _rebind(eqn, inside[0], args)
+        if name == "cond":
+            return lax.switch(args[0], inside, *args[1:])
+        if name == "while":
+            return self._while(eqn, args, path)
+        return list(_shard_map(eqn.params, inside[0])(*args))
+
+    def _scan(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
+        stream = self.streams.get(path, Stream(depth=1))
+        (program,) = programs(eqn)
+        constants, carried = xla.scan_operands(eqn.params)
+        consts, carry = args[:constants], args[constants : constants + carried]
+        given = {*program.jaxpr.constvars, *program.jaxpr.invars}
+        results = program.jaxpr.outvars[carried:]
+
+        def layer(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = self.run(program, [*consts, *carry, *slices], path)
+            return out[:carried], out[carried:]
+
+        ring = Ring(
+            eqn.params["length"],
+            eqn.params["reverse"],
+            stream.depth,
+            stream.stored,
+            frozenset(r for r in stream.stored if results[r] in given),
+            self.tied,
+        )
+        carry, stacks = run(
+            ring,
+            layer,
+            [_on_device(c) for c in carry],
+            args[constants + carried :],
+            [r.aval for r in results],
+        )
+        return [*carry, *stacks]
+
+    def _while(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
+        (body,) = programs(eqn)
+        condition = eqn.params["cond_jaxpr"]
+        constants = body.first + eqn.params["body_nconsts"]
+        return list(
+            lax.while_loop(
+                lambda carry: jaxpr_as_fun(condition)(*args[: body.first], *carry)[0],
+                lambda carry: tuple(self.run(body, [*args[body.first : constants], *carry], path)),
+                tuple(args[constants:]),
+            )
+        )
+
+
+def _rebind(eqn: JaxprEqn, function: Callable[..., list[Any]], args: list[Any]) -> list[Any]:
+    """The same equation around another program: remat keeps what it says about derivatives."""
+    closed = jax.make_jaxpr(function)(*args)
+    jaxpr = closed.jaxpr.replace(
+        constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars], debug_info=None
+    )
+    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, "jaxpr": jaxpr})
+
+
+def _shard_map(params: Mapping[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.shard_map(
+        lambda *args: tuple(function(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
+def _on_device(value: Any) -> Any:
+    on_host = getattr(jax.typeof(value), "memory_space", DEVICE) == HOST
+    return jax.device_put(value, DEVICE) if on_host else value
+
+
+def _read(atom: Any, values: Mapping[Var, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
+    """The index of the last equation that reads a variable; past the end for results."""
+    found = {a: n for n, eqn in enumerate(jaxpr.eqns) for a in eqn.invars if isinstance(a, Var)}
+    return found | {a: len(jaxpr.eqns) for a in jaxpr.outvars if isinstance(a, Var)}

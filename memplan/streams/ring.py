@@ -1,0 +1,212 @@
+"""A loop over layers whose stacked arrays live on the host: K slots, filled ahead of use.
+
+    depth 2         compute   │ layer 0 │ layer 1 │ layer 2 │ layer 3 │
+                    slot a    │ 0 ..... │ fetch 2 │ 2 ..... │ fetch 4 │
+                    slot b    │ fetch 1 │ 1 ..... │ fetch 3 │ 3 ..... │
+                    store           0 ──────► 1 ──────► 2 ──────►
+
+A slot holds what one layer needs of all the stacks. With depth K, layer n computes while
+the slices of layer n + K - 1 come in. XLA gives a value that a loop carries one place in
+memory, so a slot keeps its place only if the body runs all K layers of a turn of the ring:
+
+    fetch 0 .. K-2                                                   before the loop
+    body:  K layers, in each    layer n; fetch n + K - 1             turns of the ring
+    then   what is left, as straight-line code                       at most 2 K - 2 layers
+
+Every slice is fetched exactly once. With depth 1 a layer's slices are fetched in its own
+iteration. ``reverse`` runs the ring backwards.
+
+The index of a fetch passes through an `optimization_barrier` together with what the layer
+before it computed. Without that, XLA would merge the fetches that two loops over one stack
+have in common and hold the slice in between, or fetch into a slot that is still being read.
+
+A result that goes to the host is stored while the next layer computes, also across the end
+of the body: what the body's last layer made is carried, and stored at the start of the next
+turn. The first turn has nothing to store and stores zeros over layer 0, which is written
+right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+
+Layer = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+"""One iteration: (carry, slices) to (carry, results)."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How one scan is streamed.
+
+    Attributes:
+      length: layers; `reverse`: from the last to the first.
+      depth: slots, at least 1.
+      stored: the results, by index, whose stacks go to the host.
+      early: those of them that a layer does not compute but is given; they are stored at
+        the start of their own layer.
+      tied: whether also the fetches in the loop wait for the layer before them. XLA:GPU
+        copies by DMA only where it can see that an index is a linear function of the loop's
+        counter, so there they are not, and the schedule keeps the order.
+    """
+
+    length: int
+    reverse: bool
+    depth: int
+    stored: frozenset[int] = frozenset()
+    early: frozenset[int] = field(default_factory=frozenset[int])
+    tied: bool = True
+
+    @property
+    def turns(self) -> int:
+        """Iterations of the loop, of `depth` layers each."""
+        return max(0, (self.length - self.depth + 1) // self.depth)
+
+
+def run(
+    ring: Ring, layer: Layer, init: Sequence[Any], stacks: Sequence[Any], results: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Runs the layers as ``lax.scan`` would.
+
+    Args:
+      layer: one iteration.
+      init: the carry.
+      stacks: arrays [length, ...]; those in host memory are fetched slice by slice.
+      results: abstract values (shape, dtype) of what a layer returns beside the carry.
+
+    Returns:
+      The last carry and the stacked results.
+    """
+    return _Ring(ring, layer, stacks, results).run(list(init))
+
+
+@dataclass
+class _State:
+    """What stands between two layers.
+
+    Attributes:
+      carry: of the scan.
+      ahead: the slots that are filled, the next layer's first.
+      made: results that wait for their store, by index of the result.
+      out: the stacks of results, so far.
+      after: what the layer before computed.
+    """
+
+    carry: list[Any]
+    ahead: list[list[Any]]
+    made: dict[int, Any]
+    out: list[Any]
+    after: list[Any]
+
+
+class _Ring:
+    def __init__(
+        self, ring: Ring, layer: Layer, stacks: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        self.ring = ring
+        self.layer = layer
+        self.stacks = stacks
+        self.results = results
+        self.on_host = [jax.typeof(s).memory_space == HOST for s in stacks]
+        self.late = ring.stored - ring.early
+
+    def run(self, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        ring, slots_ahead = self.ring, self.ring.depth - 1
+        state = _State(carry, [], {}, [self._empty(n) for n in range(len(self.results))], carry)
+        for n in range(min(slots_ahead, ring.length)):
+            state.ahead.append(self._fetch(n, state.after))
+        if ring.turns:
+            lagging = self.late if slots_ahead else frozenset[int]()
+            state.made = {r: self._zeros(r) for r in sorted(lagging)}
+            state = self._loop(state)
+        for n in range(ring.turns * ring.depth, ring.length):
+            state = self._step(state, n, tied=True)
+        return state.carry, self._store_made(state, ring.length - 1)
+
+    def _loop(self, state: _State) -> _State:
+        depth = self.ring.depth
+
+        def turn(j: Any, values: Any) -> Any:
+            carry, ahead, made, out = values
+            state = _State(carry, ahead, made, out, carry)
+            for u in range(depth):
+                state = self._step(state, j * depth + u, tied=self.ring.tied, last=u == depth - 1)
+            return state.carry, state.ahead, state.made, state.out
+
+        values = state.carry, state.ahead, state.made, state.out
+        carry, ahead, made, out = lax.fori_loop(0, self.ring.turns, turn, values)
+        return _State(carry, ahead, made, out, carry)
+
+    def _step(self, state: _State, n: Any, *, tied: bool, last: bool = True) -> _State:
+        """Layer `n`, an int or the loop's. `last` of the body: its results wait for their
+        store until the next step."""
+        ring = self.ring
+        out = self._store_made(state, n - 1)
+        ahead = list(state.ahead)
+        if not isinstance(n, int) or n + ring.depth <= ring.length:
+            ahead.append(self._fetch(n + ring.depth - 1, state.after if tied else ()))
+        carry, made = self.layer(state.carry, self._slices(ahead.pop(0), n))
+        waiting = self.late if last and ring.depth > 1 else frozenset[int]()
+        for r, value in enumerate(made):
+            if r not in waiting:
+                out[r] = self._put(out[r], value, n, r in ring.stored)
+        lagging = {r: made[r] for r in sorted(waiting)}
+        # Results that stay on the device are left out: XLA fuses them with their update.
+        after = carry + [made[r] for r in sorted(self.late)]
+        return _State(carry, ahead, lagging, out, after or made)
+
+    def _store_made(self, state: _State, n: Any) -> list[Any]:
+        """Stores what waits, made by layer `n`; returns the stacks."""
+        out = list(state.out)
+        for r, value in state.made.items():
+            out[r] = self._put(out[r], value, n if isinstance(n, int) else jnp.maximum(n, 0), True)
+        return out
+
+    def _index(self, n: Any) -> Any:
+        return jnp.asarray(self.ring.length - 1 - n if self.ring.reverse else n, jnp.int32)
+
+    def _fetch(self, n: Any, after: Sequence[Any]) -> list[Any]:
+        """The slices of layer `n` that come from the host, once `after` is computed."""
+        at = self._index(n)
+        ties = [a for a in after if not jnp.issubdtype(a.dtype, jax.dtypes.extended)]
+        if ties:
+            at = lax.optimization_barrier((at, ties))[0]
+        return [
+            jax.device_put(_slice(stack, at), DEVICE)
+            for stack, on_host in zip(self.stacks, self.on_host, strict=True)
+            if on_host
+        ]
+
+    def _slices(self, fetched: Sequence[Any], n: Any) -> list[Any]:
+        at, fetched_in_order = self._index(n), iter(fetched)
+        return [
+            next(fetched_in_order) if on_host else _slice(stack, at)
+            for stack, on_host in zip(self.stacks, self.on_host, strict=True)
+        ]
+
+    def _put(self, stack: Any, value: Any, n: Any, to_host: bool) -> Any:
+        if to_host:
+            value = jax.device_put(value, HOST)
+        return lax.dynamic_update_index_in_dim(
+            stack, value, self._index(n), 0, allow_negative_indices=False
+        )
+
+    def _empty(self, r: int) -> Any:
+        aval = self.results[r]
+        stack = lax.empty((self.ring.length, *aval.shape), aval.dtype)
+        return jax.device_put(stack, HOST) if r in self.ring.stored else stack
+
+    def _zeros(self, r: int) -> Any:
+        return jnp.zeros(self.results[r].shape, self.results[r].dtype)
+
+
+def _slice(stack: Any, at: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, at, 0, keepdims=False, allow_negative_indices=False)

@@ -1,0 +1,135 @@
+"""Which stacked arrays of a program can live on the host, and why the others cannot.
+
+An array can be streamed when every equation that reads it is a scan that takes it apart
+along its leading axis, one slice a layer. Then no more of it than a few slices is ever
+needed on the device:
+
+    argument  w ──── stack ────► scan ─── results ──► r ─── stack ──► scan (backwards)
+                                                      r's only reader: can be streamed too
+
+The reads are looked for also inside loops, remat, shard_map and the like around a scan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from hlo_passes import xla
+from memplan.streams.programs import Path, programs
+
+
+class Result(NamedTuple):
+    """The `index`-th stacked result of the scan at `path`."""
+
+    path: Path
+    index: int
+
+
+Source = int | Result
+"""An array: the flat argument of that number, or a scan's result."""
+
+
+@dataclass
+class Stack:
+    """An array and all that reads it.
+
+    Attributes:
+      source: what it is.
+      aval: shape and dtype.
+      scans: paths of the scans that take it apart, in program order.
+      whole: what else is done with it, a sentence each; it can be streamed when there is
+        nothing.
+      returned: which results of the program it is.
+    """
+
+    source: Source
+    aval: Any
+    scans: list[Path] = field(default_factory=list[Path])
+    whole: list[str] = field(default_factory=list[str])
+    returned: list[int] = field(default_factory=list[int])
+
+
+def find_stacks(jaxpr: ClosedJaxpr) -> list[Stack]:
+    """Returns what becomes of every argument and of every stacked result of a scan, the
+    arguments first."""
+    finder = _Finder()
+    finder.program(jaxpr.jaxpr, {v: [n] for n, v in enumerate(jaxpr.jaxpr.invars)}, ())
+    return sorted(finder.stacks.values(), key=lambda s: (isinstance(s.source, Result), s.source))
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.stacks: dict[Source, Stack] = {}
+
+    def program(self, jaxpr: Jaxpr, sources: dict[Var, list[Source]], path: Path) -> None:
+        """Follows `sources` through a program.
+
+        Args:
+          sources: the variables that are known to be one of these arrays.
+        """
+        for var, found in sources.items():
+            for source in found:
+                self.stacks.setdefault(source, Stack(source, var.aval))
+        for n, eqn in enumerate(jaxpr.eqns):
+            here = (*path, n)
+            self._reads(eqn, sources, here)
+            if eqn.primitive.name == "scan":
+                carried = xla.scan_operands(eqn.params)[1]
+                for r, var in enumerate(eqn.outvars[carried:]):
+                    result = Result(here, r)
+                    self.stacks[result] = Stack(result, var.aval)
+                    sources[var] = [result]
+        for k, var in enumerate(jaxpr.outvars):
+            for source in sources.get(var, ()) if isinstance(var, Var) else ():
+                stack = self.stacks[source]
+                if path:
+                    stack.whole.append("handed on by the program inside a loop or call")
+                else:
+                    stack.returned.append(k)
+
+    def _reads(self, eqn: JaxprEqn, sources: dict[Var, list[Source]], path: Path) -> None:
+        inner = programs(eqn)
+        below: list[dict[Var, list[Source]]] = [{} for _ in inner]
+        for k, var in enumerate(eqn.invars):
+            for source in sources.get(var, ()) if isinstance(var, Var) else ():
+                stack = self.stacks[source]
+                match _role(eqn, k):
+                    case "slices":
+                        stack.scans.append(path)
+                    case "input":
+                        for program, found in zip(inner, below, strict=True):
+                            var_inside = program.jaxpr.invars[k - program.first]
+                            found.setdefault(var_inside, []).append(source)
+                    case reason:
+                        where = source_info_util.summarize(eqn.source_info)
+                        stack.whole.append(f"{reason} at {where}")
+        for program, found in zip(inner, below, strict=True):
+            self.program(program.jaxpr, found, (*path, *program.step))
+
+
+def _role(eqn: JaxprEqn, k: int) -> str:
+    """What an equation does with its operand `k`: ``"slices"`` (takes it apart, a slice an
+    iteration), ``"input"`` (gives it to the program inside), or else a sentence."""
+    match eqn.primitive.name:
+        case "scan":
+            constants, carried = xla.scan_operands(eqn.params)
+            if k >= constants + carried:
+                return "slices"
+            return "input" if k < constants else "carried by a loop"
+        case "while":
+            condition = eqn.params["cond_nconsts"]
+            if k < condition:
+                return "read by the condition of a loop"
+            return "input" if k < condition + eqn.params["body_nconsts"] else "carried by a loop"
+        case "cond":
+            return "input" if k else "decides a branch"
+        case "dynamic_slice" | "gather":
+            return "indexed by data"
+        case _ if programs(eqn):
+            return "input"
+        case name:
+            return f"read whole by {name}"
