@@ -269,16 +269,20 @@ class Decoder(nnx.Module):
         rotation = rope_rotation(positions, config.head_dim, config.rope_theta)
         # Causality also hides the part of the cache that nothing was written to yet.
         mask = positions[:, None] >= jnp.arange(span)
-        return self.embedding[...][tokens], rotation, mask
+        return self.table("embedding")[tokens], rotation, mask
+
+    def table(self, name: str) -> jax.Array:
+        """A weight that is no layer's, as the computation takes it."""
+        return getattr(self, name)[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., embed_dim] to float32 scores of the next token, [..., vocab_size]."""
-        normal = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
+        normal = rms_norm(hidden, self.table("final_norm"), self.config.norm_eps)
         if self.head is None:
-            head, equation = self.embedding, "...e,ve->...v"
+            head, equation = self.table("embedding"), "...e,ve->...v"
         else:
-            head, equation = self.head, "...e,ev->...v"
-        return jnp.einsum(equation, normal, head[...], preferred_element_type=jnp.float32)
+            head, equation = self.table("head"), "...e,ev->...v"
+        return jnp.einsum(equation, normal, head, preferred_element_type=jnp.float32)
 
 
 class Llama(Decoder):

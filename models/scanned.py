@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from models.configs import LlamaConfig
 from models.llama import Block, Cache, Decoder, with_sharding, write
+from models.sharding import LOGITS, STREAM, AnyMesh, constrained, gathered
 
 Remat = Literal["none", "layer"]
 """What the backward pass computes again: nothing, or each layer from its input."""
@@ -39,11 +40,22 @@ class ScannedLlama(Decoder):
 
     Args:
       remat: what a gradient through the layers saves or computes again.
+      mesh: splits weights and activations as `models.sharding` says; None for one device.
+
+    Weights may be wider than `config.dtype`: each is rounded where it is used.
     """
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, remat: Remat = "none"):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        remat: Remat = "none",
+        mesh: AnyMesh | None = None,
+    ):
         super().__init__(config, rngs=rngs)
         self.remat: Remat = remat
+        self.mesh = mesh
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
@@ -93,12 +105,29 @@ class ScannedLlama(Decoder):
 
         def body(x: jax.Array, slices: tuple[nnx.State, Any]) -> tuple[jax.Array, _Memory]:
             weights, old = slices
-            return step(nnx.merge(graphdef, weights), x, old)
+            x, new = step(nnx.merge(graphdef, self._taken(weights)), x, old)
+            return self._split(x, STREAM), new
 
         if self.remat == "layer":
             # The scan already keeps XLA from merging the two computations of a layer.
             body = jax.checkpoint(body, prevent_cse=False)
-        return lax.scan(body, x, (stacked, memory))
+        return lax.scan(body, self._split(x, STREAM), (stacked, memory))
+
+    def table(self, name: str) -> jax.Array:
+        """See `Decoder.table`."""
+        return self._taken({name: super().table(name)})[name]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """See `Decoder.logits`."""
+        return self._split(super().logits(hidden), LOGITS)
+
+    def _taken[Weights](self, weights: Weights) -> Weights:
+        """`weights` as the computation takes them: in its dtype, gathered over "fsdp"."""
+        weights = jax.tree.map(lambda weight: weight.astype(self.config.dtype), weights)
+        return weights if self.mesh is None else gathered(weights, self.mesh)
+
+    def _split(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return x if self.mesh is None else constrained(x, spec, self.mesh)
 
 
 def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
@@ -132,15 +161,19 @@ def unstack_params(params: nnx.State) -> nnx.State:
 
 
 def abstract_model(
-    config: LlamaConfig, sharding: Sharding | None = None, *, remat: Remat = "none"
+    config: LlamaConfig,
+    sharding: Sharding | None = None,
+    *,
+    remat: Remat = "none",
+    mesh: AnyMesh | None = None,
 ) -> ScannedLlama:
     """The model with a `jax.ShapeDtypeStruct` for each parameter: no bytes, whatever its size.
 
     Args:
       sharding: put on every parameter, say a memory kind or a described topology's device.
-      remat: as of `ScannedLlama`.
+      remat, mesh: as of `ScannedLlama`.
     """
-    model = nnx.eval_shape(lambda: ScannedLlama(config, rngs=nnx.Rngs(0), remat=remat))
+    model = nnx.eval_shape(lambda: ScannedLlama(config, rngs=nnx.Rngs(0), remat=remat, mesh=mesh))
     return with_sharding(model, sharding)
 
 

@@ -1,0 +1,156 @@
+"""A training step of a decoder: cross entropy, AdamW, microbatches.
+
+    graphdef, params = nnx.split(ScannedLlama(TINY, rngs=nnx.Rngs(0), remat="layer"))
+    state = init_state(params, TrainOptions())
+    step = jax.jit(functools.partial(train_step, graphdef, TrainOptions()), donate_argnames="state")
+    state, metrics = step(state, tokens)
+
+The moments are float32 and have the paths of the weights that they belong to. The update is
+over whole arrays, as `optax` has it, whatever the model does with its layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from models.configs import LlamaConfig
+from models.llama import loss_fn
+from models.scanned import ScannedLlama, abstract_params
+from models.sharding import AnyMesh, placed, weight_shardings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What a training step does beside the model; hashable.
+
+    Attributes:
+      microbatches: parts of a batch whose gradients are added up, one part at a time; must
+        divide the batch.
+      learning_rate, b1, b2, weight_decay: of AdamW (Loshchilov & Hutter, 2019,
+        arXiv:1711.05101); those of Llama 2 (arXiv:2307.09288, section 2.2) but for its
+        schedule.
+      clip_norm: the greatest norm of all gradients together; None leaves them alone.
+    """
+
+    microbatches: int = 1
+    learning_rate: float = 3e-4
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW, behind the clipping if there is any."""
+        adamw = optax.adamw(
+            self.learning_rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay
+        )
+        if self.clip_norm is None:
+            return adamw
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What one step hands to the next.
+
+    Attributes:
+      params: of `nnx.split` of a model, in its dtype or a wider one.
+      optimizer: the state of `TrainOptions.optimizer`: float32 moments, int32 count.
+    """
+
+    params: nnx.State
+    optimizer: optax.OptState
+
+
+def init_state(params: nnx.State, options: TrainOptions) -> TrainState:
+    """The state before the first step: `params`, and moments of zero."""
+    return TrainState(params, options.optimizer.init(_widened(params)))
+
+
+def train_step(
+    graphdef: nnx.GraphDef[ScannedLlama],
+    options: TrainOptions,
+    state: TrainState,
+    tokens: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step of AdamW on the mean cross entropy of a batch.
+
+    Args:
+      graphdef: of `nnx.split` of a model; with a mesh, the state is kept split over it.
+      state: donatable; every array of the result takes the place of one of its own.
+      tokens: int [batch, len + 1]: the model reads the first `len` of a row and is scored on
+        the last `len`.
+
+    Returns:
+      The next state, and float32 scalars: `loss` in nats per token and `grad_norm`, before
+      clipping, both of the state that came in.
+
+    Raises:
+      ValueError: if the microbatches do not divide the batch.
+    """
+    mesh = nnx.merge(graphdef, state.params).mesh
+
+    def kept[Tree](tree: Tree) -> Tree:
+        if mesh is None:
+            return tree
+        return lax.with_sharding_constraint(tree, weight_shardings(tree, mesh))
+
+    loss, gradients = _loss_and_gradients(graphdef, state.params, tokens, options.microbatches)
+    gradients = _widened(kept(gradients))
+    updates, optimizer = options.optimizer.update(gradients, state.optimizer, state.params)
+    params = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), state.params, updates)
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    return kept(TrainState(params, optimizer)), metrics
+
+
+def abstract_state(
+    config: LlamaConfig,
+    options: TrainOptions,
+    *,
+    param_dtype: DTypeLike | None = None,
+    mesh: AnyMesh | None = None,
+) -> TrainState:
+    """The state of a `ScannedLlama` with a `jax.ShapeDtypeStruct` for each array: no bytes.
+
+    Args:
+      param_dtype: of the parameters; None for `config.dtype`.
+      mesh: splits the state as `models.sharding` says; None for one device.
+    """
+    wide = config if param_dtype is None else dataclasses.replace(config, dtype=param_dtype)
+    state = jax.eval_shape(lambda params: init_state(params, options), abstract_params(wide))
+    return state if mesh is None else placed(state, weight_shardings(state, mesh))
+
+
+def _loss_and_gradients(
+    graphdef: nnx.GraphDef[ScannedLlama], params: nnx.State, tokens: jax.Array, microbatches: int
+) -> tuple[jax.Array, nnx.State]:
+    """Mean loss over the batch, and its gradients; these are float32 if added up."""
+    of_part = jax.value_and_grad(functools.partial(loss_fn, graphdef))
+    if microbatches == 1:
+        return of_part(params, tokens)
+    batch, length = tokens.shape
+    if batch % microbatches:
+        raise ValueError(f"{microbatches} microbatches do not divide a batch of {batch}")
+    # A part takes rows of every device's share of the batch: none has to move.
+    parts = tokens.reshape(batch // microbatches, microbatches, length).swapaxes(0, 1)
+
+    def add(total, part: jax.Array):
+        return jax.tree.map(lambda t, new: t + new, total, _widened(of_part(params, part))), None
+
+    zero = jax.tree.map(jnp.zeros_like, _widened((jnp.zeros(()), params)))
+    total, _ = lax.scan(add, zero, parts)
+    return jax.tree.map(lambda leaf: leaf / microbatches, total)
+
+
+def _widened[Tree](tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
