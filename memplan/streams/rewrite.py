@@ -12,7 +12,7 @@ again, in order, on values of which some are on the host:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,25 @@ class Stream:
 
 
 def streamed(
-    jaxpr: ClosedJaxpr, streams: Mapping[Path, Stream], *, tied: bool
+    jaxpr: ClosedJaxpr,
+    streams: Mapping[Path, Stream],
+    *,
+    donated: Collection[int] = (),
+    tied: bool = True,
 ) -> Callable[..., list[Any]]:
     """Returns a function of the flat arguments of `jaxpr` that runs it.
 
     Args:
       streams: the scans that are streamed, where an operand of theirs is on the host or a
         result is to go there.
+      donated: numbers of the arguments whose memory the results may take.
       tied: see `Ring`.
     """
+    program = Program(jaxpr.jaxpr, tuple(jaxpr.consts), 0)
+    owned = frozenset(jaxpr.jaxpr.invars[n] for n in donated)
 
     def function(*args: Any) -> list[Any]:
-        return _Rewrite(streams, tied).run(Program(jaxpr.jaxpr, tuple(jaxpr.consts), 0), args, ())
+        return _Rewrite(streams, tied).run(program, args, (), owned)
 
     return function
 
@@ -61,8 +68,18 @@ class _Rewrite:
         self.tied = tied
         self.around = {path[:n] for path in streams for n in range(1, len(path) + 1)}
 
-    def run(self, program: Program, args: Sequence[Any], path: Path) -> list[Any]:
-        """Runs `program`, which is at `path`, on all of its inputs."""
+    def run(
+        self,
+        program: Program,
+        args: Sequence[Any],
+        path: Path,
+        owned: frozenset[Var] = frozenset(),
+    ) -> list[Any]:
+        """Runs `program`, which is at `path`, on all of its inputs.
+
+        Args:
+          owned: the inputs whose memory is free once they are read.
+        """
         jaxpr = program.jaxpr
         atoms = [*jaxpr.constvars, *jaxpr.invars]
         values: dict[Var, Any] = dict(zip(atoms, [*program.consts, *args], strict=True))
@@ -71,7 +88,14 @@ class _Rewrite:
         for n, eqn in enumerate(jaxpr.eqns):
             if (*path, n) in self.around:
                 self._unchanged(jaxpr, begin, n, values, last_use)
-                results = self._changed(eqn, [_read(a, values) for a in eqn.invars], (*path, n))
+                operands = [_read(a, values) for a in eqn.invars]
+                if eqn.primitive.name == "scan":
+                    kept = {a for a in atoms if a not in owned}
+                    kept |= {a for a, last in last_use.items() if last > n}
+                    free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
+                    results = self._scan(eqn, operands, free, (*path, n))
+                else:
+                    results = self._around(eqn, operands, (*path, n))
                 values.update(zip(eqn.outvars, results, strict=True))
                 begin = n + 1
         self._unchanged(jaxpr, begin, len(jaxpr.eqns), values, last_use)
@@ -97,11 +121,9 @@ class _Rewrite:
         results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[v] for v in taken))
         values.update(zip(given, results, strict=True))
 
-    def _changed(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
-        """Runs an equation that is a scan to be streamed, or is around one."""
+    def _around(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
+        """Runs an equation, no scan, around one that is streamed."""
         name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, args, path)
         inside = [
             lambda *inputs, program=program: self.run(program, inputs, (*path, *program.step))
             for program in programs(eqn)
@@ -116,13 +138,19 @@ class _Rewrite:
             return self._while(eqn, args, path)
         return list(_shard_map(eqn.params, inside[0])(*args))
 
-    def _scan(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, args: list[Any], free: Sequence[bool], path: Path) -> list[Any]:
+        """Runs a scan as a ring; `free` says whose memory it may take, operand by operand."""
         stream = self.streams.get(path, Stream(depth=1))
         (program,) = programs(eqn)
         constants, carried = xla.scan_operands(eqn.params)
         consts, carry = args[:constants], args[constants : constants + carried]
+        first = constants + carried
         given = {*program.jaxpr.constvars, *program.jaxpr.invars}
         results = program.jaxpr.outvars[carried:]
+        on_device = [
+            s for s, stack in enumerate(args[first:]) if free[first + s] and not on_host(stack)
+        ]
+        avals = [v.aval for v in program.jaxpr.invars[first:]]
 
         def layer(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.run(program, [*consts, *carry, *slices], path)
@@ -134,13 +162,17 @@ class _Rewrite:
             stream.depth,
             stream.stored,
             frozenset(r for r in stream.stored if results[r] in given),
+            _pair(
+                {r: v.aval for r, v in enumerate(results) if r not in stream.stored},
+                {s: avals[s] for s in on_device},
+            ),
             self.tied,
         )
         carry, stacks = run(
             ring,
             layer,
             [_on_device(c) for c in carry],
-            args[constants + carried :],
+            args[first:],
             [r.aval for r in results],
         )
         return [*carry, *stacks]
@@ -178,9 +210,24 @@ def _shard_map(params: Mapping[str, Any], function: Callable[..., Any]) -> Calla
     )
 
 
+def _pair(results: Mapping[int, Any], stacks: Mapping[int, Any]) -> dict[int, int]:
+    """Gives results the place of stacks of the same kind. Any will do: slice n of a stack is
+    read by layer n only, and then written."""
+    pairs: dict[int, int] = {}
+    for r, made in results.items():
+        same = (s for s, taken in stacks.items() if taken == made and s not in pairs.values())
+        if (stack := next(same, None)) is not None:
+            pairs[r] = stack
+    return pairs
+
+
+def on_host(value: Any) -> bool:
+    """Whether a value, or what is known of it while tracing, is in host memory."""
+    return getattr(jax.typeof(value), "memory_space", DEVICE) == HOST
+
+
 def _on_device(value: Any) -> Any:
-    on_host = getattr(jax.typeof(value), "memory_space", DEVICE) == HOST
-    return jax.device_put(value, DEVICE) if on_host else value
+    return jax.device_put(value, DEVICE) if on_host(value) else value
 
 
 def _read(atom: Any, values: Mapping[Var, Any]) -> Any:

@@ -20,6 +20,9 @@ The index of a fetch passes through an `optimization_barrier` together with what
 before it computed. Without that, XLA would merge the fetches that two loops over one stack
 have in common and hold the slice in between, or fetch into a slot that is still being read.
 
+A stack on the device that the loop takes and gives back changed (a cache of keys and values)
+is carried and updated in place, so that it is there once.
+
 A result that goes to the host is stored while the next layer computes, also across the end
 of the body: what the body's last layer made is carried, and stored at the start of the next
 turn. The first turn has nothing to store and stores zeros over layer 0, which is written
@@ -28,13 +31,14 @@ right after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -53,6 +57,7 @@ class Ring:
       stored: the results, by index, whose stacks go to the host.
       early: those of them that a layer does not compute but is given; they are stored at
         the start of their own layer.
+      in_place: result to the stack whose place it takes, slice by slice.
       tied: whether also the fetches in the loop wait for the layer before them. XLA:GPU
         copies by DMA only where it can see that an index is a linear function of the loop's
         counter, so there they are not, and the schedule keeps the order.
@@ -62,7 +67,8 @@ class Ring:
     reverse: bool
     depth: int
     stored: frozenset[int] = frozenset()
-    early: frozenset[int] = field(default_factory=frozenset[int])
+    early: frozenset[int] = frozenset()
+    in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     tied: bool = True
 
     @property
@@ -117,10 +123,12 @@ class _Ring:
         self.results = results
         self.on_host = [jax.typeof(s).memory_space == HOST for s in stacks]
         self.late = ring.stored - ring.early
+        self.given_back = {stack: result for result, stack in ring.in_place.items()}
 
     def run(self, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         ring, slots_ahead = self.ring, self.ring.depth - 1
-        state = _State(carry, [], {}, [self._empty(n) for n in range(len(self.results))], carry)
+        out = [self._first(r) for r in range(len(self.results))]
+        state = _State(carry, [], {}, out, carry)
         for n in range(min(slots_ahead, ring.length)):
             state.ahead.append(self._fetch(n, state.after))
         if ring.turns:
@@ -153,7 +161,7 @@ class _Ring:
         ahead = list(state.ahead)
         if not isinstance(n, int) or n + ring.depth <= ring.length:
             ahead.append(self._fetch(n + ring.depth - 1, state.after if tied else ()))
-        carry, made = self.layer(state.carry, self._slices(ahead.pop(0), n))
+        carry, made = self.layer(state.carry, self._slices(ahead.pop(0), out, n))
         waiting = self.late if last and ring.depth > 1 else frozenset[int]()
         for r, value in enumerate(made):
             if r not in waiting:
@@ -180,26 +188,36 @@ class _Ring:
         if ties:
             at = lax.optimization_barrier((at, ties))[0]
         return [
-            jax.device_put(_slice(stack, at), DEVICE)
+            _row_major(jax.device_put(_slice(stack, at), DEVICE))
             for stack, on_host in zip(self.stacks, self.on_host, strict=True)
             if on_host
         ]
 
-    def _slices(self, fetched: Sequence[Any], n: Any) -> list[Any]:
-        at, fetched_in_order = self._index(n), iter(fetched)
+    def _slices(self, fetched: Sequence[Any], out: Sequence[Any], n: Any) -> list[Any]:
+        """What layer `n` takes: the slices `fetched` for it, and those of the other stacks."""
+        at, in_order = self._index(n), iter(fetched)
+
+        def here(s: int) -> Any:
+            return out[self.given_back[s]] if s in self.given_back else self.stacks[s]
+
         return [
-            next(fetched_in_order) if on_host else _slice(stack, at)
-            for stack, on_host in zip(self.stacks, self.on_host, strict=True)
+            next(in_order) if on_host else _slice(here(s), at)
+            for s, on_host in enumerate(self.on_host)
         ]
 
     def _put(self, stack: Any, value: Any, n: Any, to_host: bool) -> Any:
         if to_host:
             value = jax.device_put(value, HOST)
-        return lax.dynamic_update_index_in_dim(
-            stack, value, self._index(n), 0, allow_negative_indices=False
+        return _row_major(
+            lax.dynamic_update_index_in_dim(
+                stack, value, self._index(n), 0, allow_negative_indices=False
+            )
         )
 
-    def _empty(self, r: int) -> Any:
+    def _first(self, r: int) -> Any:
+        """The stack of result `r` before the first layer."""
+        if r in self.ring.in_place:
+            return self.stacks[self.ring.in_place[r]]
         aval = self.results[r]
         stack = lax.empty((self.ring.length, *aval.shape), aval.dtype)
         return jax.device_put(stack, HOST) if r in self.ring.stored else stack
@@ -210,3 +228,9 @@ class _Ring:
 
 def _slice(stack: Any, at: Any) -> Any:
     return lax.dynamic_index_in_dim(stack, at, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _row_major(array: Any) -> Any:
+    """Keeps XLA from carrying a slot or a stack in another layout than that of the stacks in
+    memory, for which it would copy each slice once more, or a whole stack."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
