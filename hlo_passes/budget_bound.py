@@ -9,6 +9,8 @@ else crosses the link; or they leave room for m alone, and then the link stands 
 weight of m bytes is read, for whatever arrived then would lie beside it. The least over all
 m bounds every plan.
 
+What loops move crosses the same link, and they take no less time than that.
+
 `bounds.lower_bound_s` adds what the order of the reads says: the link cannot run ahead of
 the memory. Neither bound implies the other.
 """
@@ -28,15 +30,17 @@ def budget_lower_bound_s(problem: Problem, budget: int) -> float:
     room = budget - problem.fixed_bytes - problem.arena.tables
     headroom = (room - problem.load).tolist()
     least_headroom = min(headroom, default=room)
-    compute_s = float(problem.clock[-1])
+    compute_s = max(float(problem.clock[-1]), problem.link_floor_s)
     if not problem.movables or sum(m.size for m in problem.movables) <= least_headroom:
         return compute_s
     demands = [
         Demand(m.size, link.source, link.destination, 0, m.reads[0].start, m.reads[0].end)
         for m in problem.movables
     ]
+    streamed = sum(m.size for m in problem.movables) - max(0, max(headroom))
     return max(
         compute_s,
+        problem.link_floor_s + max(0, streamed) / link.bytes_per_s,
         _link_s(problem, max(headroom)),
         lower_bound_s(
             problem.costs.tolist(), demands, problem.machine, headroom, max(0, least_headroom)

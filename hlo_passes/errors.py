@@ -289,3 +289,13 @@ class TierCapacityError(MemplanError):
             "where the host has more memory to give, a machine file that says so (start from "
             "`memplan machines NAME --json`)."
         )
+
+
+class LoopMismatchError(MemplanError, ValueError):
+    """A loop's schedule was applied to a computation that it was not made for."""
+
+    def __init__(self, computation: str, problem: str) -> None:
+        super().__init__(
+            f"the plan's schedule of computation %{computation} does not fit the module: "
+            f"{problem}. Make the plan again for this module."
+        )

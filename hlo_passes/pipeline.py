@@ -6,7 +6,7 @@ Each pass reads what stands before it and gives one thing; nothing flows back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hlo_passes import (
@@ -14,8 +14,13 @@ from hlo_passes import (
     budget_bound,
     cost,
     dataflow,
+    dependences,
     fences,
+    host_transfers,
     live_ranges,
+    loop_order,
+    loop_rewrite,
+    loop_schedule,
     memory,
     placement,
     prefetch,
@@ -33,6 +38,7 @@ from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
     LiveRange,
+    LoopSchedule,
     Placement,
     Plan,
     Prediction,
@@ -55,6 +61,13 @@ PASSES = (
     # Reading.
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
     Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
+    # Loops.
+    Pass("host-transfers", host_transfers.host_transfers, "the slices that cross to the host"),
+    Pass("dependences", dependences.dependences, "what must stand before what in a body"),
+    Pass("loop-order", loop_order.clear_paths, "index arithmetic and copies hold no transfer"),
+    Pass("loop-schedule", loop_schedule.schedule_loops, "the ticks of the transfers in loops"),
+    Pass("loop-rewrite", loop_rewrite.rewrite_loops, "loop bodies with their transfers there"),
+    Pass("verify-loops", verify.verify_loops, "no slot overwritten early, around the back edge"),
     # Analyses.
     Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
     Pass("live-ranges", live_ranges.compute_live_ranges, "when each buffer is live"),
@@ -152,12 +165,29 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    module = sink.sink_weight_work(module)
+    module, _ = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.choose_placement(posed, budget, slots)
     if choice is None:
         raise _budget_error(posed, budget, slots)
     return frozenset(m.parameter for m in posed.movables if m.buffer in choice.stay)
+
+
+def least_budget(
+    module: Module,
+    machine: Machine,
+    *,
+    host_parameters: Collection[int] = (),
+    slots: int | None = None,
+) -> int:
+    """Returns the least budget in bytes for which `plan_module` finds a plan.
+
+    Args:
+      module: scheduled; its loops get their schedule first.
+      host_parameters, slots: as for `plan_module`.
+    """
+    module, _ = _order_loops(sink.sink_weight_work(module), machine)
+    return placement.least_budget(problem.pose(module, machine, host_parameters), slots)[0]
 
 
 def plan_module(
@@ -178,19 +208,20 @@ def plan_module(
       labels: HLO parameter name to the user's name.
 
     Returns:
-      A verified plan; its ticks are those of the module after `sink.sink_weight_work`.
+      A verified plan; its ticks are those of the module after `sink.sink_weight_work` and
+      `loop_rewrite.rewrite_loops`.
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
       TierCapacityError: when the arguments off the device do not fit where they are put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    module = sink.sink_weight_work(module)
+    module, loops = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters)
     choice = placement.fit(posed, frozenset(), budget, slots)
     if choice is None:
         raise _budget_error(posed, budget, slots)
-    plan = _assemble(posed, budget, choice, labels or {})
+    plan = _assemble(posed, budget, choice, labels or {}, loops)
     slow = machine.tier(posed.link.source)
     stored = sum(p.size for p in plan.placements if p.tier == slow.name)
     if stored > slow.capacity_bytes:
@@ -204,14 +235,24 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
 
     Raises:
       PlanMismatchError: when the plan was made for another module.
+      LoopMismatchError: when one of its loops was.
       VerificationError: when the rewritten module does not compute the same.
     """
     on_cpu = machine.platform == "cpu"
     sunk = sink.sink_weight_work(module)
     verify.verify_reordering(module, sunk)
-    rewritten = rewrite.rewrite(sunk, plan, custom_calls=on_cpu)
-    verify.verify_rewrite(sunk, plan, rewritten)
+    ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
+    verify.verify_loops(sunk, plan.loops, ordered)
+    rewritten = rewrite.rewrite(ordered, plan, custom_calls=on_cpu)
+    verify.verify_rewrite(ordered, plan, rewritten)
     return rewritten
+
+
+def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:
+    loops = loop_schedule.schedule_loops(module, machine)
+    ordered = loop_rewrite.rewrite_loops(module, loops, machine)
+    verify.verify_loops(module, loops, ordered)
+    return ordered, loops
 
 
 def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]:
@@ -245,7 +286,11 @@ def _arena_slots(
 
 
 def _assemble(
-    posed: Problem, budget: int, choice: placement.Choice, labels: Mapping[str, str]
+    posed: Problem,
+    budget: int,
+    choice: placement.Choice,
+    labels: Mapping[str, str],
+    loops: tuple[LoopSchedule, ...],
 ) -> Plan:
     transfers = _transfers(posed, choice)
     packing = choice.packing
@@ -281,20 +326,19 @@ def _assemble(
     load = posed.load.copy()
     for fetch, start in zip(choice.fetches, choice.starts, strict=True):
         load[start : fetch.reads.end] += fetch.size
-    timed = timeline.simulate(timeline.plan_events(posed.costs.tolist(), transfers), posed.machine)
     prediction = Prediction(
         arguments_bytes=posed.boundary.arguments,
         outputs_bytes=posed.boundary.outputs,
         alias_bytes=posed.boundary.aliased,
         temp_bytes=packing.total,
         lower_bound_bytes=int(load.max(initial=0)),
-        step_time_s=timed.step_time_s,
-        compute_s=timed.compute_s,
-        link_s=sum(timed.link_s.values()),
-        stall_s=timed.stall_s,
+        step_time_s=choice.step_time_s,
+        compute_s=0.0,
+        link_s=0.0,
+        stall_s=0.0,
         lower_bound_s=budget_bound.budget_lower_bound_s(posed, budget),
     )
-    return Plan(
+    plan = Plan(
         module_fingerprint=posed.module.fingerprint,
         machine=posed.machine.name,
         budget_bytes=budget,
@@ -308,6 +352,27 @@ def _assemble(
         fences=fences.derive_fences(transfers, arena_slots),
         prediction=prediction,
         device_tier=device,
+        loops=loops,
         labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
         provenance={"planner": "weights", "keep_s": repr(choice.keep_s)},
+    )
+    return replace(plan, prediction=_timed(posed, plan))
+
+
+def _timed(posed: Problem, plan: Plan) -> Prediction:
+    """Adds to a plan's prediction what a step takes: of the module as it will be, whose
+    loops are opened, where there are any."""
+    machine = posed.machine
+    events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
+    if plan.loops:
+        module = rewrite.rewrite(posed.module, plan, custom_calls=False)
+        costs = cost.instruction_costs(module, machine)
+        events = timeline.schedule_events(module, costs, machine)
+    timed = timeline.simulate(events, machine)
+    return replace(
+        plan.prediction,
+        step_time_s=timed.step_time_s,
+        compute_s=timed.compute_s,
+        link_s=sum(timed.link_s.values()),
+        stall_s=timed.stall_s,
     )

@@ -12,6 +12,9 @@ At a tick, starts are issued first, in the order of ``Plan.transfers``, then don
 A transfer occupies its slot from its start until after the last instruction that reads
 it, so ``live_range.end`` is the tick after that instruction. All ranges are half-open.
 
+What stands in loops, and what the entry fetches or stores by the slice, is scheduled
+computation by computation, each with ticks of its own (`LoopSchedule`).
+
 Buffers are named by the HLO instruction that defines them (for an argument: its
 parameter instruction), and ``labels`` gives the user's name for it.
 """
@@ -24,11 +27,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from hlo_passes.errors import PlanFormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 LogicalTime = int
 
@@ -172,6 +176,75 @@ class Prediction:
         return self.temp_bytes - self.lower_bound_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LoopTransfer:
+    """One asynchronous transfer between host and device memory in a `LoopSchedule`.
+
+    Attributes:
+      id: its place in the computation's issue order.
+      start_name, done_name: HLO names of the pair.
+      source, destination: tier names.
+      size: bytes that one execution moves.
+      start: tick at which it is issued.
+      done: tick at which it is waited for; ``start <= done``.
+      end: tick after the last instruction that reads what was fetched, the computation's
+        end if it is handed on; of a store `done`.
+      start_after, done_after: HLO names of the last instruction before that takes time; ``""``
+        for none. They hold in the executable, whose schedule has other ticks.
+      kind: ``"prefetch"`` brings data to the device, ``"evict"`` takes it away.
+    """
+
+    id: int
+    start_name: str
+    done_name: str
+    source: str
+    destination: str
+    size: int
+    start: LogicalTime
+    done: LogicalTime
+    end: LogicalTime
+    start_after: str
+    done_after: str
+    kind: Literal["prefetch", "evict"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSchedule:
+    """The transfers of one computation: the body of a loop, what is called, or the entry.
+
+    Tick t is the moment before the t-th of the computation's instructions, these transfers'
+    starts and dones not counted. At a tick each start is issued behind the dones that it
+    needs, in the order of `transfers`; the other dones follow.
+
+    Attributes:
+      computation: its HLO name.
+      loop: HLO name of the instruction that runs it; ``""`` for the entry.
+      trip_count: how often `loop` runs it, if that is known.
+      depth: how many loops and calls it lies in; 0 for the entry.
+      executions: how often it runs in a step; a loop of unknown count is counted once.
+      ticks: how many it has.
+      transfers: in issue order.
+      dropped_copies: HLO names of copies of what was fetched that this order needs no more.
+      is_resequenced: whether the plan orders the computation; if not, XLA's order stays, and
+        the ticks are where it has the transfers.
+    """
+
+    computation: str
+    loop: str
+    trip_count: int | None
+    depth: int
+    executions: int
+    ticks: int
+    transfers: tuple[LoopTransfer, ...]
+    dropped_copies: tuple[str, ...]
+    is_resequenced: bool
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that its transfers move in a step."""
+        return self.executions * sum(t.size for t in self.transfers)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where every buffer lives and when it moves, for one module on one machine.
@@ -185,6 +258,7 @@ class Plan:
       transfers: in issue order.
       fences: the orders that must hold for the plan to be right.
       device_tier: name of the tier that the program computes in.
+      loops: the transfers in loop bodies, and those of the entry that move no whole argument.
       recomputes: names of instructions cloned instead of kept.
       labels: HLO buffer name to the user's name.
       provenance: how it was made (planner version, candidate chosen, rounds).
@@ -200,6 +274,7 @@ class Plan:
     fences: tuple[Fence, ...]
     prediction: Prediction
     device_tier: str = "hbm"
+    loops: tuple[LoopSchedule, ...] = ()
     recomputes: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -211,7 +286,9 @@ class Plan:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(t.size for t in self.transfers)
+        """Bytes that a step moves between tiers."""
+        loops = sum(loop.moved_bytes for loop in self.loops)
+        return loops + sum(t.size for t in self.transfers)
 
     @property
     def fingerprint(self) -> str:
@@ -256,6 +333,7 @@ class Plan:
                 ),
                 prediction=_record(Prediction, document["prediction"]),
                 device_tier=_str(document, "device_tier"),
+                loops=tuple(map(_loop, document["loops"])),
                 recomputes=tuple(document["recomputes"]),
                 labels=document["labels"],
                 provenance=document["provenance"],
@@ -263,7 +341,9 @@ class Plan:
         except PlanFormatError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanFormatError("plan", str(error), "all fields of a version 1 plan") from error
+            raise PlanFormatError(
+                "plan", str(error), f"all fields of a version {FORMAT_VERSION} plan"
+            ) from error
 
     def save(self, path: Path | str) -> None:
         Path(path).write_text(self.to_json(indent=1), encoding="utf-8")
@@ -291,15 +371,22 @@ def _slot(document: dict[str, Any]) -> Slot:
     return _record(Slot, {**document, "live_range": LiveRange(*document["live_range"])})
 
 
+def _loop(document: dict[str, Any]) -> LoopSchedule:
+    transfers = tuple(_record(LoopTransfer, t) for t in document["transfers"])
+    copies = tuple(document["dropped_copies"])
+    return _record(LoopSchedule, {**document, "transfers": transfers, "dropped_copies": copies})
+
+
 _KINDS: dict[object, type | tuple[type, ...]] = {
     "int": int,
     "LogicalTime": int,
     "str": str,
     "float": (int, float),
+    "int | None": (int, NoneType),
 }
 
 
-def _record[R: (Placement, Allocation, Slot, Transfer, Prediction)](
+def _record[R: (Placement, Allocation, Slot, Transfer, LoopTransfer, LoopSchedule, Prediction)](
     kind: type[R], document: dict[str, Any]
 ) -> R:
     """Builds one of the plan's records, checking the kind of each plain value."""

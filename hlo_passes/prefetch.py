@@ -31,8 +31,8 @@ import numpy as np
 from hlo_passes.machine import Link
 from hlo_passes.plan import LiveRange
 
-# How much slower than the model a real link may be before a just-in-time start is late.
-_LINK_MARGIN = 1.5
+LINK_MARGIN = 1.5
+"""How much slower than the model a real link may be before a just-in-time start is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,12 @@ class _Ring:
 
 def _just_in_time(fetches: Sequence[Fetch], clock: np.ndarray, link: Link) -> list[int]:
     """The latest start ticks with which every fetch is done at its first read, if the link
-    does nothing else and is `_LINK_MARGIN` times slower than it says."""
+    does nothing else and is `LINK_MARGIN` times slower than it says."""
     begins = np.empty(len(fetches))
     deadline = np.inf
     for i in range(len(fetches) - 1, -1, -1):
         fetch = fetches[i]
-        seconds = fetch.size / link.bytes_per_s * _LINK_MARGIN
+        seconds = fetch.size / link.bytes_per_s * LINK_MARGIN
         deadline = min(deadline, clock[fetch.reads.start]) - seconds
         begins[i] = deadline - link.latency_s
     ticks = np.searchsorted(clock, begins, side="right") - 1

@@ -23,10 +23,12 @@ from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
 from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.loop_floor import floor_costs, link_floor_s
 from hlo_passes.machine import Link, Machine
 from hlo_passes.plan import LiveRange
 from hlo_passes.prefetch import Fetch
 from hlo_passes.ticks import EntryTicks, ManagedTransfer, entry_ticks
+from hlo_passes.timeline import queue_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,12 @@ class Problem:
     Attributes:
       arena: what transferred weights share their memory with.
       load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
-        compute before each tick; costs: float64[ticks], seconds of each.
+        compute before each tick; costs: float64[ticks], seconds of each. A loop that moves
+        bytes takes no less than they do.
       movables: in the order of their first read.
       boundary: device bytes of what goes in and comes out.
       link: from the host tier to the device's.
+      link_floor_s: seconds for which other transfers than the movables' occupy it.
     """
 
     module: Module
@@ -80,6 +84,7 @@ class Problem:
     clock: npt.NDArray[np.float64]
     movables: tuple[Movable, ...]
     link: Link
+    link_floor_s: float = 0.0
 
     @property
     def fixed_bytes(self) -> int:
@@ -107,7 +112,7 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
     ranges = compute_live_ranges(analyze_dataflow(module))
     ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
     temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
-    seconds = instruction_costs(module, machine)
+    seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
     for transfer in ticks.transfers:
@@ -118,6 +123,7 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
         key=lambda m: (m.reads[0], m.parameter),
     )
     on_host = {m.parameter for m in movables} if on_cpu else set[int]()
+    link = host_link(machine)
     return Problem(
         module,
         machine,
@@ -128,7 +134,8 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
         costs,
         np.concatenate([[0.0], np.cumsum(costs)]),
         tuple(movables),
-        host_link(machine),
+        link,
+        link_floor_s(module, machine).get(queue_of(link), 0.0),
     )
 
 

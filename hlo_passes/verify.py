@@ -32,6 +32,7 @@ from hlo_passes.errors import PlanMismatchError, VerificationError
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Event, Fence, LogicalTime, Plan, Slot
+from hlo_passes.verify_loops import verify_loops
 from hlo_passes.verify_replay import Program, Replay, Value, check_scheduled, describe, issue_rank
 from hlo_passes.verify_rewrite import (
     Followed,
@@ -43,6 +44,7 @@ from hlo_passes.verify_rewrite import (
 __all__ = [
     "Followed",
     "verify_executable",
+    "verify_loops",
     "verify_plan",
     "verify_reordering",
     "verify_rewrite",

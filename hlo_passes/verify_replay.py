@@ -185,7 +185,7 @@ class Replay:
                     value.read(finish, self._began.get(i.id))
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
-            view = _view(i, index)
+            view = view_of(i, index)
             if view is not None:
                 value = operands[view.operand][view.part]
                 value.slots += self._slots.get(position_name(i, index), ())
@@ -296,12 +296,12 @@ def _may_work_in_place(module: Module, i: Instruction) -> bool:
     return len(work) == 1 and work[0].opcode not in _OUT_OF_PLACE | {"sort"}
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     operand: int
     part: ShapeIndex
 
 
-def _view(i: Instruction, index: ShapeIndex) -> _View | None:
+def view_of(i: Instruction, index: ShapeIndex) -> View | None:
     """The part of an operand whose bytes lie at `index` of `i`; None where `i` defines them.
 
     Only what XLA guarantees (xla/hlo/analysis/hlo_dataflow_analysis.cc, the Update...
@@ -309,38 +309,38 @@ def _view(i: Instruction, index: ShapeIndex) -> _View | None:
     """
     match i.opcode, index:
         case (("add-dependency" | "bitcast" | "domain" | "opt-barrier" | "while"), _):
-            return _View(0, index)
+            return View(0, index)
         case (("async-update" | "all-reduce-done"), _):
-            return _View(0, index)
+            return View(0, index)
         case "all-reduce-start", _:  # XLA runs it in place.
-            return _View(index[0] if index else 0, ())
+            return View(index[0] if index else 0, ())
         case "collective-permute-start", (1,) if len(i.operand_ids) == 4:
-            return _View(1, ())  # Its destination is an operand.
+            return View(1, ())  # Its destination is an operand.
         case "tuple", _:
-            return _View(index[0], index[1:])
+            return View(index[0], index[1:])
         case "get-tuple-element", _:
-            return _View(0, (i.tuple_index, *index))
+            return View(0, (i.tuple_index, *index))
         case "copy-start", (1,):
-            return _View(0, ())
+            return View(0, ())
         case (("send" | "all-gather-start" | "collective-permute-start"), (0,)):
-            return _View(0, ())
+            return View(0, ())
         case (("async-start" | "all-gather-start" | "collective-permute-start"), (0, k, *rest)):
-            return _View(k, tuple(rest))
+            return View(k, tuple(rest))
         case (("copy-done" | "recv-done"), () | (0,)):
-            return _View(0, (0,))
+            return View(0, (0,))
         case (("async-done" | "all-gather-done" | "collective-permute-done"), _):
-            return _View(0, (1, *index))
+            return View(0, (1, *index))
         case (("async-start" | "custom-call" | "fusion"), _):
             aliases = {a.output_index: a for a in i.output_operand_aliasing}
             alias = aliases.get(index)
-            return None if alias is None else _View(alias.operand, alias.operand_index)
+            return None if alias is None else View(alias.operand, alias.operand_index)
         case _:
             return None
 
 
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:
     """Yields every name of what `i` defines: its own, then those that a callee has for it."""
-    while (view := _view(i, index)) is not None:
+    while (view := view_of(i, index)) is not None:
         i, index = module.instructions[i.operand_ids[view.operand]], view.part
     yield position_name(i, index)
     is_async_result = i.opcode == "async-start" and index[0] == 1

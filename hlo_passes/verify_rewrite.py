@@ -10,7 +10,6 @@ order with the same operands, a fetched value standing for the transfer that ser
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.plan import Event, LogicalTime, Plan, Transfer
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.verify_followed import follow_loops, longest_ascent
 from hlo_passes.verify_replay import (
     Program,
     check_scheduled,
@@ -74,15 +74,20 @@ class Followed:
       missing: ids of those that it has not.
       reordered: ids of a smallest set of transfers that would have to move for the order of
         all starts and dones to be the plan's.
+      loop_transfers, loops_missing, loops_reordered: the same of the transfers in
+        ``Plan.loops``, called ``<computation>/<start_name>``.
     """
 
     transfers: int
     missing: tuple[int, ...]
     reordered: tuple[int, ...]
+    loop_transfers: int = 0
+    loops_missing: tuple[str, ...] = ()
+    loops_reordered: tuple[str, ...] = ()
 
     @property
     def exactly(self) -> bool:
-        return not self.missing and not self.reordered
+        return not (self.missing or self.reordered or self.loops_missing or self.loops_reordered)
 
 
 def verify_reordering(original: Module, reordered: Module) -> None:
@@ -142,7 +147,8 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
 
     Args:
       final: the executable's module. A transfer is known by its attribute; one that has
-        lost it by its name, ``memplan_copy_start.<id>`` and ``memplan_copy_done.<id>``.
+        lost it by its name, ``memplan_copy_start.<id>`` and ``memplan_copy_done.<id>``, and
+        in a loop by the names that the plan has for it.
 
     Raises:
       VerificationError: when `final` has no schedule.
@@ -155,9 +161,17 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
     planned = [e for e in events if e.index in present and e.index < len(plan.transfers)]
     # Dones of one tick wait for each other: their order makes no difference.
     ranks = [issue_rank(plan, e)[: 3 if e.kind == "start" else 2] for e in planned]
-    kept = _longest_ascent(ranks)
+    kept = longest_ascent(ranks)
     moved = {e.index for k, e in enumerate(planned) if k not in kept}
-    return Followed(len(plan.transfers) - len(missing), missing, tuple(sorted(moved)))
+    loops = follow_loops(plan, final)
+    return Followed(
+        len(plan.transfers) - len(missing),
+        missing,
+        tuple(sorted(moved)),
+        sum(len(loop.transfers) for loop in plan.loops) - len(loops.missing),
+        loops.missing,
+        loops.reordered,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -467,22 +481,3 @@ def _ancestors(module: Module) -> dict[int, int]:
             found |= needs[needed] | 1 << place[needed]
         needs[i.id] = found
     return needs
-
-
-def _longest_ascent(ranks: Sequence[tuple[int, ...]]) -> set[int]:
-    """The indices of a longest subsequence that does not descend (patience sorting,
-    Fredman 1975). Time O(n log n)."""
-    tails: list[tuple[int, ...]] = []  # the least rank that ends an ascent of each length
-    at_tail: list[int] = []
-    before: list[int] = []
-    for k, rank in enumerate(ranks):
-        length = bisect_right(tails, rank)
-        before.append(at_tail[length - 1] if length else -1)
-        tails[length : length + 1] = [rank]
-        at_tail[length : length + 1] = [k]
-    kept: set[int] = set()
-    k = at_tail[-1] if at_tail else -1
-    while k >= 0:
-        kept.add(k)
-        k = before[k]
-    return kept

@@ -45,8 +45,9 @@ HERE = 'metadata={source_file="train.py" source_line=%d}'
 
 
 def test_the_checker_shares_nothing_with_the_planner():
-    allowed = {"errors", "ir", "machine", "plan", "proto", "verify_replay", "verify_rewrite"}
-    for name in ("verify", "verify_replay", "verify_rewrite"):
+    checker = {f"verify_{part}" for part in ("followed", "loops", "replay", "rewrite")}
+    allowed = {"errors", "ir", "machine", "plan", "proto", *checker}
+    for name in ("verify", *checker):
         source = (Path(hlo_passes.__file__).parent / f"{name}.py").read_text()
         imports = [n.module or "" for n in ast.walk(ast.parse(source)) if is_import_from(n)]
         ours = {m.split(".")[1] for m in imports if m.startswith("hlo_passes.")}
