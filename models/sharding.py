@@ -20,6 +20,7 @@ from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 type AnyMesh = Mesh | AbstractMesh
 """A mesh with axes "fsdp" and "model", of devices or of their number alone."""
 
+# Of each weight of one layer, by the last part of its path; what is not listed is replicated.
 _WEIGHTS: Mapping[str, P] = MappingProxyType(
     {
         "embedding": P("model", "fsdp"),
@@ -33,7 +34,6 @@ _WEIGHTS: Mapping[str, P] = MappingProxyType(
         "down": P("model", "fsdp"),
     }
 )
-# Of each weight of a layer, by the last part of its path; what is not listed is replicated.
 
 STREAM = P("fsdp", None, None)
 """The residual stream, [batch, len, embed_dim]."""
@@ -63,7 +63,12 @@ def weight_shardings[Tree](weights: Tree, mesh: AnyMesh) -> Tree:
 
 
 def gathered[Tree](weights: Tree, mesh: AnyMesh) -> Tree:
-    """`weights` with all that is split over "fsdp" gathered, and "model" left as it is."""
+    """`weights` with all that is split over "fsdp" gathered, and "model" left as it is.
+
+    Left alone, XLA's partitioner may pass parts of the weights around the devices during each
+    product instead. A gradient is summed to the gathered shape, then split; the TPU compiler
+    makes a reduce-scatter of most of them.
+    """
 
     def gather(path: KeyPath, leaf: jax.Array) -> jax.Array:
         spec = P(*(None if axis == "fsdp" else axis for axis in _weight_spec(path, leaf.ndim)))

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import models.llama as llama
 import models.scanned as scanned
 from models.configs import CONFIGS, TINY
-from models.sharding import CACHE, named, weight_shardings
+from models.sharding import CACHE, TOKENS, gathered, named, weight_shardings
 from models.training import TrainOptions, abstract_state, init_state, train_step
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
@@ -122,21 +122,34 @@ def test_moments_are_split_as_their_weights_are():
     assert moments == [named((4, 64, 160), P(None, "fsdp", "model"), mesh)] * 2
 
 
-def test_weights_are_split_while_they_wait_and_gathered_in_the_loop(mesh: Mesh):
-    """No array of the compiled step has all of a stacked weight, whose layers are 3 here."""
+def test_gathered_weights_are_whole_but_for_the_model_axis(mesh: Mesh):
+    params = jax.device_put(build()[0], weight_shardings(build()[0], mesh))
+    for before, after in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(jax.jit(lambda weights: gathered(weights, mesh))(params)),
+        strict=True,
+    ):
+        spec = P(*(None if axis == "fsdp" else axis for axis in before.sharding.spec))
+        assert after.sharding.is_equivalent_to(NamedSharding(mesh, spec), after.ndim)
+        np.testing.assert_array_equal(after, before)
+
+
+def test_weights_wait_in_parts_and_are_gathered_a_layer_at_a_time(mesh: Mesh):
     config = dataclasses.replace(TINY, num_layers=3)
     options = TrainOptions()
     graphdef = nnx.graphdef(scanned.abstract_model(config, remat="layer", mesh=mesh))
     state = abstract_state(config, options, mesh=mesh)
-    tokens = jax.ShapeDtypeStruct((4, 9), jnp.int32, sharding=named((4, 9), P("fsdp"), mesh))
+    tokens = jax.ShapeDtypeStruct((4, 9), jnp.int32, sharding=named((4, 9), TOKENS, mesh))
     step = jax.jit(functools.partial(train_step, graphdef, options), donate_argnames="state")
-    compiled = step.lower(state, tokens).compile()
-    text = compiled.as_text()
+    lowered = step.lower(state, tokens)
+    # Of one layer, gate and up, split over "model" alone.
+    assert '[{}, {"model"}]> : tensor<64x160xbf16>' in lowered.as_text()
+
+    compiled = lowered.compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
-    assert "[3,32,80]" in text  # gate and up, a quarter
-    assert "[64,80]" in text  # a layer's, gathered over fsdp
+    assert memory is not None
+    assert "[3,32,80]" in text  # gate and up of all layers, a quarter
     assert "[3,64,80]" not in text
     assert "[3,64,160]" not in text
-    memory = compiled.memory_analysis()
-    assert memory is not None
     assert memory.alias_size_in_bytes > 0.9 * memory.argument_size_in_bytes
