@@ -94,7 +94,7 @@ class Limits:
 
     min_bytes: int = 1 << 20
     min_slice_bytes: int = 1 << 18
-    chunk_bytes: int = 64 << 20
+    chunk_bytes: int = 16 << 20
     max_trips: int = 512
     tiled: bool = True
 
@@ -160,10 +160,10 @@ def slice_elementwise(
     limits = limits or Limits()
     values = [("argument", n, jaxpr.invars[n]) for n in sorted(hosted)]
     values += [("result", n, jaxpr.outvars[n]) for n in sorted(hosted_results)]
-    shapes = frozenset(_shape(v) for _, _, v in values if _is_large(v, limits))
-    if not shapes:
+    extents = frozenset(_extent(v) for _, _, v in values if _is_large(v, limits))
+    if not extents:
         return Sliced(jaxpr, ())
-    program, renamed = _inlined(jaxpr, shapes)
+    program, renamed = _inlined(jaxpr, extents)
     values = [(kind, n, renamed(v)) for kind, n, v in values]
     sharded = {renamed(jaxpr.invars[n]) for n in unsplittable}
     sharded |= {renamed(jaxpr.outvars[n]) for n in unsplittable_results}
@@ -184,6 +184,10 @@ def splits_leading_axis(eqn: JaxprEqn) -> bool:
 
 
 # --- what can be sliced ---------------------------------------------------------------------
+
+
+_Extent = tuple[tuple[int, ...], int]
+"""Length of the leading axis (none for a scalar) and number of elements."""
 
 
 class _Rule(NamedTuple):
@@ -253,6 +257,10 @@ def _itemsize(atom: Atom) -> int:
     return _aval(atom).dtype.itemsize
 
 
+def _extent(atom: Atom) -> _Extent:
+    return _shape(atom)[:1], math.prod(_shape(atom))
+
+
 def _bytes(atom: Atom) -> int:
     return math.prod(_shape(atom)) * _itemsize(atom)
 
@@ -264,10 +272,8 @@ def _is_large(atom: Atom, limits: Limits) -> bool:
 # --- calls that hide elementwise work -------------------------------------------------------
 
 
-def _inlined(
-    jaxpr: Jaxpr, shapes: AbstractSet[tuple[int, ...]]
-) -> tuple[Jaxpr, Callable[[Atom], Atom]]:
-    """Replaces calls that hide work on slices of such shapes by what they call.
+def _inlined(jaxpr: Jaxpr, extents: AbstractSet[_Extent]) -> tuple[Jaxpr, Callable[[Atom], Atom]]:
+    """Replaces calls that hide work on slices of arrays so large by what they call.
 
     Returns the program and what its variables are called there.
     """
@@ -276,7 +282,7 @@ def _inlined(
     def renamed(atom: Atom) -> Atom:
         return names.get(atom, atom) if isinstance(atom, Var) else atom
 
-    eqns = list(_inline(jaxpr.eqns, names, shapes))
+    eqns = list(_inline(jaxpr.eqns, names, extents))
     if not names:
         return jaxpr, renamed
     outvars = [renamed(v) for v in jaxpr.outvars]
@@ -286,7 +292,7 @@ def _inlined(
 def _inline(
     eqns: Iterable[JaxprEqn],
     names: dict[Var, Atom],
-    shapes: AbstractSet[tuple[int, ...]],
+    extents: AbstractSet[_Extent],
     around: Sequence[JaxprEqn] = (),
 ) -> Iterator[JaxprEqn]:
     """Yields the equations of a program that is called by the equations `around`, outermost
@@ -294,9 +300,9 @@ def _inline(
     for eqn in eqns:
         operands = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
         callee = _callee(eqn)
-        if callee is not None and _hides_slices(callee, shapes):
+        if callee is not None and _hides_slices(callee, extents):
             inside: dict[Var, Atom] = dict(zip(callee.invars, operands, strict=True))
-            yield from _inline(callee.eqns, inside, shapes, (*around, eqn))
+            yield from _inline(callee.eqns, inside, extents, (*around, eqn))
             results = [inside[v] if isinstance(v, Var) else v for v in callee.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
         elif around:
@@ -324,12 +330,12 @@ def _callee(eqn: JaxprEqn) -> Jaxpr | None:
     return None if program.jaxpr.constvars else program.jaxpr
 
 
-def _hides_slices(callee: Jaxpr, shapes: AbstractSet[tuple[int, ...]]) -> bool:
+def _hides_slices(callee: Jaxpr, extents: AbstractSet[_Extent]) -> bool:
     for eqn in callee.eqns:
         inner = _callee(eqn)
-        if inner is not None and _hides_slices(inner, shapes):
+        if inner is not None and _hides_slices(inner, extents):
             return True
-        if _rule(eqn) and any(_shape(v) in shapes for v in (*eqn.invars, *eqn.outvars)):
+        if _rule(eqn) and any(_extent(v) in extents for v in (*eqn.invars, *eqn.outvars)):
             return True
     return False
 
@@ -355,9 +361,9 @@ class _Region:
 
 
 def _regions(
-    jaxpr: Jaxpr, seeds: Iterable[Atom], sharded: AbstractSet[Atom], limits: Limits
+    jaxpr: Jaxpr, hosted: Sequence[Atom], sharded: AbstractSet[Atom], limits: Limits
 ) -> list[_Region]:
-    """Returns the regions that the large ones of `seeds` are in."""
+    """Returns the regions that the large ones of `hosted` are in."""
     rules = [_rule(eqn) for eqn in jaxpr.eqns]
     joined: dict[Var, list[int]] = {}
     for n, (eqn, rule) in enumerate(zip(jaxpr.eqns, rules, strict=True)):
@@ -366,7 +372,7 @@ def _regions(
         for var in _along(eqn, rule):
             joined.setdefault(var, []).append(n)
     found: list[_Region] = []
-    for seed in seeds:
+    for seed in hosted:
         if not isinstance(seed, Var) or not _is_large(seed, limits):
             continue
         if any(seed in region.arrays for region in found):
@@ -385,7 +391,7 @@ def _regions(
                 # Leaves may share a small operand (a scale for each layer) and no more.
                 pending += [v for v in along if v in eqn.outvars or _is_large(v, limits)]
         if equations:
-            found.append(_decided(jaxpr, equations, arrays, sharded, limits))
+            found.append(_decided(jaxpr, equations, arrays, hosted, sharded, limits))
     return found
 
 
@@ -401,39 +407,49 @@ def _decided(
     jaxpr: Jaxpr,
     equations: set[int],
     arrays: set[Var],
+    hosted: Sequence[Atom],
     sharded: AbstractSet[Atom],
     limits: Limits,
 ) -> _Region:
     """The region of `equations`, sliced or left whole."""
-    large = [v for v in arrays if _is_large(v, limits)]
+    inside = {v for n in equations for v in jaxpr.eqns[n].outvars}
+    for n, eqn in enumerate(jaxpr.eqns):
+        inside -= set(_variables(() if n in equations else eqn.invars))
+    inside -= set(_variables(jaxpr.outvars))
+    moved = [v for v in arrays if v not in inside and _is_large(v, limits)]
     if any(v in sharded for v in arrays):
         trips = "its leading axis is sharded"
+    elif limits.tiled and any(v in hosted and _itemsize(v) == 1 for v in moved):
+        trips = "XLA brings host arrays of 8-bit numbers to a TPU whole"
     else:
-        trips = _trips(large, limits)
+        trips = _trips(moved, limits)
     if isinstance(trips, str):
         return _Region(frozenset(equations), frozenset(arrays), whole=trips)
-    # What each trip would reduce to must be small: it is kept until the loop ends.
+    # What each trip reduces to is kept until the loop ends.
     kept = {
         n
         for n in equations
-        if not (rule := _rule(jaxpr.eqns[n]))
-        or not rule.reduces
+        if not _reduces(jaxpr.eqns[n])
         or trips * _bytes(jaxpr.eqns[n].outvars[0]) < limits.min_bytes
     }
     whole = None if kept else "it is only reduced over its leading axis, to large results"
     return _Region(frozenset(kept), frozenset(arrays), trips, whole)
 
 
-def _trips(large: Sequence[Var], limits: Limits) -> int | str:
+def _reduces(eqn: JaxprEqn) -> bool:
+    rule = _rule(eqn)
+    return rule is not None and rule.reduces
+
+
+def _trips(moved: Sequence[Var], limits: Limits) -> int | str:
     """How many slices the arrays are cut into; or why they are not."""
-    length = _shape(large[0])[0]
-    most = max(map(_bytes, large))
-    least = min(map(_bytes, large))
+    length = _shape(moved[0])[0]
+    most, least = max(map(_bytes, moved)), min(map(_bytes, moved))
     rows = 1
     if limits.tiled:
-        if not all(_is_outside_tiles(_shape(v), _itemsize(v)) for v in large):
+        if not all(is_outside_tiles(_shape(v), _itemsize(v)) for v in moved):
             return "its leading axis lies inside the tiles of the TPU's layout"
-        flat = [_itemsize(v) for v in large if len(_shape(v)) == 2]
+        flat = [_itemsize(v) for v in moved if len(_shape(v)) == 2]
         rows = max((_tile_rows(itemsize) for itemsize in flat), default=1)
     if rows == 1 and length <= limits.max_trips and least // length >= limits.min_slice_bytes:
         return length
@@ -454,7 +470,7 @@ def _tile_rows(itemsize: int) -> int:
     return _TILE_ROWS * max(1, 4 // itemsize)
 
 
-def _is_outside_tiles(shape: Sequence[int], itemsize: int) -> bool:
+def is_outside_tiles(shape: Sequence[int], itemsize: int) -> bool:
     """Whether a TPU keeps the slices along the leading axis apart.
 
     XLA tiles the two axes that need the least padding, as far as seen (libtpu 0.0.51, v5e);
@@ -571,10 +587,8 @@ class _Scans:
         rows = length // region.trips
         args = [*whole, *slices]
         body = self._body(inside, args, len(whole), results, rows)
-        reductions = [
-            eqn if (rule := self.rules[n]) and rule.reduces else None
-            for n, eqn in ((self.makers[v], self.jaxpr.eqns[self.makers[v]]) for v in results)
-        ]
+        makers = [self.jaxpr.eqns[self.makers[v]] for v in results]
+        reductions = [eqn if _reduces(eqn) else None for eqn in makers]
 
         def scan(*args: Any) -> list[Any]:
             consts, arrays = args[: len(whole)], args[len(whole) :]

@@ -14,9 +14,16 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, check_jaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes import xla
-from memplan.streams.slicing import Limits, Sliced, slice_elementwise, splits_leading_axis
+from memplan.streams.slicing import (
+    Limits,
+    Sliced,
+    is_outside_tiles,
+    slice_elementwise,
+    splits_leading_axis,
+)
 
 # Small numbers, so that small arrays are worth slicing.
 SMALL = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16, tiled=False)
@@ -256,6 +263,18 @@ def test_what_factored_moments_do():
     assert not whole(result)
 
 
+def test_only_what_is_moved_is_measured():
+    """Neither the mask nor the rows of 4096 numbers ever leave the loop."""
+
+    def fun(x: Any) -> Any:
+        rows = lax.reshape(x, (8, 4096))
+        return lax.reshape(jnp.where(rows > 0, rows, -rows), x.shape)
+
+    limits = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096)
+    assert lengths(sliced(fun, array(8, 32, 128), limits=limits)) == [8]
+    assert lengths(assert_same(fun, array(8, 32, 128))) == [8]
+
+
 def test_a_small_operand_does_not_join_leaves():
     def fun(scale: Any, ps: Any) -> Any:
         return [p * scale[:, None, None] for p in ps]
@@ -302,6 +321,15 @@ def test_calls_are_inlined_where_they_hide_such_work():
     assert "test_slicing.py" in source_info_util.summarize(scan.source_info)
     body = scan.params["jaxpr"].eqns
     assert any(str(eqn.source_info.name_stack).startswith("outer") for eqn in body)
+
+
+def test_custom_derivatives_are_inlined():
+    @jax.custom_vjp
+    def double(x: Any) -> Any:
+        return x * 2
+
+    double.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,))
+    assert lengths(assert_same(lambda x: jax.nn.relu(double(x)), array(4, 16, 16))) == [4]
 
 
 def test_a_stage_reads_what_an_earlier_one_returned():
@@ -424,14 +452,31 @@ def test_rows_without_a_divisor():
     assert result.values[0].whole == "its 97 rows have no divisor that makes chunks of whole tiles"
 
 
-def test_explicit_shardings_and_host_computation_stay():
-    def fun(x: Any, y: Any) -> Any:
-        mesh = jax.sharding.AbstractMesh((2,), ("x",))
-        spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        return jax.jit(lambda x: x * 2, in_shardings=spec)(x), y
+def test_a_call_that_states_shardings():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    result = sliced(jax.jit(lambda x: x * 2, in_shardings=sharding), array(4, 16, 16))
+    assert not lengths(result)
 
-    jaxpr = jax.make_jaxpr(fun)(array(4, 16, 16), array(4, 16, 16))
-    assert slice_elementwise(jaxpr, {0}, {0}, limits=SMALL).jaxpr is jaxpr
+
+def test_types_that_name_shardings():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    x = jax.device_put(array(4, 16, 16), NamedSharding(mesh, PartitionSpec(None, "x")))
+    with jax.set_mesh(mesh):
+        assert not lengths(sliced(lambda x: x * 2, x))
+
+
+# --- sharded arrays -------------------------------------------------------------------------
+
+
+def test_other_axes_may_be_sharded():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    args = jax.device_put(state(), NamedSharding(mesh, PartitionSpec()))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    params = {**args[0], "embedding": jax.device_put(args[0]["embedding"], sharding)}
+    with jax.set_mesh(mesh):
+        result = assert_same(clipped, params, *args[1:], exact=False)
+    assert not whole(result)
 
 
 # --- tiles ----------------------------------------------------------------------------------
@@ -443,7 +488,7 @@ def test_explicit_shardings_and_host_computation_stay():
         ((4, 16, 128), jnp.float32, 4),
         ((96, 128), jnp.float32, 12),
         ((96, 128), jnp.bfloat16, 6),
-        ((128, 128), jnp.int8, 4),
+        ((16, 32, 128), jnp.int8, None),  # XLA does not slice these.
         ((256, 100), jnp.float32, None),  # Kept with its rows as lanes.
         ((256, 3, 128), jnp.float32, None),  # Tiles of 8 × 1 × 128.
     ],
@@ -452,6 +497,22 @@ def test_slices_are_whole_tiles(shape: tuple[int, ...], dtype: Any, trips: int |
     limits = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16)
     result = sliced(lambda x: x * 2, array(*shape, dtype=dtype), limits=limits)
     assert result.values[0].trips == trips
+
+
+def test_the_layouts_that_a_tpu_gives(tpu_compiler: Callable[[str], Any]):
+    """The leading axis is where the pass expects it, in and out of the tiles."""
+    lengths = (2, 3, 5, 8, 24, 100, 128, 1000, 1600, 4096)
+    rng = np.random.default_rng(0)
+    shapes = [tuple(map(int, rng.choice(lengths, size=rank))) for rank in (2, 3, 3, 4) * 12]
+    shapes = [shape for shape in shapes if 1 << 12 < math.prod(shape) < 1 << 22]
+    sharding = SingleDeviceSharding(tpu_compiler("v5e:2x2").devices[0])
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        args = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
+        compiled = jax.jit(lambda *xs: [-x for x in xs]).lower(*args).compile()
+        for shape, kept in zip(shapes, compiled.input_formats[0], strict=True):
+            *major, rows, lanes = kept.layout.major_to_minor
+            outside = (rows, lanes) == (0, 1) if not major else 0 in major
+            assert is_outside_tiles(shape, np.dtype(dtype).itemsize) == outside, (shape, dtype)
 
 
 # --- random programs ------------------------------------------------------------------------
