@@ -13,6 +13,7 @@ belongs to the tick of the instruction that calls it. Everything that is neither
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -247,21 +248,21 @@ class _View:
         for h in allocations.heap:
             if h.value.id not in self.moved:
                 groups.setdefault(h.group, []).append(h)
-        inside: dict[LogicalTime, list[HeapRange]] = {}
+        inside: defaultdict[LogicalTime, list[HeapRange]] = defaultdict(list)
+        carried: defaultdict[LogicalTime, list[HeapRange]] = defaultdict(list)
         for members in groups.values():
             live = self._ticks_of([h.value for h in members])
             if any(self._in_entry(h.value) for h in members):
                 yield Resident(str(members[0].value), members[0].size, live, "temp")
+                for h in members:
+                    if not self._in_entry(h.value):
+                        carried[self.tick_of[h.value.instruction.id]].append(h)
             else:
-                inside.setdefault(live.start, []).extend(members)
+                inside[live.start] += members
         for tick, members in inside.items():
-            packing = assign_offsets(
-                [h.size for h in members],
-                [h.events for h in members],
-                groups=[h.group for h in members],
-            )
+            size = _workspace_bytes(members, carried[tick])
             name = self.instructions[tick].name
-            yield Resident(name, packing.total, LiveRange(tick, tick + 1), "workspace")
+            yield Resident(name, size, LiveRange(tick, tick + 1), "workspace")
 
     def _in_entry(self, value: Value) -> bool:
         return any(p.instruction.computation_id == self.entry.id for p in value.positions)
@@ -281,6 +282,22 @@ class _View:
         if last >= self.ranges.end:
             return LiveRange(start, self.end)
         return LiveRange(start, self.tick_of[self.ranges.sequence[last].id] + 1)
+
+
+def _workspace_bytes(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) -> int:
+    """What a called computation needs beside the state that the caller holds for it.
+
+    The state's bytes are free while no value of it lives: from the last read of a loop's
+    slot until the next layer is fetched into it.
+    """
+
+    def packed(heap: Sequence[HeapRange]) -> int:
+        return assign_offsets(
+            [h.size for h in heap], [h.events for h in heap], groups=[h.group for h in heap]
+        ).total
+
+    held = sum({h.group: h.size for h in carried}.values())
+    return min(packed(inside), max(0, packed([*inside, *carried]) - held))
 
 
 def _ticks(ranges: LiveRanges, instructions: Sequence[Instruction]) -> dict[int, LogicalTime]:
