@@ -164,9 +164,10 @@ def slice_elementwise(
     if not extents:
         return Sliced(jaxpr, ())
     program, renamed = _inlined(jaxpr, extents)
-    values = [(kind, n, renamed(v)) for kind, n, v in values]
-    sharded = {renamed(jaxpr.invars[n]) for n in unsplittable}
-    sharded |= {renamed(jaxpr.outvars[n]) for n in unsplittable_results}
+    values = [(k, n, v) for k, n, was in values if isinstance(v := renamed(was), Var)]
+    fixed = [jaxpr.invars[n] for n in unsplittable]
+    fixed += [jaxpr.outvars[n] for n in unsplittable_results]
+    sharded = set(_variables(map(renamed, fixed)))
     regions = _regions(program, [v for *_, v in values], sharded, limits)
     scans = _Scans(program, [r for r in regions if r.whole is None])
     if scans.leaving:
@@ -361,7 +362,7 @@ class _Region:
 
 
 def _regions(
-    jaxpr: Jaxpr, hosted: Sequence[Atom], sharded: AbstractSet[Atom], limits: Limits
+    jaxpr: Jaxpr, hosted: Sequence[Var], sharded: AbstractSet[Var], limits: Limits
 ) -> list[_Region]:
     """Returns the regions that the large ones of `hosted` are in."""
     rules = [_rule(eqn) for eqn in jaxpr.eqns]
@@ -371,11 +372,13 @@ def _regions(
             continue
         for var in _along(eqn, rule):
             joined.setdefault(var, []).append(n)
+    users: dict[Var, set[int]] = {v: {len(rules)} for v in _variables(jaxpr.outvars)}
+    for n, eqn in enumerate(jaxpr.eqns):
+        for var in _variables(eqn.invars):
+            users.setdefault(var, set()).add(n)
     found: list[_Region] = []
     for seed in hosted:
-        if not isinstance(seed, Var) or not _is_large(seed, limits):
-            continue
-        if any(seed in region.arrays for region in found):
+        if not _is_large(seed, limits) or any(seed in region.arrays for region in found):
             continue
         equations: set[int] = set()
         arrays = {seed}
@@ -391,7 +394,16 @@ def _regions(
                 # Leaves may share a small operand (a scale for each layer) and no more.
                 pending += [v for v in along if v in eqn.outvars or _is_large(v, limits)]
         if equations:
-            found.append(_decided(jaxpr, equations, arrays, hosted, sharded, limits))
+            made = {v for n in equations for v in jaxpr.eqns[n].outvars}
+            inside = {v for v in made if users.get(v, set()) <= equations}
+            moved = [v for v in arrays if v not in inside and _is_large(v, limits)]
+            if arrays & sharded:
+                trips = "its leading axis is sharded"
+            elif limits.tiled and any(_itemsize(v) == 1 for v in arrays.intersection(hosted)):
+                trips = "XLA brings host arrays of 8-bit numbers to a TPU whole"
+            else:
+                trips = _trips(moved, limits)
+            found.append(_region(jaxpr, equations, arrays, trips, limits))
     return found
 
 
@@ -403,26 +415,10 @@ def _along(eqn: JaxprEqn, rule: _Rule | None) -> list[Var]:
     return [v for v in read if isinstance(v, Var)] + ([] if rule.reduces else eqn.outvars)
 
 
-def _decided(
-    jaxpr: Jaxpr,
-    equations: set[int],
-    arrays: set[Var],
-    hosted: Sequence[Atom],
-    sharded: AbstractSet[Atom],
-    limits: Limits,
+def _region(
+    jaxpr: Jaxpr, equations: set[int], arrays: set[Var], trips: int | str, limits: Limits
 ) -> _Region:
-    """The region of `equations`, sliced or left whole."""
-    inside = {v for n in equations for v in jaxpr.eqns[n].outvars}
-    for n, eqn in enumerate(jaxpr.eqns):
-        inside -= set(_variables(() if n in equations else eqn.invars))
-    inside -= set(_variables(jaxpr.outvars))
-    moved = [v for v in arrays if v not in inside and _is_large(v, limits)]
-    if any(v in sharded for v in arrays):
-        trips = "its leading axis is sharded"
-    elif limits.tiled and any(v in hosted and _itemsize(v) == 1 for v in moved):
-        trips = "XLA brings host arrays of 8-bit numbers to a TPU whole"
-    else:
-        trips = _trips(moved, limits)
+    """The region of `equations`, sliced; whole when `trips` is the reason why."""
     if isinstance(trips, str):
         return _Region(frozenset(equations), frozenset(arrays), whole=trips)
     # What each trip reduces to is kept until the loop ends.
@@ -444,6 +440,8 @@ def _reduces(eqn: JaxprEqn) -> bool:
 def _trips(moved: Sequence[Var], limits: Limits) -> int | str:
     """How many slices the arrays are cut into; or why they are not."""
     length = _shape(moved[0])[0]
+    if length == 1:
+        return "its leading axis has one index"
     most, least = max(map(_bytes, moved)), min(map(_bytes, moved))
     rows = 1
     if limits.tiled:
@@ -583,8 +581,7 @@ class _Scans:
     def _scan(self, region: _Region, results: list[Var]) -> _Step:
         """The scan that makes `results`, all of one stage."""
         inside, slices, whole = self._inside(region, results)
-        length = _shape(next(iter(slices)))[0]
-        rows = length // region.trips
+        rows = _shape(next(iter(region.arrays)))[0] // region.trips
         args = [*whole, *slices]
         body = self._body(inside, args, len(whole), results, rows)
         makers = [self.jaxpr.eqns[self.makers[v]] for v in results]
@@ -652,10 +649,10 @@ class _Scans:
             for k, var in enumerate(self.jaxpr.eqns[n].invars):
                 if not isinstance(var, Var):
                     continue
-                maker = self.makers.get(var, -1)
+                maker = self.makers.get(var)
                 if not rule.sliced[k]:
                     whole[var] = None
-                elif var in self.leaving and self.stages[var] < stage:
+                elif maker is None or (var in self.leaving and self.stages[var] < stage):
                     slices[var] = None
                 elif self._made_inside(n, k) is not None or self._is_uniform(maker):
                     pending.append(maker)
@@ -738,10 +735,10 @@ def _in_order(steps: Sequence[_Step]) -> Iterator[_Step]:
 
 
 def _records(
-    values: Iterable[tuple[str, int, Atom]], regions: Iterable[_Region]
+    values: Iterable[tuple[str, int, Var]], regions: Iterable[_Region]
 ) -> Iterator[Sliceable]:
     for kind, index, value in values:
         for region in regions:
-            if isinstance(value, Var) and value in region.arrays:
+            if value in region.arrays:
                 trips = region.trips if region.whole is None else None
                 yield Sliceable(kind, index, trips, region.whole)

@@ -275,6 +275,18 @@ def test_only_what_is_moved_is_measured():
     assert lengths(assert_same(fun, array(8, 32, 128))) == [8]
 
 
+def test_what_is_alike_in_every_slice():
+    """Also where it is all that a scan makes, and where it is returned as well."""
+
+    def fun(x: Any, scale: Any) -> Any:
+        alike = jnp.full_like(x, 3) * scale
+        return x + alike, alike, jnp.zeros_like(x)
+
+    assert lengths(assert_same(fun, array(4, 16, 16), jnp.float32(2))) == [4]
+    later = assert_same(lambda x: jnp.full_like(x, 3) * 2 * jnp.max(x), array(4, 16, 16))
+    assert lengths(later) == [4, 4]
+
+
 def test_a_small_operand_does_not_join_leaves():
     def fun(scale: Any, ps: Any) -> Any:
         return [p * scale[:, None, None] for p in ps]
@@ -404,6 +416,7 @@ def test_effects_keep_their_order(capfd: pytest.CaptureFixture[str]):
         (lambda x: lax.scan(lambda c, x: (c + x, c * x), 0.0, x), [(4096,)]),
         (lambda x: jax.random.bits(jax.random.key(0), x.shape), [(4, 16, 16)]),
         (lambda x: x, [(4, 16, 16)]),
+        (lambda x: x + 1, [(1, 32, 32)]),
     ],
 )
 def test_nothing_applies(fun: Callable[..., Any], shapes: list[tuple[int, ...]]):
@@ -431,6 +444,11 @@ def test_other_equations_stay_as_they_are():
     result = slice_elementwise(jaxpr, {0}, {0}, limits=SMALL)
     kept = {id(eqn) for eqn in result.jaxpr.eqns}
     assert [eqn.primitive.name for eqn in jaxpr.eqns if id(eqn) not in kept] == ["mul"]
+
+
+def test_a_result_that_is_a_constant():
+    result = sliced(lambda x: (x * 2, 3.0), array(4, 16, 16), unsplittable_results={1})
+    assert lengths(result) == [4]
 
 
 def test_a_sharded_leading_axis():
@@ -530,6 +548,7 @@ _OPERATIONS: list[Callable[..., Any]] = [
     lambda a, b: jnp.roll(a, 1, axis=1) + b,
     lambda a, b: (a.astype(jnp.bfloat16) + 1).astype(a.dtype),
     lambda a, b: a + jnp.ones_like(a) * jnp.max(jnp.abs(b)),
+    lambda a, b: jnp.full_like(a, 2) * jnp.max(b),
     jax.jit(lambda a, b: jnp.abs(a) - jax.nn.relu(b)),
     lambda a, b: lax.scan(lambda c, x: (c + 1, x + c), 0.0, a)[1] + b,
 ]
