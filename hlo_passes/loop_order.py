@@ -133,13 +133,14 @@ def _leading_to(module: Module, transfers: Sequence[HostTransfer]) -> set[int]:
     pending = [o for t in transfers for o in t.start.operand_ids]
     while pending:
         i = module.instructions[pending.pop()]
-        if i.id not in found and (i.opcode in VIEWS or _is_scalar_work(module, i)):
+        if i.id not in found and (i.opcode in VIEWS or is_scalar_work(module, i)):
             found.add(i.id)
             pending += i.operand_ids
     return found
 
 
-def _is_scalar_work(module: Module, i: Instruction) -> bool:
+def is_scalar_work(module: Module, i: Instruction) -> bool:
+    """Whether `i` computes next to nothing from next to nothing, without effects."""
     shapes = [i.shape, *(module.instructions[o].shape for o in i.operand_ids)]
     return i.opcode in _SCALAR_WORK and all(
         leaf.byte_size <= _SMALL_BYTES for shape in shapes for _, leaf in shape.leaves()

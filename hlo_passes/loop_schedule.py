@@ -41,6 +41,7 @@ from hlo_passes.loop_order import (
     clear_paths,
     drop_copies,
     droppable_copies,
+    is_scalar_work,
 )
 from hlo_passes.machine import Machine
 from hlo_passes.plan import LoopSchedule, LoopTransfer
@@ -352,8 +353,11 @@ class _Problem:
 
     def _working_before(self, tick: int) -> str:
         """The name of the last instruction before `tick` that takes time."""
-        working = np.diff(self._clock[: tick + 1]).nonzero()[0]
-        return self._module.instructions[self.compute[working[-1]]].name if working.size else ""
+        for t in reversed(range(tick)):
+            i = self._module.instructions[self.compute[t]]
+            if self._clock[t + 1] > self._clock[t] and not is_scalar_work(self._module, i):
+                return i.name
+        return ""
 
     def _last_reads(self) -> list[int]:
         """Of each transfer the tick after the last instruction that reads what it fetched."""
