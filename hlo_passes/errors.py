@@ -6,7 +6,7 @@ to try. All derive from `MemplanError`, so ``except memplan.MemplanError`` catch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_passes.units import format_bytes
@@ -198,7 +198,7 @@ class MemoryBudgetError(MemplanError):
       fixed: bytes of arguments and outputs that no plan moves.
       slots: the limit on streamed weights, if there was one.
       needed: bytes needed there; packing and XLA's later passes make `least` more.
-      loop: the loop that reads the largest of them, if one does: its weights do not stream.
+      left_alone: why stacked arguments that loops read are not streamed, by path.
     """
 
     def __init__(
@@ -213,24 +213,19 @@ class MemoryBudgetError(MemplanError):
         fixed: int,
         slots: int | None = None,
         needed: int | None = None,
-        loop: str = "",
+        left_alone: Mapping[str, str] | None = None,
     ) -> None:
         self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
-        self.largest, self.loop = largest, loop
+        self.largest, self.left_alone = largest, dict(left_alone or {})
         self.needed = least if needed is None else needed
         where = f"%{instruction}" if instruction else "the program"
         where += f" ({op_name})" if op_name else ""
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
         limit = f" with slots={slots}" if slots is not None else ""
-        advice = (
-            f" The loop {loop} reads the largest: what a loop reads (lax.scan over stacked "
-            "weights) is on the device as a whole, for memplan does not stream it yet. Try "
-            "unrolled layers, a Python loop over one array for each layer and weight."
-            if loop
-            else ""
-        )
+        stacks = "; ".join(f"{path}: {reason}" for path, reason in self.left_alone.items())
+        advice = f" On the device as a whole: {stacks}." if stacks else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
             f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
@@ -238,12 +233,15 @@ class MemoryBudgetError(MemplanError):
             f"The least budget that would do is hbm={least}.{advice}"
         )
 
-    def asked_for(self, budget: int, least: int) -> MemoryBudgetError:
+    def asked_for(
+        self, budget: int, least: int, left_alone: Mapping[str, str] | None = None
+    ) -> MemoryBudgetError:
         """The same shortage, seen from another budget and with another least one.
 
         Args:
           budget: what was asked for in the first place.
           least: what would do, with the bytes that packing and XLA's later passes add.
+          left_alone: what is known of it by now.
         """
         return MemoryBudgetError(
             budget=budget,
@@ -255,7 +253,7 @@ class MemoryBudgetError(MemplanError):
             fixed=self.fixed,
             slots=self.slots,
             needed=self.needed,
-            loop=self.loop,
+            left_alone=left_alone or self.left_alone,
         )
 
 

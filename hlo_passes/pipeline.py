@@ -33,7 +33,7 @@ from hlo_passes import (
     verify,
 )
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
-from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
@@ -108,8 +108,6 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
         for size, name in sorted(live, reverse=True)[:5]
     )
     at = posed.ticks.instructions[tick] if posed.ticks.end else None
-    # Of a name like `sort.0{1}` the instruction.
-    loop = _read_by_loops(posed.module).get(largest[0].name.split("{")[0]) if largest else None
     return MemoryBudgetError(
         budget=budget,
         least=least,
@@ -119,28 +117,7 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
         largest=largest,
         fixed=posed.fixed_bytes,
         slots=slots,
-        loop=f"%{loop.name}" if loop is not None else "",
     )
-
-
-# What a loop reads is often made from a stacked weight just before it.
-_MADE_FROM = frozenset(
-    """bitcast convert copy copy-done copy-start fusion get-tuple-element reshape transpose
-    tuple""".split()
-)
-
-
-def _read_by_loops(module: Module) -> dict[str, Instruction]:
-    """What a loop of the entry reads, and what that is made from, by name, with the loop."""
-    found: dict[str, Instruction] = {}
-    for loop in module.entry.instructions:
-        pending = list(loop.operand_ids) if loop.opcode == "while" else []
-        while pending:
-            i = module.instructions[pending.pop()]
-            if i.name not in found:
-                found[i.name] = loop
-                pending += i.operand_ids if i.opcode in _MADE_FROM else ()
-    return found
 
 
 def choose_stay(
@@ -149,6 +126,7 @@ def choose_stay(
     budget: int,
     *,
     host_parameters: Collection[int] = (),
+    sliced_parameters: Collection[int] = (),
     slots: int | None = None,
 ) -> frozenset[int]:
     """Chooses which host arguments of `module` should live on the device instead.
@@ -157,6 +135,8 @@ def choose_stay(
       module: scheduled, with every argument that may move on the host.
       budget: device bytes.
       host_parameters: which those are; needed on CPU only.
+      sliced_parameters: further arguments on the host, which loops read by the slice; needed
+        on CPU only.
       slots: at most so many streamed weights on the device at once.
 
     Returns:
@@ -166,7 +146,7 @@ def choose_stay(
       MemoryBudgetError: when no choice keeps to the budget.
     """
     module, _ = _order_loops(sink.sink_weight_work(module), machine)
-    posed = problem.pose(module, machine, host_parameters)
+    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     choice = placement.choose_placement(posed, budget, slots)
     if choice is None:
         raise _budget_error(posed, budget, slots)
@@ -178,16 +158,19 @@ def least_budget(
     machine: Machine,
     *,
     host_parameters: Collection[int] = (),
+    sliced_parameters: Collection[int] = (),
     slots: int | None = None,
 ) -> int:
     """Returns the least budget in bytes for which `plan_module` finds a plan.
 
     Args:
       module: scheduled; its loops get their schedule first.
-      host_parameters, slots: as for `plan_module`.
+      host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
     module, _ = _order_loops(sink.sink_weight_work(module), machine)
-    return placement.least_budget(problem.pose(module, machine, host_parameters), slots)[0]
+    return placement.least_budget(
+        problem.pose(module, machine, host_parameters, sliced_parameters), slots
+    )[0]
 
 
 def plan_module(
@@ -196,6 +179,7 @@ def plan_module(
     budget: int,
     *,
     host_parameters: Collection[int] = (),
+    sliced_parameters: Collection[int] = (),
     slots: int | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -203,7 +187,8 @@ def plan_module(
 
     Args:
       budget: device bytes; the meaning of ``memplan.jit(hbm=...)``.
-      host_parameters: numbers of the arguments on the host; needed on CPU only.
+      host_parameters, sliced_parameters: numbers of the arguments on the host, and of those
+        there that loops read by the slice; needed on CPU only.
       slots: at most so many streamed weights on the device at once.
       labels: HLO parameter name to the user's name.
 
@@ -217,7 +202,7 @@ def plan_module(
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
     module, loops = _order_loops(sink.sink_weight_work(module), machine)
-    posed = problem.pose(module, machine, host_parameters)
+    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     choice = placement.fit(posed, frozenset(), budget, slots)
     if choice is None:
         raise _budget_error(posed, budget, slots)
@@ -309,10 +294,15 @@ def _assemble(
     lives = {r.name: r.live_range for r in residents if r.kind == "parameter"}
     everywhere = LiveRange(0, posed.ticks.end)
     for p in posed.module.entry.parameters:
-        off_device = p.name in moving or p.shape.memory_space == HOST_MEMORY_SPACE
+        off_device = (
+            p.name in moving
+            or p.parameter_number in posed.in_place
+            or p.shape.memory_space == HOST_MEMORY_SPACE
+        )
         tier, allocation = (host, "host") if off_device else (device, "arguments")
         size = sum(leaf.byte_size for _, leaf in p.shape.leaves())
-        placements.append(Placement(p.parameter_number, p.name, tier, size))
+        in_place = p.parameter_number in posed.in_place
+        placements.append(Placement(p.parameter_number, p.name, tier, size, in_place))
         hold(p.name, allocation, size, lives.get(p.name, everywhere))
     for resident in residents:
         if resident.kind in ("output", "constant"):

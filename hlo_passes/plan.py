@@ -133,12 +133,14 @@ class Placement:
       parameter: its parameter number in the entry computation.
       buffer: the HLO name of its parameter instruction.
       tier: the tier's name; ``size`` its bytes there.
+      in_place: the program reads it there, by the slice (CPU); otherwise transfers bring it.
     """
 
     parameter: int
     buffer: str
     tier: str
     size: int
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +384,7 @@ _KINDS: dict[object, type | tuple[type, ...]] = {
     "LogicalTime": int,
     "str": str,
     "float": (int, float),
+    "bool": bool,
     "int | None": (int, NoneType),
 }
 

@@ -72,6 +72,7 @@ class Problem:
       boundary: device bytes of what goes in and comes out.
       link: from the host tier to the device's.
       link_floor_s: seconds for which other transfers than the movables' occupy it.
+      in_place: numbers of the arguments on the host that are read where they are (CPU).
     """
 
     module: Module
@@ -85,6 +86,7 @@ class Problem:
     movables: tuple[Movable, ...]
     link: Link
     link_floor_s: float = 0.0
+    in_place: frozenset[int] = frozenset()
 
     @property
     def fixed_bytes(self) -> int:
@@ -98,12 +100,19 @@ def host_link(machine: Machine) -> Link:
     return next(link for link in machine.links if link.destination == device)
 
 
-def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> Problem:
+def pose(
+    module: Module,
+    machine: Machine,
+    host_parameters: Collection[int],
+    sliced_parameters: Collection[int] = (),
+) -> Problem:
     """Analyses a scheduled module.
 
     Args:
       host_parameters: numbers of the entry parameters that live on the host. Read on CPU
         only, where the module does not say it; elsewhere the module's own copies count.
+      sliced_parameters: numbers of those that live there and are read where they are, by the
+        slice. Read on CPU only.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
@@ -122,7 +131,8 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
         (_movable(c, ticks.end) for c in copies.values()),
         key=lambda m: (m.reads[0], m.parameter),
     )
-    on_host = {m.parameter for m in movables} if on_cpu else set[int]()
+    sliced = frozenset(sliced_parameters if on_cpu else ())
+    on_host = sliced.union(m.parameter for m in movables) if on_cpu else sliced
     link = host_link(machine)
     return Problem(
         module,
@@ -136,6 +146,7 @@ def pose(module: Module, machine: Machine, host_parameters: Collection[int]) -> 
         tuple(movables),
         link,
         link_floor_s(module, machine).get(queue_of(link), 0.0),
+        sliced,
     )
 
 

@@ -105,7 +105,8 @@ def _check_placements(program: Program, plan: Plan) -> None:
                 "Place it off the device, or compile it with a device memory kind.",
             )
         is_direct = p.shape.memory_space == DEVICE_MEMORY_SPACE and p.id in read
-        if placement.tier != device and is_direct and p.name not in moved:
+        is_away = placement.tier != device and not placement.in_place
+        if is_away and is_direct and p.name not in moved:
             raise VerificationError(
                 f"%{p.name} is placed in {placement.tier} and read, but no transfer brings it",
                 where,

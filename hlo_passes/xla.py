@@ -6,7 +6,7 @@ needs; when one moves, this file is the only one to mend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,3 +221,26 @@ def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
     """
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
+
+
+def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
+    """Takes back, in place, that some parameters of a lowered module are donated.
+
+    Args:
+      stablehlo: ``Lowered.compiler_ir("stablehlo")``.
+      parameters: their numbers in the entry computation.
+
+    jax says it with ``tf.aliasing_output``, or with ``jax.buffer_donor`` where XLA is to find
+    the result (0.11.2, 0.12.0.1).
+    """
+    with stablehlo.context:
+        main = ir.SymbolTable(stablehlo.operation)["main"]
+        attributes = list(main.arg_attrs)
+        for n in parameters:
+            kept = {
+                a.name: a.attr
+                for a in attributes[n]
+                if a.name not in ("tf.aliasing_output", "jax.buffer_donor")
+            }
+            attributes[n] = ir.DictAttr.get(kept)
+        main.arg_attrs = ir.ArrayAttr.get(attributes)

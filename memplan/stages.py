@@ -16,14 +16,14 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
 
-from hlo_passes import inject, pipeline, verify
+from hlo_passes import inject, pipeline, verify, xla
 from hlo_passes.errors import (
     HostResultsError,
     MemoryBudgetError,
@@ -44,6 +44,10 @@ from memplan.signature import (
     dynamic_signature,
     memory_kind,
 )
+from memplan.streams.choice import choose_kept, ring_seconds
+from memplan.streams.hosting import Hosting, Streams, stack_bytes
+from memplan.streams.rewrite import streamed
+from memplan.streams.uses import Result, Source
 from memplan.topologies import Topology
 
 # XLA's later passes may end above what was planned; then the difference is taken off.
@@ -59,9 +63,25 @@ _LEAST_STEP = 1 / 64
 _SMALLEST_SHARE = 1 / 4096
 _SMALLEST_BYTES = 1 << 20
 
+# The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
+# many (see `Stream`). Where all layers take equally long, two slots are enough: one is filled
+# while the other is computed with. With less, more stacks have room on the device, which is
+# better where the link is the bottleneck anyway.
+_RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+
+# A plan replaces another one when it is faster by more than this factor.
+_WORTH_IT = 0.99
+
+# XLA:TPU pipelines transfers of loops by itself, into the slot that is in use; with rings in
+# the program it has to leave them alone. The option holds for a whole compilation, so every
+# such transfer of the program is memplan's to schedule then.
+_RING_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "tpu": {"xla_tpu_pipeline_memory_host_transfers": "false"}
+}
+
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
 # when the user's function is traced.
-_PASSED_ON = ("out_shardings", "keep_unused", "compiler_options")
+_PASSED_ON = ("out_shardings", "keep_unused")
 
 
 class PlacementWarning(UserWarning):
@@ -76,7 +96,7 @@ class Options:
       budget: device bytes; None for all that the machine has.
       machine: see `executable.find_target`.
       offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
-        the host; None for every argument that is not donated.
+        the host; None for every argument.
       slots: at most so many streamed weights on the device at once; None for no limit.
     """
 
@@ -138,7 +158,8 @@ class Lowered:
         self._function = traced.function
         self._target = traced.target
         self._program = self._target.lower(self._traced, self._jit_compiler_options)
-        self._candidates = self._choose_candidates()
+        self._may_move = self._choose_movable()
+        self._captured: dict[Any, tuple[Program, Module]] = {}
 
     @property
     def args_info(self) -> Any:
@@ -178,7 +199,10 @@ class Lowered:
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
-        return self._look(self.budget, None).plan
+        try:
+            return self._look(self.budget, None).plan
+        except MemoryBudgetError as error:
+            raise error.asked_for(error.budget, error.least, self.left_alone) from None
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles the program; within the budget as XLA itself reports it.
@@ -203,32 +227,51 @@ class Lowered:
         try:
             return within(self.budget)
         except MemoryBudgetError as error:
-            raise error.asked_for(self.budget, _least(error, within)) from None
+            least = _least(error, within)
+            raise error.asked_for(self.budget, least, self.left_alone) from None
 
-    def placed(self, hosted: frozenset[int]) -> Program:
-        """Lowers the program with the arguments `hosted` (flat indices) on the host."""
-        run = jaxpr_as_fun(self._traced.jaxpr)
+    def placed(self, hosting: Hosting, *, scheduled: bool = True) -> Program:
+        """Lowers the program with what `hosting` says on the host.
+
+        Args:
+          scheduled: prepare loops for memplan's schedule; otherwise each iteration brings
+            what it reads, and XLA does with that what it does by itself.
+        """
+        rings = self._streams.rings(hosting if scheduled else replace(hosting, depth=1))
+        # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
+        tied = scheduled and self._target.platform != "gpu"
+        run = streamed(self._streams.jaxpr, rings, donated=self._streams.donated, tied=tied)
 
         def placed(*args: Any, **kwargs: Any) -> Any:
-            on_device = [
-                jax.device_put(leaf, jax.memory.Space.Device) if n in hosted else leaf
-                for n, leaf in enumerate(jax.tree.leaves((args, kwargs)))
-            ]
-            return jax.tree.unflatten(self.out_tree, run(*on_device))
+            return jax.tree.unflatten(self.out_tree, run(*jax.tree.leaves((args, kwargs))))
 
         placed.__name__ = placed.__qualname__ = getattr(self._function.fun, "__name__", "fun")
         if self._function.signature is not None:
             placed.__signature__ = self._function.signature
-        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosted))
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosting.arguments))
         donated_args, donated_kwargs = self._traced.args_info
-        given = self._function.jit_options
+        given = {k: v for k, v in self._function.jit_options.items() if k in _PASSED_ON}
+        options = self._jit_compiler_options
+        if rings and scheduled:
+            options |= self.ring_options
         jitted = jax.jit(
             placed,
             donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
             donate_argnames=tuple(k for k, a in donated_kwargs.items() if _donated(a)),
-            **{k: given[k] for k in _PASSED_ON if k in given},
+            compiler_options=options,
+            **given,
         )
-        return self._target.lower(jitted.trace(*args, **kwargs), self._jit_compiler_options)
+        program = self._target.lower(jitted.trace(*args, **kwargs), options)
+        # XLA would copy a whole stack on the host to make an argument and a result one.
+        numbers = program.arguments.parameters
+        donated = hosting.arguments & self._streams.donated & frozenset(numbers)
+        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
+        return program
+
+    @property
+    def ring_options(self) -> Mapping[str, str]:
+        """The XLA options that a program with streamed loops is compiled with."""
+        return _RING_OPTIONS.get(self._target.platform, {})
 
     @property
     def absent(self) -> Topology | None:
@@ -242,8 +285,8 @@ class Lowered:
     # --- from here on: how ----------------------------------------------------------------
 
     @property
-    def _jit_compiler_options(self) -> Mapping[str, Any]:
-        return self._function.jit_options.get("compiler_options") or {}
+    def _jit_compiler_options(self) -> dict[str, Any]:
+        return dict(self._function.jit_options.get("compiler_options") or {})
 
     @functools.cached_property
     def _leaves(self) -> list[tuple[str, Any]]:
@@ -268,26 +311,57 @@ class Lowered:
         return sum(self._sizes)
 
     @property
+    def _smallest(self) -> int:
+        """Arrays of fewer bytes stay on the device."""
+        return min(int(sum(self._sizes) * _SMALLEST_SHARE), _SMALLEST_BYTES)
+
+    @property
     def _returns_to_host(self) -> bool:
         asked = jax.tree.leaves(self._function.jit_options.get("out_shardings"))
         return any(getattr(s, "memory_kind", None) == HOST_MEMORY_KIND for s in asked)
 
-    def _choose_candidates(self) -> frozenset[int]:
-        """The arguments that may live on the host."""
+    def _choose_movable(self) -> frozenset[int]:
+        """The arguments that the user and their kind allow on the host."""
         patterns = self._function.options.offload
         paths = [path for path, _ in self._leaves]
         unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
         if unmatched:
             raise OffloadPatternError(unmatched, paths)
-        smallest = min(sum(self._sizes) * _SMALLEST_SHARE, _SMALLEST_BYTES)
         return frozenset(
             n
             for n, ((path, info), size) in enumerate(zip(self._leaves, self._sizes, strict=True))
-            if not info.donated
-            and size > smallest
+            if size > self._smallest
             and not jnp.issubdtype(info.dtype, jax.dtypes.extended)
             and (patterns is None or any(fnmatch.fnmatch(path, p) for p in patterns))
         )
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """The arguments, by path, that a loop takes apart but that cannot be streamed, each
+        with the reason."""
+        return {self._leaves[n][0]: reason for n, reason in self._streams.left_alone.items()}
+
+    @functools.cached_property
+    def _streams(self) -> Streams:
+        """The program's stacks."""
+        found = self._program.arguments.shardings
+        specs = {n: s.spec for n, s in found.items() if isinstance(s, NamedSharding)}
+        return Streams(
+            self._traced.jaxpr,
+            self._may_move,
+            [n for n, (_, info) in enumerate(self._leaves) if info.donated],
+            sharded=[n for n, spec in specs.items() if len(spec) and spec[0] is not None],
+            tiled=self._target.platform == "tpu",
+        )
+
+    @functools.cached_property
+    def _candidates(self) -> frozenset[int]:
+        """The arguments that may live on the host. A donated one may where a stack takes its
+        place: the others are written while they would be away. XLA:CPU has one memory, whose
+        bytes it counts as the device's where a program writes to it."""
+        on_cpu = self._target.platform == "cpu"
+        replaced = frozenset(self._streams.replaced_by if not on_cpu else ())
+        return self._may_move - (self._streams.donated - replaced)
 
     def _structs(self, hosted: frozenset[int]) -> list[jax.ShapeDtypeStruct]:
         """The flat arguments, bound as jax resolved them, or to the host."""
@@ -372,40 +446,141 @@ class Lowered:
             raise OrderedEffectsError(self._traced.fun_name)
         if self._target.platform == "cpu" and self._returns_to_host:
             raise HostResultsError(self._traced.fun_name)
+        best: _Look | None = None
+        failure: MemoryBudgetError | None = None
+        for depth, share in self._rings:
+            if best is not None and depth > best.hosting.depth + 1:
+                break  # One slot more was no better.
+            try:
+                look = self._look_with_rings(depth, share, budget, options)
+            except MemoryBudgetError as error:
+                failure = min(failure or error, error, key=lambda e: e.least)
+                continue
+            if best is None or look.step_time_s < best.step_time_s * _WORTH_IT:
+                best = look
+            if best.is_hidden:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best
+
+    @property
+    def _rings(self) -> tuple[tuple[int, float], ...]:
+        """The rings to try; one of them, if there is nothing to stream."""
+        if not self._streams.rings(self._everything(*_RINGS[0])):
+            return _RINGS[:1]
+        slots = self._function.options.slots
+        return tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
+
+    def _everything(self, depth: int, share: float) -> Hosting:
+        """All that may live on the host does."""
+        on_cpu = self._target.platform == "cpu"
+        residuals = frozenset[Result]() if on_cpu else self._streams.residuals(self._smallest)
+        return Hosting(self._candidates, residuals, depth, share)
+
+    def _look_with_rings(
+        self, depth: int, share: float, budget: int, options: Mapping[str, Any] | None
+    ) -> _Look:
+        """Plans with such rings, and as many stacks on the device as are worth it.
+
+        What a stack on the device takes is known beforehand but for packing, so that it may be
+        more than there is room for.
+        """
+        everything = self._everything(depth, share)
+        program, module = self._capture(everything, options)
+        if not self._streams.rings(everything):
+            return self._look_at(everything, budget, options)
+        room = budget - self._least(module, program, everything)
+        seconds = ring_seconds(module, self._target.machine)
+        while True:
+            kept = choose_kept(
+                self._streams,
+                everything,
+                seconds,
+                self._target.machine,
+                room,
+                self._stack_size,
+            )
+            try:
+                return self._look_at(everything.without(kept), budget, options)
+            except MemoryBudgetError as error:
+                if not kept:
+                    raise
+                room -= max(error.least - budget, room // 8)
+
+    def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> _Look:
+        """Plans with these stacks on the host; of the other arguments as many as must be."""
         machine, slots = self._target.machine, self._function.options.slots
-        program, module = self._capture(self._candidates, options)
+        program, module = self._capture(hosting, options)
         numbers = program.arguments.parameters
+        host_parameters, sliced = self._on_host(program, hosting)
         stay = pipeline.choose_stay(
             module,
             machine,
             budget,
-            host_parameters=[numbers[c] for c in self._candidates],
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
             slots=slots,
         )
-        hosted = frozenset(c for c in self._candidates if numbers[c] not in stay)
-        if hosted != self._candidates:
-            program, module = self._capture(hosted, options)
-            numbers = program.arguments.parameters
-        host_parameters = [numbers[h] for h in hosted]
+        hosting = hosting.without([n for n in hosting.arguments if numbers[n] in stay])
+        program, module = self._capture(hosting, options)
+        host_parameters, sliced = self._on_host(program, hosting)
         plan = pipeline.plan_module(
             module,
             machine,
             budget,
             host_parameters=host_parameters,
+            sliced_parameters=sliced,
             slots=slots,
             labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
         )
         held = {p.parameter: p.size for p in plan.placements}
         on_cpu = self._target.platform == "cpu"
-        hosted_on_cpu = sum(held[p] for p in host_parameters) if on_cpu else 0
-        return _Look(program, plan, hosted, hosted_on_cpu)
+        hosted_on_cpu = sum(held[p] for p in host_parameters + sliced) if on_cpu else 0
+        return _Look(program, plan, hosting, hosted_on_cpu)
+
+    def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
+        """The least budget of a program so placed."""
+        host_parameters, sliced = self._on_host(program, hosting)
+        return pipeline.least_budget(
+            module,
+            self._target.machine,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=self._function.options.slots,
+        )
+
+    def _on_host(self, program: Program, hosting: Hosting) -> tuple[list[int], list[int]]:
+        """Parameter numbers of the arguments on the host that come to the device whole, and
+        of those that come by the slice."""
+        numbers = program.arguments.parameters
+        hosted = sorted(n for n in hosting.arguments if n in numbers)
+        stacks = self._streams.stacks
+        return (
+            [numbers[n] for n in hosted if n not in stacks],
+            [numbers[n] for n in hosted if n in stacks],
+        )
+
+    def _stack_size(self, source: Source) -> int:
+        """Bytes of a stack on one device; of one that the program makes, estimated as evenly
+        divided."""
+        if isinstance(source, int):
+            return self._sizes[source]
+        return stack_bytes(self._streams.stacks[source]) // self._program.arguments.device_count
 
     def _capture(
-        self, hosted: frozenset[int], options: Mapping[str, Any] | None
+        self, hosting: Hosting, options: Mapping[str, Any] | None
     ) -> tuple[Program, Module]:
-        program = self.placed(hosted)
-        compile_module = program.compiler(options)
-        return program, inject.capture(self._target.platform, program.stablehlo, compile_module)
+        """The program so placed, and its module as XLA schedules it."""
+        key = hosting, tuple((options or {}).items())
+        if key not in self._captured:
+            program = self.placed(hosting)
+            module = inject.capture(
+                self._target.platform, program.stablehlo, program.compiler(options)
+            )
+            self._captured[key] = program, module
+        return self._captured[key]
 
 
 @dataclass(frozen=True)
@@ -413,14 +588,23 @@ class _Look:
     """A placed program and the plan for the module that XLA scheduled for it.
 
     Attributes:
-      hosted: flat indices of the arguments on the host.
+      hosting: what lives on the host.
       hosted_on_cpu: their bytes on CPU, where XLA counts them with the device's; else 0.
     """
 
     program: Program
     plan: Plan
-    hosted: frozenset[int]
+    hosting: Hosting
     hosted_on_cpu: int
+
+    @property
+    def step_time_s(self) -> float:
+        return self.plan.prediction.step_time_s
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether compute hides all transfers, as far as counts."""
+        return self.step_time_s * _WORTH_IT <= self.plan.prediction.compute_s
 
 
 class Compiled:
@@ -437,7 +621,7 @@ class Compiled:
     ) -> None:
         self._executable = executable
         self._lowered = lowered
-        self._hosted = look.hosted if look is not None else frozenset[int]()
+        self.hosting = look.hosting if look is not None else Hosting(frozenset())
         self.plan = look.plan if look is not None else None
         self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
         self.rounds = rounds
@@ -489,21 +673,21 @@ class Compiled:
     def unscheduled(self) -> Executable:
         """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
         itself: what the plan is to be compared with."""
-        return self._lowered.placed(self._hosted).compiler(None)()
+        return self._lowered.placed(self.hosting, scheduled=False).compiler(None)()
 
     def displaced(self, leaves: Sequence[Any]) -> list[int]:
         """Which flat arguments are not in the tier that the plan has for them."""
         return [
             n
             for n, leaf in enumerate(leaves)
-            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self._hosted)
+            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self.hosting.arguments)
         ]
 
     def move(self, leaves: Sequence[Any]) -> list[Any]:
         """Moves flat arguments to their tiers; those that are there stay."""
         moved = list(leaves)
         for n in self.displaced(leaves):
-            kind = HOST_MEMORY_KIND if n in self._hosted else DEVICE_MEMORY_KIND
+            kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
             moved[n] = jax.device_put(leaves[n], self._sharding(n, leaves[n], kind))
         return moved
 

@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+)
 
 Path = tuple[int, ...]
 """Where an equation is: its index in the program; or the path of the equation around it, of

@@ -7,6 +7,7 @@ again, in order, on values of which some are on the host:
     ring (see `ring`);
   - an equation around such a scan (another loop, remat, shard_map, a branch) is run the same
     way inside, and gets its operands where they are;
+  - a reshape that only splits a leading axis is done where the array is;
   - any other equation gets its operands on the device: an array is brought there whole.
 """
 
@@ -18,11 +19,19 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 
 from hlo_passes import xla
 from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
 from memplan.streams.ring import DEVICE, HOST, Ring, run
+from memplan.streams.slicing import splits_leading_axis
 
 
 @dataclass(frozen=True)
@@ -31,10 +40,13 @@ class Stream:
 
     Attributes:
       depth: slots of its ring.
+      share: the stacks that a layer reads first, up to this share of the bytes that it
+        fetches, have so many; the others have one.
       stored: the results, by index among the stacked ones, that go to the host.
     """
 
     depth: int
+    share: float = 1.0
     stored: frozenset[int] = frozenset()
 
 
@@ -62,6 +74,11 @@ def streamed(
     return function
 
 
+def scope_of(path: Path) -> str:
+    """What the names of the operations of a ring contain, down to the final executable."""
+    return "ring_" + "_".join(map(str, path))
+
+
 class _Rewrite:
     def __init__(self, streams: Mapping[Path, Stream], tied: bool) -> None:
         self.streams = streams
@@ -86,11 +103,16 @@ class _Rewrite:
         last_use = _last_uses(jaxpr)
         begin = 0
         for n, eqn in enumerate(jaxpr.eqns):
-            if (*path, n) in self.around:
+            is_view = splits_leading_axis(eqn)
+            if (*path, n) in self.around or is_view:
                 self._unchanged(jaxpr, begin, n, values, last_use)
                 operands = [_read(a, values) for a in eqn.invars]
-                if eqn.primitive.name == "scan":
-                    kept = {a for a in atoms if a not in owned}
+                if is_view:
+                    results = [eqn.primitive.bind(*operands, **eqn.params)]
+                    if eqn.invars[0] in owned:
+                        owned |= {eqn.outvars[0]}
+                elif eqn.primitive.name == "scan":
+                    kept = set(atoms) - owned
                     kept |= {a for a, last in last_use.items() if last > n}
                     free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
                     results = self._scan(eqn, operands, free, (*path, n))
@@ -99,7 +121,10 @@ class _Rewrite:
                 values.update(zip(eqn.outvars, results, strict=True))
                 begin = n + 1
         self._unchanged(jaxpr, begin, len(jaxpr.eqns), values, last_use)
-        return [_read(a, values) for a in jaxpr.outvars]
+        results = [_read(a, values) for a in jaxpr.outvars]
+        return [
+            _on_device(r) if a in atoms else r for a, r in zip(jaxpr.outvars, results, strict=True)
+        ]
 
     def _unchanged(
         self,
@@ -112,12 +137,12 @@ class _Rewrite:
         """Runs the equations from `begin` to before `end` as they are."""
         eqns = jaxpr.eqns[begin:end]
         made = {v for eqn in eqns for v in eqn.outvars}
-        read = (v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+        read = (v for eqn in eqns for v in _variables(eqn))
         taken = [v for v in dict.fromkeys(read) if v not in made]
         given = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= end]
         for v in taken:
             values[v] = _on_device(values[v])
-        part = jaxpr.replace(constvars=[], invars=taken, outvars=given, eqns=eqns, debug_info=None)
+        part = _between(jaxpr, taken, eqns, given)
         results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[v] for v in taken))
         values.update(zip(given, results, strict=True))
 
@@ -160,6 +185,7 @@ class _Rewrite:
             eqn.params["length"],
             eqn.params["reverse"],
             stream.depth,
+            _read_first(program.jaxpr, first, args[first:], stream.share),
             stream.stored,
             frozenset(r for r in stream.stored if results[r] in given),
             _pair(
@@ -168,13 +194,14 @@ class _Rewrite:
             ),
             self.tied,
         )
-        carry, stacks = run(
-            ring,
-            layer,
-            [_on_device(c) for c in carry],
-            args[first:],
-            [r.aval for r in results],
-        )
+        with jax.named_scope(scope_of(path)):
+            carry, stacks = run(
+                ring,
+                layer,
+                [_on_device(c) for c in carry],
+                args[first:],
+                [r.aval for r in results],
+            )
         return [*carry, *stacks]
 
     def _while(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
@@ -193,9 +220,8 @@ class _Rewrite:
 def _rebind(eqn: JaxprEqn, function: Callable[..., list[Any]], args: list[Any]) -> list[Any]:
     """The same equation around another program: remat keeps what it says about derivatives."""
     closed = jax.make_jaxpr(function)(*args)
-    jaxpr = closed.jaxpr.replace(
-        constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars], debug_info=None
-    )
+    inner = closed.jaxpr
+    jaxpr = _between(inner, [*inner.constvars, *inner.invars], inner.eqns, inner.outvars)
     return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, "jaxpr": jaxpr})
 
 
@@ -208,6 +234,17 @@ def _shard_map(params: Mapping[str, Any], function: Callable[..., Any]) -> Calla
         axis_names=params["manual_axes"],
         check_vma=params["check_vma"],
     )
+
+
+def _read_first(layer: Jaxpr, first: int, stacks: Sequence[Any], share: float) -> frozenset[int]:
+    """The stacks on the host that a layer reads first, of `share` of their bytes or a little
+    more. `first`: the layer's input that is a slice of the first stack."""
+    reads = {a: n for n, eqn in reversed([*enumerate(layer.eqns)]) for a in _variables(eqn)}
+    hosted = [s for s, stack in enumerate(stacks) if on_host(stack)]
+    hosted.sort(key=lambda s: reads.get(layer.invars[first + s], len(layer.eqns)))
+    sizes = [stacks[s].size * stacks[s].dtype.itemsize for s in hosted]
+    before = [sum(sizes[:n]) for n in range(len(hosted))]
+    return frozenset(s for s, b in zip(hosted, before, strict=True) if b < share * sum(sizes))
 
 
 def _pair(results: Mapping[int, Any], stacks: Mapping[int, Any]) -> dict[int, int]:
@@ -230,11 +267,25 @@ def _on_device(value: Any) -> Any:
     return jax.device_put(value, DEVICE) if on_host(value) else value
 
 
+def _between(
+    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Any]
+) -> Jaxpr:
+    """A part of a program, without constants."""
+    names = jaxpr.debug_info._replace(
+        arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
+    )
+    return jaxpr.replace(constvars=[], invars=invars, eqns=eqns, outvars=outvars, debug_info=names)
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [a for a in eqn.invars if isinstance(a, Var)]
+
+
 def _read(atom: Any, values: Mapping[Var, Any]) -> Any:
     return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
     """The index of the last equation that reads a variable; past the end for results."""
-    found = {a: n for n, eqn in enumerate(jaxpr.eqns) for a in eqn.invars if isinstance(a, Var)}
+    found = {a: n for n, eqn in enumerate(jaxpr.eqns) for a in _variables(eqn)}
     return found | {a: len(jaxpr.eqns) for a in jaxpr.outvars if isinstance(a, Var)}

@@ -14,7 +14,8 @@ memory, so a slot keeps its place only if the body runs all K layers of a turn o
     then   what is left, as straight-line code                       at most 2 K - 2 layers
 
 Every slice is fetched exactly once. With depth 1 a layer's slices are fetched in its own
-iteration. ``reverse`` runs the ring backwards.
+iteration. In between, some stacks have K slots and the others one: those that a layer reads
+first come ahead, the others while it is under way. ``reverse`` runs the ring backwards.
 
 The index of a fetch passes through an `optimization_barrier` together with what the layer
 before it computed. Without that, XLA would merge the fetches that two loops over one stack
@@ -54,6 +55,7 @@ class Ring:
     Attributes:
       length: layers; `reverse`: from the last to the first.
       depth: slots, at least 1.
+      ahead: the stacks that have as many; of the others, those on the host have one slot.
       stored: the results, by index, whose stacks go to the host.
       early: those of them that a layer does not compute but is given; they are stored at
         the start of their own layer.
@@ -66,6 +68,7 @@ class Ring:
     length: int
     reverse: bool
     depth: int
+    ahead: frozenset[int]
     stored: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -107,7 +110,7 @@ class _State:
     """
 
     carry: list[Any]
-    ahead: list[list[Any]]
+    ahead: list[dict[int, Any]]
     made: dict[int, Any]
     out: list[Any]
     after: list[Any]
@@ -121,7 +124,9 @@ class _Ring:
         self.layer = layer
         self.stacks = stacks
         self.results = results
-        self.on_host = [jax.typeof(s).memory_space == HOST for s in stacks]
+        on_host = [n for n, s in enumerate(stacks) if jax.typeof(s).memory_space == HOST]
+        self.ahead = [n for n in on_host if n in ring.ahead]
+        self.along = [n for n in on_host if n not in ring.ahead]
         self.late = ring.stored - ring.early
         self.given_back = {stack: result for result, stack in ring.in_place.items()}
 
@@ -130,7 +135,7 @@ class _Ring:
         out = [self._first(r) for r in range(len(self.results))]
         state = _State(carry, [], {}, out, carry)
         for n in range(min(slots_ahead, ring.length)):
-            state.ahead.append(self._fetch(n, state.after))
+            state.ahead.append(self._fetch(self.ahead, n, state.after))
         if ring.turns:
             lagging = self.late if slots_ahead else frozenset[int]()
             state.made = {r: self._zeros(r) for r in sorted(lagging)}
@@ -160,8 +165,9 @@ class _Ring:
         out = self._store_made(state, n - 1)
         ahead = list(state.ahead)
         if not isinstance(n, int) or n + ring.depth <= ring.length:
-            ahead.append(self._fetch(n + ring.depth - 1, state.after if tied else ()))
-        carry, made = self.layer(state.carry, self._slices(ahead.pop(0), out, n))
+            ahead.append(self._fetch(self.ahead, n + ring.depth - 1, state.after if tied else ()))
+        fetched = ahead.pop(0) | self._fetch(self.along, n, state.after if tied else ())
+        carry, made = self.layer(state.carry, self._slices(fetched, out, n))
         waiting = self.late if last and ring.depth > 1 else frozenset[int]()
         for r, value in enumerate(made):
             if r not in waiting:
@@ -181,29 +187,25 @@ class _Ring:
     def _index(self, n: Any) -> Any:
         return jnp.asarray(self.ring.length - 1 - n if self.ring.reverse else n, jnp.int32)
 
-    def _fetch(self, n: Any, after: Sequence[Any]) -> list[Any]:
-        """The slices of layer `n` that come from the host, once `after` is computed."""
+    def _fetch(self, which: Sequence[int], n: Any, after: Sequence[Any]) -> dict[int, Any]:
+        """Slices of layer `n` from stacks on the host, once `after` is computed."""
         at = self._index(n)
         ties = [a for a in after if not jnp.issubdtype(a.dtype, jax.dtypes.extended)]
         if ties:
             at = lax.optimization_barrier((at, ties))[0]
-        return [
-            _row_major(jax.device_put(_slice(stack, at), DEVICE))
-            for stack, on_host in zip(self.stacks, self.on_host, strict=True)
-            if on_host
-        ]
+        return {s: _row_major(jax.device_put(_slice(self.stacks[s], at), DEVICE)) for s in which}
 
-    def _slices(self, fetched: Sequence[Any], out: Sequence[Any], n: Any) -> list[Any]:
+    def _slices(self, fetched: Mapping[int, Any], out: Sequence[Any], n: Any) -> list[Any]:
         """What layer `n` takes: the slices `fetched` for it, and those of the other stacks."""
-        at, in_order = self._index(n), iter(fetched)
+        at = self._index(n)
 
-        def here(s: int) -> Any:
-            return out[self.given_back[s]] if s in self.given_back else self.stacks[s]
+        def slice_of(s: int, stack: Any) -> Any:
+            if s in fetched:
+                return fetched[s]
+            given_back = self.given_back.get(s)
+            return _row_major(_slice(stack if given_back is None else out[given_back], at))
 
-        return [
-            next(in_order) if on_host else _slice(here(s), at)
-            for s, on_host in enumerate(self.on_host)
-        ]
+        return [slice_of(s, stack) for s, stack in enumerate(self.stacks)]
 
     def _put(self, stack: Any, value: Any, n: Any, to_host: bool) -> Any:
         if to_host:

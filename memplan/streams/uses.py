@@ -7,7 +7,8 @@ needed on the device:
     argument  w ──── stack ────► scan ─── results ──► r ─── stack ──► scan (backwards)
                                                       r's only reader: can be streamed too
 
-The reads are looked for also inside loops, remat, shard_map and the like around a scan.
+The reads are looked for also inside loops, remat, shard_map and the like around a scan, and
+through reshapes that only split the leading axis, which move nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Var,
+)
 
 from hlo_passes import xla
+from memplan.streams.counters import index_in_words
 from memplan.streams.programs import Path, programs
+from memplan.streams.slicing import splits_leading_axis
 
 
 class Result(NamedTuple):
-    """The `index`-th stacked result of the scan at `path`."""
+    """Stacked result number `number` of result of the scan at `path`."""
 
     path: Path
-    index: int
+    number: int
 
 
 Source = int | Result
@@ -41,43 +49,73 @@ class Stack:
       source: what it is.
       aval: shape and dtype.
       scans: paths of the scans that take it apart, in program order.
+      taken: shape and dtype in which they do.
       whole: what else is done with it, a sentence each; it can be streamed when there is
         nothing.
       returned: which results of the program it is.
+      is_in_loop: whether a loop reads it.
     """
 
     source: Source
     aval: Any
     scans: list[Path] = field(default_factory=list[Path])
+    taken: list[Any] = field(default_factory=list[Any])
     whole: list[str] = field(default_factory=list[str])
     returned: list[int] = field(default_factory=list[int])
+    is_in_loop: bool = False
 
 
-def find_stacks(jaxpr: ClosedJaxpr) -> list[Stack]:
-    """Returns what becomes of every argument and of every stacked result of a scan, the
-    arguments first."""
-    finder = _Finder()
-    finder.program(jaxpr.jaxpr, {v: [n] for n, v in enumerate(jaxpr.jaxpr.invars)}, ())
-    return sorted(finder.stacks.values(), key=lambda s: (isinstance(s.source, Result), s.source))
+class Scan(NamedTuple):
+    """A scan of the program: iterations, and how often it runs in a step as far as is known
+    (a while loop around it counts once)."""
+
+    length: int
+    runs: int
+
+
+class Uses(NamedTuple):
+    """Every argument and every stacked result of a scan, the arguments first; every scan."""
+
+    stacks: list[Stack]
+    scans: dict[Path, Scan]
+
+
+def find_uses(jaxpr: ClosedJaxpr) -> Uses:
+    """Follows all arguments and all results of scans through a program. O(equations)."""
+    finder = _Finder(jaxpr.jaxpr)
+    finder.program(jaxpr.jaxpr, {v: [n] for n, v in enumerate(jaxpr.jaxpr.invars)}, (), 1)
+    # Arguments sort by number, and before the results, which sort by path.
+    stacks = sorted(finder.stacks.values(), key=lambda s: (isinstance(s.source, Result), s.source))
+    return Uses(stacks, finder.scans)
 
 
 class _Finder:
-    def __init__(self) -> None:
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr = jaxpr
         self.stacks: dict[Source, Stack] = {}
+        self.scans: dict[Path, Scan] = {}
 
-    def program(self, jaxpr: Jaxpr, sources: dict[Var, list[Source]], path: Path) -> None:
+    def program(
+        self, jaxpr: Jaxpr, sources: dict[Var, list[Source]], path: Path, runs: int
+    ) -> None:
         """Follows `sources` through a program.
 
         Args:
           sources: the variables that are known to be one of these arrays.
+          runs: how often it runs in a step.
         """
         for var, found in sources.items():
             for source in found:
                 self.stacks.setdefault(source, Stack(source, var.aval))
         for n, eqn in enumerate(jaxpr.eqns):
             here = (*path, n)
-            self._reads(eqn, sources, here)
+            if splits_leading_axis(eqn):
+                (seen,) = eqn.invars
+                sources[eqn.outvars[0]] = sources.get(seen, []) if isinstance(seen, Var) else []
+                continue
+            self._reads(eqn, sources, here, runs)
             if eqn.primitive.name == "scan":
+                self.scans[here] = Scan(eqn.params["length"], runs)
                 carried = xla.scan_operands(eqn.params)[1]
                 for r, var in enumerate(eqn.outvars[carried:]):
                     result = Result(here, r)
@@ -91,24 +129,31 @@ class _Finder:
                 else:
                     stack.returned.append(k)
 
-    def _reads(self, eqn: JaxprEqn, sources: dict[Var, list[Source]], path: Path) -> None:
+    def _reads(
+        self, eqn: JaxprEqn, sources: dict[Var, list[Source]], path: Path, runs: int
+    ) -> None:
         inner = programs(eqn)
         below: list[dict[Var, list[Source]]] = [{} for _ in inner]
         for k, var in enumerate(eqn.invars):
             for source in sources.get(var, ()) if isinstance(var, Var) else ():
                 stack = self.stacks[source]
+                stack.is_in_loop |= eqn.primitive.name in ("scan", "while")
                 match _role(eqn, k):
                     case "slices":
                         stack.scans.append(path)
+                        stack.taken.append(var.aval)
                     case "input":
                         for program, found in zip(inner, below, strict=True):
                             var_inside = program.jaxpr.invars[k - program.first]
                             found.setdefault(var_inside, []).append(source)
                     case reason:
+                        if reason == "indexed":
+                            reason = index_in_words(self.jaxpr, path)
                         where = source_info_util.summarize(eqn.source_info)
                         stack.whole.append(f"{reason} at {where}")
         for program, found in zip(inner, below, strict=True):
-            self.program(program.jaxpr, found, (*path, *program.step))
+            repeated = runs * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+            self.program(program.jaxpr, found, (*path, *program.step), repeated)
 
 
 def _role(eqn: JaxprEqn, k: int) -> str:
@@ -128,7 +173,7 @@ def _role(eqn: JaxprEqn, k: int) -> str:
         case "cond":
             return "input" if k else "decides a branch"
         case "dynamic_slice" | "gather":
-            return "indexed by data"
+            return "indexed"
         case _ if programs(eqn):
             return "input"
         case name:

@@ -1,0 +1,176 @@
+"""What of a program lives on the host, and what of that is worth a place on the device.
+
+A program's *stacks* are the arrays that scans take apart, a slice an iteration: arguments
+(weights, optimizer state, a cache), and what one scan makes and others read (what the forward
+pass leaves for the backward pass). On the host a stack costs as many slices of device memory
+as its rings have slots, and it crosses the link each time that a scan goes over it. An
+argument that is donated goes to the host together with the result that takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from memplan.streams.programs import Path, inline_calls
+from memplan.streams.rewrite import Stream
+from memplan.streams.slicing import Limits, is_outside_tiles, slice_elementwise
+from memplan.streams.uses import Result, Source, Stack, find_uses
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """A choice of what lives on the host.
+
+    Attributes:
+      arguments: flat numbers of arguments, stacks or not.
+      results: stacked results of scans.
+      depth, share: of every ring, see `Stream`.
+    """
+
+    arguments: frozenset[int]
+    results: frozenset[Result] = frozenset()
+    depth: int = 2
+    share: float = 1.0
+
+    def without(self, sources: Collection[Source]) -> Hosting:
+        """The same with `sources` on the device."""
+        kept = frozenset(sources)
+        return replace(self, arguments=self.arguments - kept, results=self.results - kept)
+
+
+class Streams:
+    """A traced program and its stacks.
+
+    Attributes:
+      jaxpr: the program, equal to the one given: without calls around scans, and with
+        elementwise work on the candidates done in scans (see `slicing`).
+      scans: all of them.
+      stacks: those that can be streamed, by what they are.
+      replaced_by: a donated argument among them to the result that takes its place.
+      left_alone: why an argument that a loop reads cannot be streamed.
+    """
+
+    def __init__(
+        self,
+        jaxpr: ClosedJaxpr,
+        candidates: Collection[int],
+        donated: Collection[int],
+        *,
+        sharded: Collection[int] = (),
+        tiled: bool,
+    ) -> None:
+        """
+        Args:
+          candidates: flat numbers of the arguments that may live on the host.
+          donated: those of the arguments whose memory results may take.
+          sharded: those whose leading axis is divided among devices.
+          tiled: whether the target keeps arrays in tiles, as TPUs do.
+        """
+        self.donated = frozenset(donated)
+        places = _places(jaxpr, self.donated & frozenset(candidates))
+        sliced = slice_elementwise(
+            inline_calls(jaxpr.jaxpr),
+            frozenset(candidates),
+            frozenset(places.values()),
+            unsplittable=frozenset(sharded),
+            unsplittable_results=frozenset(places[n] for n in sharded if n in places),
+            limits=Limits(tiled=tiled),
+        )
+        self.jaxpr = jaxpr.replace(jaxpr=sliced.jaxpr)
+        uses = find_uses(self.jaxpr)
+        self.scans = uses.scans
+        self.stacks: dict[Source, Stack] = {}
+        self.left_alone: dict[int, str] = {}
+        self.replaced_by: dict[int, Result] = {}
+        reasons = {s.source: _reason(s, tiled) for s in uses.stacks}
+        returned = {k: s for s in uses.stacks for k in s.returned}
+        for stack in uses.stacks:
+            source, reason = stack.source, reasons[stack.source]
+            if isinstance(source, Result):
+                if not reason and not stack.returned and stack.scans:
+                    self.stacks[source] = stack
+            elif stack.is_in_loop and source in candidates:
+                reason = reason or ("it is returned" if stack.returned else "")
+                if not reason and source in self.donated:
+                    made = returned.get(places.get(source, -1))
+                    if made is None or not isinstance(made.source, Result):
+                        reason = "it is donated, and no scan makes what takes its place"
+                    else:
+                        reason = reasons[made.source]
+                        self.replaced_by[source] = made.source
+                if reason:
+                    self.left_alone[source] = reason
+                else:
+                    self.stacks[source] = stack
+        # What takes the place of an argument goes where that is.
+        for argument, result in list(self.replaced_by.items()):
+            if argument not in self.stacks:
+                del self.replaced_by[argument]
+            else:
+                self.stacks[result] = next(s for s in uses.stacks if s.source == result)
+
+    def residuals(self, smallest: int) -> frozenset[Result]:
+        """What scans leave for other scans, of at least `smallest` bytes."""
+        return frozenset(
+            source
+            for source, stack in self.stacks.items()
+            if isinstance(source, Result) and not stack.returned and stack_bytes(stack) >= smallest
+        )
+
+    def stored(self, hosting: Hosting) -> frozenset[Result]:
+        """The results of scans that go to the host."""
+        replaced = {self.replaced_by[a] for a in hosting.arguments if a in self.replaced_by}
+        return hosting.results | replaced
+
+    def rings(self, hosting: Hosting) -> dict[Path, Stream]:
+        """The scans that are streamed under a choice."""
+        stored: defaultdict[Path, set[int]] = defaultdict(set)
+        for result in self.stored(hosting):
+            stored[result.path].add(result.number)
+        paths = set(stored)
+        for source in (*hosting.arguments, *self.stored(hosting)):
+            if source in self.stacks:
+                paths.update(self.stacks[source].scans)
+        return {p: Stream(hosting.depth, hosting.share, frozenset(stored[p])) for p in paths}
+
+
+def stack_bytes(stack: Stack) -> int:
+    """Of all its shards together."""
+    return math.prod(stack.aval.shape) * stack.aval.dtype.itemsize
+
+
+def _reason(stack: Stack, tiled: bool) -> str:
+    """Why a stack cannot be streamed; ``""`` when it can."""
+    if stack.whole:
+        return "; ".join(stack.whole)
+    for aval in (*stack.taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
+        if tiled and aval.dtype.itemsize < 2:
+            return f"XLA:TPU cannot slice {aval.dtype} arrays on the host"
+        if tiled and (len(aval.shape) < 3 or not is_outside_tiles(aval.shape, aval.dtype.itemsize)):
+            return f"XLA:TPU has its leading axis inside the tiles of {list(aval.shape)}"
+    return ""
+
+
+def _places(jaxpr: ClosedJaxpr, donated: Collection[int]) -> dict[int, int]:
+    """Pairs donated arguments with results of their kind, in order, as jax does."""
+    free = dict(enumerate(jaxpr.jaxpr.outvars))
+    pairs: dict[int, int] = {}
+    for argument in sorted(donated):
+        kind = _kind(jaxpr.jaxpr.invars[argument])
+        found = next((k for k, made in free.items() if _kind(made) == kind), None)
+        if found is not None:
+            pairs[argument] = found
+            del free[found]
+    return pairs
+
+
+def _kind(atom: Any) -> tuple[Any, Any]:
+    return atom.aval.shape, atom.aval.dtype
