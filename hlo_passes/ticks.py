@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
-from hlo_passes.assignment import assign_offsets
+from hlo_passes.assignment import assign_offsets, peak_load
 from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.host_copies import host_copies, steady_parameters
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target
+
+
+# What is smaller than this fraction of a workspace is no block of its own.
+_WORKSPACE_BLOCKS = 16
 
 
 class Read(NamedTuple):
@@ -260,9 +264,9 @@ class _View:
             else:
                 inside[live.start] += members
         for tick, members in inside.items():
-            size = _workspace_bytes(members, carried[tick])
             name = self.instructions[tick].name
-            yield Resident(name, size, LiveRange(tick, tick + 1), "workspace")
+            for size in _workspaces(members, carried[tick]):
+                yield Resident(name, size, LiveRange(tick, tick + 1), "workspace")
 
     def _in_entry(self, value: Value) -> bool:
         return any(p.instruction.computation_id == self.entry.id for p in value.positions)
@@ -284,8 +288,9 @@ class _View:
         return LiveRange(start, self.tick_of[self.ranges.sequence[last].id] + 1)
 
 
-def _workspace_bytes(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) -> int:
-    """What a called computation needs beside the state that the caller holds for it.
+def _workspaces(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) -> Iterator[int]:
+    """The blocks of bytes that a called computation needs beside the state that the caller
+    holds for it: those of its peak, and what packing adds.
 
     The state's bytes are free while no value of it lives: from the last read of a loop's
     slot until the next layer is fetched into it.
@@ -297,7 +302,17 @@ def _workspace_bytes(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) 
         ).total
 
     held = sum({h.group: h.size for h in carried}.values())
-    return min(packed(inside), max(0, packed([*inside, *carried]) - held))
+    total = left = min(packed(inside), max(0, packed([*inside, *carried]) - held))
+    _, moment = peak_load(
+        [h.size for h in inside], [h.events for h in inside], groups=[h.group for h in inside]
+    )
+    at_peak = {h.group: h.size for h in inside if h.events.start <= moment < h.events.end}
+    for size in sorted(at_peak.values(), reverse=True):
+        if total <= _WORKSPACE_BLOCKS * size and size <= left:
+            left -= size
+            yield size
+    if left:
+        yield left
 
 
 def _ticks(ranges: LiveRanges, instructions: Sequence[Instruction]) -> dict[int, LogicalTime]:
