@@ -27,7 +27,6 @@ from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target
 
-
 # What is smaller than this fraction of a workspace is no block of its own.
 _WORKSPACE_BLOCKS = 16
 
