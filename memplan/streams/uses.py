@@ -94,6 +94,8 @@ class _Finder:
         self.jaxpr = jaxpr
         self.stacks: dict[Source, Stack] = {}
         self.scans: dict[Path, Scan] = {}
+        # Where in the source the innermost equation around is; those of jax itself have no place.
+        self.around = ""
 
     def program(
         self, jaxpr: Jaxpr, sources: dict[Var, list[Source]], path: Path, runs: int
@@ -132,6 +134,7 @@ class _Finder:
     def _reads(
         self, eqn: JaxprEqn, sources: dict[Var, list[Source]], path: Path, runs: int
     ) -> None:
+        where = source_info_util.summarize(eqn.source_info) or self.around
         inner = programs(eqn)
         below: list[dict[Var, list[Source]]] = [{} for _ in inner]
         for k, var in enumerate(eqn.invars):
@@ -149,11 +152,12 @@ class _Finder:
                     case reason:
                         if reason == "indexed":
                             reason = index_in_words(self.jaxpr, path)
-                        where = source_info_util.summarize(eqn.source_info)
                         stack.whole.append(f"{reason} at {where}")
+        outside, self.around = self.around, where
         for program, found in zip(inner, below, strict=True):
             repeated = runs * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             self.program(program.jaxpr, found, (*path, *program.step), repeated)
+        self.around = outside
 
 
 def _role(eqn: JaxprEqn, k: int) -> str:
