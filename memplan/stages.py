@@ -237,9 +237,9 @@ class Lowered:
           scheduled: prepare loops for memplan's schedule; otherwise each iteration brings
             what it reads, and XLA does with that what it does by itself.
         """
-        rings = self._streams.rings(hosting if scheduled else replace(hosting, depth=1))
+        rings = self._streams.rings(hosting if scheduled else replace(hosting, depth=0))
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
-        tied = scheduled and self._target.platform != "gpu"
+        tied = self._target.platform != "gpu"
         run = streamed(self._streams.jaxpr, rings, donated=self._streams.donated, tied=tied)
 
         def placed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A training step of a decoder: cross entropy, AdamW, microbatches.
+"""A training step of a decoder: cross entropy, AdamW or plain descent, microbatches.
 
     graphdef, params = nnx.split(ScannedLlama(TINY, rngs=nnx.Rngs(0), remat="layer"))
     state = init_state(params, TrainOptions())
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,15 @@ class TrainOptions:
     Attributes:
       microbatches: parts of a batch whose gradients are added up, one part at a time; must
         divide the batch.
+      algorithm: ``"adamw"``, or ``"sgd"``, which keeps no state but the parameters.
       learning_rate, b1, b2, weight_decay: of AdamW (Loshchilov & Hutter, 2019,
         arXiv:1711.05101); those of Llama 2 (arXiv:2307.09288, section 2.2) but for its
-        schedule.
+        schedule. Of them only the first concerns plain descent.
       clip_norm: the greatest norm of all gradients together; None leaves them alone.
     """
 
     microbatches: int = 1
+    algorithm: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 3e-4
     b1: float = 0.9
     b2: float = 0.95
@@ -49,13 +52,16 @@ class TrainOptions:
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW, behind the clipping if there is any."""
-        adamw = optax.adamw(
-            self.learning_rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay
-        )
+        """The algorithm, behind the clipping if there is any."""
+        if self.algorithm == "sgd":
+            descent = optax.sgd(self.learning_rate)
+        else:
+            descent = optax.adamw(
+                self.learning_rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay
+            )
         if self.clip_norm is None:
-            return adamw
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+            return descent
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +89,7 @@ def train_step(
     state: TrainState,
     tokens: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step of AdamW on the mean cross entropy of a batch.
+    """One step on the mean cross entropy of a batch.
 
     Args:
       graphdef: of `nnx.split` of a model; with a mesh, the state is kept split over it.

@@ -19,6 +19,8 @@ from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from memplan.streams.counted import count_loops
+from memplan.streams.fusion import fuse_maps
 from memplan.streams.programs import Path, inline_calls
 from memplan.streams.rewrite import Stream
 from memplan.streams.slicing import Limits, is_outside_tiles, slice_elementwise
@@ -50,8 +52,9 @@ class Streams:
     """A traced program and its stacks.
 
     Attributes:
-      jaxpr: the program, equal to the one given: without calls around scans, and with
-        elementwise work on the candidates done in scans (see `slicing`).
+      jaxpr: the program, equal to the one given: loops that index stacks by their counter are
+        scans over them (see `counted`), calls around scans are gone, and elementwise work on
+        the candidates is done in scans (see `slicing`).
       scans: all of them.
       stacks: those that can be streamed, by what they are.
       replaced_by: a donated argument among them to the result that takes its place.
@@ -77,14 +80,14 @@ class Streams:
         self.donated = frozenset(donated)
         places = _places(jaxpr, self.donated & frozenset(candidates))
         sliced = slice_elementwise(
-            inline_calls(jaxpr.jaxpr),
+            inline_calls(count_loops(jaxpr.jaxpr)),
             frozenset(candidates),
             frozenset(places.values()),
             unsplittable=frozenset(sharded),
             unsplittable_results=frozenset(places[n] for n in sharded if n in places),
             limits=Limits(tiled=tiled),
         )
-        self.jaxpr = jaxpr.replace(jaxpr=sliced.jaxpr)
+        self.jaxpr = jaxpr.replace(jaxpr=fuse_maps(sliced.jaxpr))
         uses = find_uses(self.jaxpr)
         self.scans = uses.scans
         self.stacks: dict[Source, Stack] = {}

@@ -39,7 +39,8 @@ class Stream:
     """What is decided about one scan.
 
     Attributes:
-      depth: slots of its ring.
+      depth: slots of its ring; with 0 it stays a scan, whose iterations bring what they read
+        and put away what they make.
       share: the stacks that a layer reads first, up to this share of the bytes that it
         fetches, have so many; the others have one.
       stored: the results, by index among the stacked ones, that go to the host.
@@ -165,7 +166,7 @@ class _Rewrite:
 
     def _scan(self, eqn: JaxprEqn, args: list[Any], free: Sequence[bool], path: Path) -> list[Any]:
         """Runs a scan as a ring; `free` says whose memory it may take, operand by operand."""
-        stream = self.streams.get(path, Stream(depth=1))
+        stream = self.streams.get(path, Stream(depth=0))
         (program,) = programs(eqn)
         constants, carried = xla.scan_operands(eqn.params)
         consts, carry = args[:constants], args[constants : constants + carried]
@@ -181,6 +182,22 @@ class _Rewrite:
             out = self.run(program, [*consts, *carry, *slices], path)
             return out[:carried], out[carried:]
 
+        if stream.depth == 0:
+
+            def iteration(carry: list[Any], slices: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+                carry, made = layer(carry, [_on_device(s) for s in slices])
+                return carry, [
+                    jax.device_put(m, HOST) if r in stream.stored else m for r, m in enumerate(made)
+                ]
+
+            carry, stacks = lax.scan(
+                iteration,
+                [_on_device(c) for c in carry],
+                tuple(args[first:]),
+                length=eqn.params["length"],
+                reverse=eqn.params["reverse"],
+            )
+            return [*carry, *stacks]
         ring = Ring(
             eqn.params["length"],
             eqn.params["reverse"],

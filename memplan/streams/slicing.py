@@ -51,12 +51,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Atom, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.sharding import NamedSharding, Sharding
 
 from hlo_passes.units import format_bytes
 from memplan.streams.programs import CALLS, programs
 
 # Primitives whose result at an index needs their operands at that index only.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
@@ -215,6 +216,8 @@ def _rule(eqn: JaxprEqn) -> _Rule | None:
     if eqn.ctx.compute_type is not None:
         return None
     name, params, shape = eqn.primitive.name, eqn.params, _shape(eqn.outvars[0])
+    if name == "sharding_constraint":
+        return _Rule((True,)) if _keeps_leading_axis(params["sharding"]) else None
     if params.get("sharding") is not None or params.get("out_sharding") is not None:
         return None
     shapes = [_shape(v) for v in eqn.invars]
@@ -222,7 +225,7 @@ def _rule(eqn: JaxprEqn) -> _Rule | None:
         return _Rule((True,), 0 in params["axes"])
     if not shape:
         return None
-    if name in _ELEMENTWISE and all(len(s) in (0, len(shape)) for s in shapes):
+    if name in ELEMENTWISE and all(len(s) in (0, len(shape)) for s in shapes):
         return _Rule(tuple(s[:1] == shape[:1] for s in shapes))  # Axes of length 1 are repeated.
     match name:
         case "broadcast_in_dim" if len(shapes) == 1:
@@ -236,6 +239,11 @@ def _rule(eqn: JaxprEqn) -> _Rule | None:
             return _Rule((True,))
         case _:
             return None
+
+
+def _keeps_leading_axis(sharding: Sharding) -> bool:
+    """Whether each device has all of the leading axis: then a slice is sharded alike."""
+    return isinstance(sharding, NamedSharding) and not any(sharding.spec[:1])
 
 
 def _is_plain(atom: Atom) -> bool:
