@@ -51,6 +51,9 @@ from hlo_passes.timeline import Compute, Done, Start, TimelineEvent, simulate
 # How many iterations a body is timed for: the first one finds the link idle.
 _TIMED_ITERATIONS = 4
 
+# Two releases count as one when less than this fraction of the shortest transfer is between.
+_MOMENTS = 16
+
 # XLA's own order stays where no other is faster by more than this.
 _AS_GOOD = 1.001
 
@@ -313,21 +316,35 @@ class _Problem:
         """The latest start of each fetch with which all are there in time, if the link is
         `LINK_MARGIN` times slower than it says; its release where there is none."""
         start: dict[int, int] = {}
+        moment = self._moments(fetches, windows)
         waiting = sorted(fetches, key=lambda k: windows[k].due)
         free = np.inf
         candidates: list[int] = []
+        served: list[int] = []  # From the last to the first.
         while waiting or candidates:
             if not candidates:
                 free = min(free, self._clock[windows[waiting[-1]].due])
             while waiting and self._clock[windows[waiting[-1]].due] >= free:
                 candidates.append(waiting.pop())
-            last = max(candidates, key=lambda k: (windows[k].release, windows[k].due, k))
+            last = max(candidates, key=lambda k: (moment[k], windows[k].due, windows[k].release, k))
             candidates.remove(last)
+            served.append(last)
             free -= self._seconds(last) * LINK_MARGIN
             begin = free - self._latency_s(last)
             tick = int(np.searchsorted(self._clock, begin, side="right")) - 1
             start[last] = max(tick, windows[last].release)
+        latest: dict[int, int] = {}
+        for k in reversed(served):
+            earlier = (tick for m, tick in latest.items() if m <= moment[k])
+            start[k] = max([start[k], *earlier])
+            latest[moment[k]] = start[k]
         return start
+
+    def _moments(self, fetches: Sequence[int], windows: Sequence[_Window]) -> dict[int, int]:
+        """When each fetch may start, so coarsely that the time between two such moments is
+        none to the link: those of one moment go by their deadlines."""
+        grain = min((self._seconds(k) for k in fetches), default=1.0) / _MOMENTS
+        return {k: round(self._clock[windows[k].release] / grain) for k in fetches}
 
     def _records(
         self, issue: Sequence[int], starts: Mapping[int, int], dones: Mapping[int, int]

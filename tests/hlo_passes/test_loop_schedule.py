@@ -128,6 +128,31 @@ def test_an_order_that_is_as_good_stays():
     ]
 
 
+def test_the_nearest_deadline_goes_first_though_its_index_comes_a_little_later():
+    ring = Ring()
+    later, sooner = ring.fetch("later", "stack", "zero"), ring.fetch("sooner", "stack", "index")
+    product = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    lines = [
+        "  %x = f32[8,8]{1,0} parameter(0)",
+        f"  %stack = {ring.stack} parameter(1)",
+        "  %k = s32[] parameter(2)",
+        "  %zero = s32[] constant(0)",
+        *later,
+        "  %index = s32[] add(%k, %k)",
+        *sooner,
+        f"  %y0 = f32[8,8]{{1,0}} dot(%x, %x), {product}",
+        "  %v = f32[8,8]{1,0} bitcast(%sooner.done)",
+        f"  %y1 = f32[8,8]{{1,0}} dot(%y0, %v), {product}",
+        "  %w = f32[8,8]{1,0} bitcast(%later.done)",
+        f"  ROOT %y2 = f32[8,8]{{1,0}} dot(%y1, %w), {product}",
+    ]
+    machine = ring_machine(SLOW)
+    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    (entry,) = schedule_loops(module, machine)
+    assert [t.start_name for t in entry.transfers] == ["sooner.start", "later.start"]
+    assert [t.done_after for t in entry.transfers] == ["y0", "y1"]
+
+
 def test_no_transfers_no_loops():
     machine = ring_machine(FAST)
     text = Ring().text().replace("S(5)", "S(0)")
