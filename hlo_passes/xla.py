@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config as _config
+from jax._src import flattree as _flattree
 from jax._src.core import trace_state_clean
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
@@ -244,3 +245,20 @@ def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
             }
             attributes[n] = ir.DictAttr.get(kept)
         main.arg_attrs = ir.ArrayAttr.get(attributes)
+
+
+def scan_layout(constants: int, carried: int, stacks: int, results: int) -> dict[str, Any]:
+    """The parameters of a ``scan`` equation that say how many of its operands and results are
+    constants, carry and stacks; ``jaxpr``, ``length``, ``reverse`` and ``unroll`` say the rest.
+
+    Args:
+      constants, carried, stacks: operands.
+      results: stacked results; the others are the carry.
+
+    Needs ``jax._src.flattree`` (0.11.2, 0.12.0.1).
+    """
+    nones, pack = _flattree.nones, _flattree.pack
+    return {
+        "ft_in": pack((nones(constants), nones(carried), nones(stacks))),
+        "ft_out": pack((nones(carried), nones(results))),
+    }
