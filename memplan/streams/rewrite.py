@@ -248,7 +248,7 @@ def _shard_map(params: Mapping[str, Any], function: Callable[..., Any]) -> Calla
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
-        axis_names=params["manual_axes"],
+        axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
 

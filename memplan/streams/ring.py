@@ -221,15 +221,22 @@ class _Ring:
         if r in self.ring.in_place:
             return self.stacks[self.ring.in_place[r]]
         aval = self.results[r]
-        stack = lax.empty((self.ring.length, *aval.shape), aval.dtype)
+        stack = _varying(lax.empty((self.ring.length, *aval.shape), aval.dtype), aval)
         return jax.device_put(stack, HOST) if r in self.ring.stored else stack
 
     def _zeros(self, r: int) -> Any:
-        return jnp.zeros(self.results[r].shape, self.results[r].dtype)
+        aval = self.results[r]
+        return _varying(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 def _slice(stack: Any, at: Any) -> Any:
     return lax.dynamic_index_in_dim(stack, at, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _varying(array: Any, aval: Any) -> Any:
+    """Inside a shard_map: the type of what differs from device to device as `aval` does."""
+    axes = tuple(aval.manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying)
+    return lax.pcast(array, axes, to="varying") if axes else array
 
 
 def _row_major(array: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import Stream, streamed
@@ -151,3 +152,51 @@ def test_a_stack_that_is_given_back_changed_takes_its_own_place(depth: int):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     donating = jax.jit(jitted, donate_argnums=1).lower(*args).compile()
     assert donating.memory_analysis().temp_size_in_bytes < args[1].nbytes
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_a_scan_inside_a_shard_map(is_gradient: bool, depth: int):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(w: Weights, x: jax.Array) -> Any:
+        def gathering(x: jax.Array, w: Weights) -> Any:
+            whole = [jax.lax.all_gather(part, "data", axis=0, tiled=True) for part in w]
+            return layer(x, (whole[0], whole[1]))
+
+        return lax.scan(gathering, x, w)
+
+    split = PartitionSpec("model", None)
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "data", None), split),
+        out_specs=(split, PartitionSpec(None, "model")),
+        check_vma=False,
+    )
+
+    def program(w: Weights, x: jax.Array) -> Any:
+        return sharded(w, jnp.concatenate([x, -x]))
+
+    def loss(w: Weights, x: jax.Array) -> jax.Array:
+        return sum((jnp.square(v).sum() for v in program(w, x)), jnp.zeros(()))
+
+    check(jax.grad(loss) if is_gradient else program, 5, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_differs_from_device_to_device_keeps_its_type(depth: int):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("data", None)
+
+    def program(w: Weights, x: jax.Array) -> Any:
+        rows = jnp.concatenate([x, -x, x / 2, 2 * x])
+        sharded = jax.shard_map(
+            forward,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), split),
+            out_specs=(split, PartitionSpec(None, "data")),
+        )
+        return sharded(w, rows)
+
+    check(program, 5, depth)
