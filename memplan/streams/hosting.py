@@ -53,8 +53,9 @@ class Streams:
 
     Attributes:
       jaxpr: the program, equal to the one given: loops that index stacks by their counter are
-        scans over them (see `counted`), calls around scans are gone, and elementwise work on
-        the candidates is done in scans (see `slicing`).
+        scans over them (see `counted`), calls around scans are gone, elementwise work on the
+        candidates is done in scans (see `slicing`), and of these those that need no loop of
+        their own are parts of others (see `fusion`).
       scans: all of them.
       stacks: those that can be streamed, by what they are.
       replaced_by: a donated argument among them to the result that takes its place.
