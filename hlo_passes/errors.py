@@ -278,14 +278,23 @@ class PlanMismatchError(MemplanError, ValueError):
 
 
 class TierCapacityError(MemplanError):
-    """What a plan puts into a slower tier does not fit there."""
+    """What a plan puts into a slower tier does not fit there.
 
-    def __init__(self, machine: str, tier: str, needed: int, capacity: int) -> None:
+    Attributes:
+      machine, tier: their names.
+      stored: bytes that are there at once, by what they are: ``"arguments"``, ``"results"``
+        (those that take the place of no argument) and ``"temporaries"``.
+      capacity: bytes.
+    """
+
+    def __init__(self, machine: str, tier: str, stored: Mapping[str, int], capacity: int) -> None:
+        self.machine, self.tier, self.stored, self.capacity = machine, tier, dict(stored), capacity
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stored.items() if size)
         super().__init__(
-            f"the plan keeps {format_bytes(needed)} in the tier {tier!r}, of which machine "
-            f"{machine!r} has {format_bytes(capacity)} for a device. Try a larger hbm=, or, "
-            "where the host has more memory to give, a machine file that says so (start from "
-            "`memplan machines NAME --json`)."
+            f"the plan keeps {format_bytes(sum(stored.values()))} in the tier {tier!r} ({parts}), "
+            f"of which machine {machine!r} has {format_bytes(capacity)} for a device. Try a larger "
+            "hbm=, or, where the host has more memory to give, a machine file that says so (start "
+            "from `memplan machines NAME --json`)."
         )
 
 

@@ -198,7 +198,7 @@ def plan_module(
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
-      TierCapacityError: when the arguments off the device do not fit where they are put.
+      TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
     module, loops = _order_loops(sink.sink_weight_work(module), machine)
@@ -208,8 +208,8 @@ def plan_module(
         raise _budget_error(posed, budget, slots)
     plan = _assemble(posed, budget, choice, labels or {}, loops)
     slow = machine.tier(posed.link.source)
-    stored = sum(p.size for p in plan.placements if p.tier == slow.name)
-    if stored > slow.capacity_bytes:
+    stored = _stored_bytes(module, plan, slow.name, machine)
+    if sum(stored.values()) > slow.capacity_bytes:
         raise TierCapacityError(machine.name, slow.name, stored, slow.capacity_bytes)
     verify.verify_plan(module, plan, machine)
     return plan
@@ -238,6 +238,18 @@ def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSc
     ordered = loop_rewrite.rewrite_loops(module, loops, machine)
     verify.verify_loops(module, loops, ordered)
     return ordered, loops
+
+
+def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> dict[str, int]:
+    """The most bytes that a step keeps in the host's tier, by what they are."""
+    arguments = sum(p.size for p in plan.placements if p.tier == tier)
+    # On CPU shapes name no memory: there only arguments are known to be on the host.
+    usage = memory.memory_usage(module, machine.platform, HOST_MEMORY_SPACE)
+    return {
+        "arguments": arguments,
+        "results": usage.output_bytes - usage.alias_bytes,
+        "temporaries": usage.temp_bytes,
+    }
 
 
 def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]:

@@ -697,6 +697,13 @@ class Compiled:
             return leaf.sharding.with_memory_kind(kind)
         return self._lowered.sharding(n).with_memory_kind(kind)
 
+    @functools.cached_property
+    def _consumed(self) -> tuple[int, ...]:
+        """The flat arguments that are donated and on the host. XLA is not told so (see
+        `Lowered.placed`): they are deleted, or the host would hold them beside their results."""
+        infos = jax.tree.leaves(self.args_info)
+        return tuple(n for n in sorted(self.hosting.arguments) if infos[n].donated)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program. Static arguments are left out, as in jax.
 
@@ -716,7 +723,11 @@ class Compiled:
             )
             args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
         run: Any = self._executable
-        return run(*args, **kwargs)
+        results = run(*args, **kwargs)
+        for n in self._consumed:
+            if isinstance(leaves[n], jax.Array):
+                leaves[n].delete()
+        return results
 
 
 def _least(error: MemoryBudgetError, within: Callable[[int], Compiled]) -> int:

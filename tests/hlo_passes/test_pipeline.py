@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from hlo_passes.cost import instruction_costs
-from hlo_passes.errors import MemoryBudgetError, PlanFormatError, PlanMismatchError
+from hlo_passes.errors import (
+    MemoryBudgetError,
+    PlanFormatError,
+    PlanMismatchError,
+    TierCapacityError,
+)
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine, load_machine
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
@@ -113,6 +119,53 @@ def test_a_donated_host_argument_stays_where_xla_copies_it(name: str):
         costs = instruction_costs(rewritten, machine)
         timed = simulate(schedule_events(rewritten, costs, machine), machine)
         assert [t.transfer for t in timed.transfers] == ["go", "get", "put"]
+
+
+ON_THE_HOST = """HloModule put_away, is_scheduled=true
+
+ENTRY %main {
+  %x = f32[256,1024]{1,0} parameter(0)
+  %w = f32[256,1024]{1,0:S(5)} parameter(1)
+  %away = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %residual = f32[256,1024]{1,0:S(5)} copy-done(%away)
+  %go = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%w)
+  %here = f32[256,1024]{1,0} copy-done(%go)
+  %a = f32[256,1024]{1,0} add(%here, %here)
+  %put = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%a)
+  %kept = f32[256,1024]{1,0:S(5)} copy-done(%put)
+  %back = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%residual)
+  %again = f32[256,1024]{1,0} copy-done(%back)
+  %b = f32[256,1024]{1,0} add(%a, %again)
+  ROOT %result = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}) tuple(%b, %kept)
+}
+"""
+
+
+def with_host_bytes(machine: Machine, capacity: int) -> Machine:
+    tiers = (replace(t, capacity_bytes=capacity) if t.name == "host" else t for t in machine.tiers)
+    return replace(machine, tiers=tuple(tiers))
+
+
+@pytest.mark.parametrize("name", ["v5e", "h200"])
+def test_all_that_is_on_the_host_must_fit_there(name: str):
+    module = read_module(ON_THE_HOST)
+    assert plan_module(module, with_host_bytes(load_machine(name), 3 << 20), 1 << 30)
+    with pytest.raises(TierCapacityError) as refused:
+        plan_module(module, with_host_bytes(load_machine(name), (3 << 20) - 1), 1 << 30)
+    mib = 1 << 20
+    assert refused.value.stored == {"arguments": mib, "results": mib, "temporaries": mib}
+    assert (
+        "keeps 3.0 MiB in the tier 'host' (arguments 1.0 MiB, results 1.0 MiB, temporaries 1.0 MiB)"
+        in str(refused.value)
+    )
+
+
+def test_a_result_that_takes_an_arguments_place_counts_once():
+    machine = load_machine("v5e")
+    assert plan_module(read_module(DONATED), with_host_bytes(machine, 2 << 20), 1 << 30)
+    apart = read_module(DONATED.replace(", input_output_alias={ {1}: (2, {}, may-alias) }", ""))
+    with pytest.raises(TierCapacityError, match=r"arguments 2\.0 MiB, results 1\.0 MiB"):
+        plan_module(apart, with_host_bytes(machine, 2 << 20), 1 << 30)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
