@@ -374,10 +374,18 @@ class Lowered:
             for n, (_, info) in enumerate(self._leaves)
         ]
 
+    def unplanned(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
+        """Compiles the program as ``jax.jit`` does: what a plan is to be compared with.
+
+        Raises:
+          jax.errors.JaxRuntimeError: when XLA finds that it does not fit the device.
+        """
+        return self._program.compiler(compiler_options)()
+
     def _compile_unplanned(self, options: Mapping[str, Any] | None) -> Executable | None:
-        """What jax compiles; None when it does not fit the device."""
+        """The same; None when it does not fit."""
         try:
-            return self._program.compiler(options)()
+            return self.unplanned(options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

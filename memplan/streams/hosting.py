@@ -91,35 +91,33 @@ class Streams:
         self.jaxpr = jaxpr.replace(jaxpr=fuse_maps(sliced.jaxpr))
         uses = find_uses(self.jaxpr)
         self.scans = uses.scans
-        self.stacks: dict[Source, Stack] = {}
-        self.left_alone: dict[int, str] = {}
-        self.replaced_by: dict[int, Result] = {}
+        found = {s.source: s for s in uses.stacks}
         reasons = {s.source: _reason(s, tiled) for s in uses.stacks}
-        returned = {k: s for s in uses.stacks for k in s.returned}
-        for stack in uses.stacks:
-            source, reason = stack.source, reasons[stack.source]
-            if isinstance(source, Result):
-                if not reason and not stack.returned and stack.scans:
-                    self.stacks[source] = stack
-            elif stack.is_in_loop and source in candidates:
-                reason = reason or ("it is returned" if stack.returned else "")
-                if not reason and source in self.donated:
-                    made = returned.get(places.get(source, -1))
-                    if made is None or not isinstance(made.source, Result):
-                        reason = "it is donated, and no scan makes what takes its place"
-                    else:
-                        reason = reasons[made.source]
-                        self.replaced_by[source] = made.source
-                if reason:
-                    self.left_alone[source] = reason
-                else:
-                    self.stacks[source] = stack
-        # What takes the place of an argument goes where that is.
-        for argument, result in list(self.replaced_by.items()):
-            if argument not in self.stacks:
-                del self.replaced_by[argument]
+        returned = {k: s.source for s in uses.stacks for k in s.returned}
+        arguments: dict[int, str] = {}
+        self.replaced_by: dict[int, Result] = {}
+        for n in candidates:
+            if n not in found or not found[n].is_in_loop:
+                continue
+            arguments[n] = reasons[n] or ("it is returned" if found[n].returned else "")
+            if arguments[n] or n not in self.donated:
+                continue
+            made = returned.get(places.get(n, -1))
+            if not isinstance(made, Result):
+                arguments[n] = "it is donated, and no scan makes what takes its place"
+            elif not reasons[made]:
+                self.replaced_by[n] = made
             else:
-                self.stacks[result] = next(s for s in uses.stacks if s.source == result)
+                arguments[n] = f"what takes its place is {reasons[made]}"
+        self.left_alone = {n: reason for n, reason in arguments.items() if reason}
+        streamed: set[Source] = {n for n, reason in arguments.items() if not reason}
+        streamed |= set(self.replaced_by.values())
+        streamed |= {
+            s.source
+            for s in uses.stacks
+            if isinstance(s.source, Result) and s.scans and not s.returned and not reasons[s.source]
+        }
+        self.stacks: dict[Source, Stack] = {s: found[s] for s in found if s in streamed}
 
     def residuals(self, smallest: int) -> frozenset[Result]:
         """What scans leave for other scans, of at least `smallest` bytes."""
@@ -143,7 +141,12 @@ class Streams:
         for source in (*hosting.arguments, *self.stored(hosting)):
             if source in self.stacks:
                 paths.update(self.stacks[source].scans)
-        return {p: Stream(hosting.depth, hosting.share, frozenset(stored[p])) for p in paths}
+        rings = {p: Stream(hosting.depth, hosting.share, frozenset(stored[p])) for p in paths}
+        if hosting.depth and rings:
+            # A stack that stays on the device is then updated in place.
+            for result in self.replaced_by.values():
+                rings.setdefault(result.path, Stream(1))
+        return rings
 
 
 def stack_bytes(stack: Stack) -> int:
