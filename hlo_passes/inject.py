@@ -114,7 +114,7 @@ def _hook(
             # Through XLA it would reach the user as text inside an INTERNAL error.
             failures.append(error)
             raise
-        return None if changed is None else changed.to_bytes()
+        return None if changed is None else _serialized(changed)
 
     with _locks_guard:
         lock = _locks.setdefault(token, threading.Lock())
@@ -135,3 +135,19 @@ def _hook(
     if failures:
         # The compiler swallowed it: the executable would not follow the plan.
         raise failures[0]
+
+
+def _serialized(module: Module) -> bytes:
+    """What XLA goes on with: the module, its instructions naming their source lines themselves.
+
+    Stack frames would be looked up in the table of the module that XLA gave to the hook, whose
+    numbers are others than those that it serialized (seen with jax 0.12.0.1).
+    """
+    proto = module.to_proto()
+    for computation in proto.computations:
+        for i in computation.instructions:
+            file, _, line = module.source_line(module.instructions[i.id]).rpartition(":")
+            if file:
+                i.metadata.source_file, i.metadata.source_line = file, int(line)
+                i.metadata.stack_frame_id = 0
+    return proto.SerializeToString()

@@ -14,11 +14,13 @@ again, in order, on values of which some are on the host:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -108,17 +110,18 @@ class _Rewrite:
             if (*path, n) in self.around or is_view:
                 self._unchanged(jaxpr, begin, n, values, last_use)
                 operands = [_read(a, values) for a in eqn.invars]
-                if is_view:
-                    results = [eqn.primitive.bind(*operands, **eqn.params)]
-                    if eqn.invars[0] in owned:
-                        owned |= {eqn.outvars[0]}
-                elif eqn.primitive.name == "scan":
-                    kept = set(atoms) - owned
-                    kept |= {a for a, last in last_use.items() if last > n}
-                    free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
-                    results = self._scan(eqn, operands, free, (*path, n))
-                else:
-                    results = self._around(eqn, operands, (*path, n))
+                with _line_of(eqn):
+                    if is_view:
+                        results = [eqn.primitive.bind(*operands, **eqn.params)]
+                        if eqn.invars[0] in owned:
+                            owned |= {eqn.outvars[0]}
+                    elif eqn.primitive.name == "scan":
+                        kept = set(atoms) - owned
+                        kept |= {a for a, last in last_use.items() if last > n}
+                        free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
+                        results = self._scan(eqn, operands, free, (*path, n))
+                    else:
+                        results = self._around(eqn, operands, (*path, n))
                 values.update(zip(eqn.outvars, results, strict=True))
                 begin = n + 1
         self._unchanged(jaxpr, begin, len(jaxpr.eqns), values, last_use)
@@ -232,6 +235,13 @@ class _Rewrite:
                 tuple(args[constants:]),
             )
         )
+
+
+def _line_of(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """What is traced in it names the line of the user's program that `eqn` comes from."""
+    return source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
+    )
 
 
 def _rebind(eqn: JaxprEqn, function: Callable[..., list[Any]], args: list[Any]) -> list[Any]:

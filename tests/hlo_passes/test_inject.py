@@ -78,6 +78,35 @@ def test_a_transformed_module_is_what_is_compiled():
     assert "%seen =" not in compile_through(unchanged).as_text()
 
 
+def lower_scanned() -> Any:
+    def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w), None
+
+        return jnp.sin(jax.lax.scan(layer, x, w)[0])
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 8), (8, 8)))
+    return jax.jit(scanned).lower(*shapes)
+
+
+def test_a_transformed_module_keeps_its_source_lines():
+    def lines(module: Module) -> set[tuple[str, str]]:
+        found = {(i.op_name, module.source_line(i)) for i in module.instructions.values()}
+        return {(name, line) for name, line in found if name.endswith(("tanh", "sin"))}
+
+    lowered = lower_scanned()
+    transformed = compile_with(
+        "cpu",
+        lowered.compiler_ir("stablehlo"),
+        "lines",
+        lambda module: Module(module.to_proto()),
+        lowered.compile,
+    )
+    expected = lines(read_module(lower_scanned().compile()))
+    assert len(expected) == 2
+    assert lines(read_module(transformed)) == expected
+
+
 def test_nothing_is_left_registered_for_later_compilations(registered: list[str]):
     compile_through(renamed)
     assert len(registered) == 1
@@ -122,7 +151,12 @@ def test_a_compiler_that_shows_nothing():
 
 
 class Garbage:
-    def to_bytes(self) -> bytes:
+    computations = ()
+
+    def to_proto(self) -> Any:
+        return self
+
+    def SerializeToString(self) -> bytes:
         return b"no module"
 
 

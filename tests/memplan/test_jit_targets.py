@@ -45,6 +45,20 @@ def test_a_machine_that_is_not_here(name: str):
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_program_with_a_plan_names_the_lines_that_it_comes_from(name: str):
+    def scanned(stacked: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+    here = scanned.__code__
+    args = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 512, 512), (64, 512)))
+    module = memplan.jit(scanned, hbm="4MiB", machine=name).lower(*args).compile().module
+    named = [i for i in module.instructions.values() if "/ring_" in i.op_name]
+    lines = {module.source_line(i) for i in named}
+    assert {"while", "dynamic-slice", "tanh"} <= {i.opcode for i in named}
+    assert lines == {f"{here.co_filename}:{here.co_firstlineno + 1}"}
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
 def test_host_memory_that_is_asked_for_is_the_plans_to_give(name: str):
     host = topologies.topology(name).sharding().with_memory_kind("pinned_host")
     options: dict[str, Any] = {"hbm": 3 * WEIGHT_BYTES, "machine": name}
