@@ -13,14 +13,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compare import view_planned
+from memplan.demo import HOST_BYTES
 from memplan.report.tables import Column, Table, write_tables
-from memplan.topologies import Topology, topology
+from memplan.topologies import topology
 from models.workloads import decode
 
 TARGET = "v5e"
@@ -63,19 +63,8 @@ def _least(model: str, batch: int) -> Iterator[tuple[str, ...]]:
             yield _row(model, batch, budget)
 
 
-def _alone_on_its_host() -> Topology:
-    """One chip that has the memory of its whole host: 384 GB on an 8-chip VM (ct5lp-hightpu-8t,
-    cloud.google.com/tpu/docs/v5e), where the machine library counts an eighth of it."""
-    target = topology(TARGET)
-    tiers = tuple(
-        replace(t, capacity_bytes=384_000_000_000) if t.name == "host" else t
-        for t in target.machine.tiers
-    )
-    return replace(target, machine=replace(target.machine, tiers=tiers))
-
-
 def _row(model: str, batch: int, budget: int) -> tuple[str, ...]:
-    target = _alone_on_its_host()
+    target = topology(TARGET).with_host_memory(HOST_BYTES)
     fun, args = decode(model, batch=batch, cache_length=512)
     begin = time.monotonic()
     step = jit(fun, hbm=budget, machine=target, donate_argnames="cache")

@@ -1,6 +1,6 @@
 """What do rings make of scanned layers? Llama 7B, 13B and 70B on one TPU v5e and one H200.
 
-    python -m experiments.scanned [--models llama2-7b ...] [--targets v5e h200]
+    python -m experiments.scanned [--models llama2-7b ...] [--targets v5e h200] [--forms]
 
 A prompt's worth of tokens goes through ``lax.scan`` over the stacked layers, whose weights
 are on the host. Three times each: as XLA schedules the scan by itself, and under memplan with
@@ -12,6 +12,9 @@ one slot and with as many as it chooses. Columns:
     off by        HBM temp against slots + activations
     overlapped    share of the transferred bytes that move while the device computes
 
+With ``--forms``: two workloads, each with unrolled and with scanned layers, within the same
+budget.
+
 Bytes are XLA's report of executables of the real compilers; seconds and overlap are
 predictions of the machine model for their schedules.
 """
@@ -21,7 +24,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -29,10 +31,12 @@ import jax
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Compiled, jit
 from memplan.compare import view_planned, view_unscheduled
+from memplan.demo import HOST_BYTES, Workload
+from memplan.demo import WORKLOADS as DEMO
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.view import RunView
-from memplan.topologies import Topology, topology
-from models.workloads import scanned_prefill
+from memplan.topologies import topology
+from models.workloads import decode, scanned_decode, scanned_prefill
 
 
 class Case(NamedTuple):
@@ -45,9 +49,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("llama2-7b", 16, 512, "6GiB"),
-    Case("llama2-13b", 16, 512, "9GiB"),
-    Case("llama2-70b", 32, 512, "13GiB"),
+    Case("llama2-7b", 16, 512, "7GiB"),
+    Case("llama2-13b", 16, 512, "10GiB"),
+    Case("llama2-70b", 32, 512, "14GiB"),
 )
 
 _COLUMNS = (
@@ -66,10 +70,27 @@ _COLUMNS = (
 )
 
 
+# The first workloads of the demo, in either form.
+_FORMS = DEMO[:2]
+
+_FORM_COLUMNS = (
+    Column("workload"),
+    Column("target"),
+    Column("layers"),
+    Column("HBM total", right=True),
+    Column("moved", right=True),
+    Column("overlapped", right=True),
+    Column("link busy", right=True),
+    Column("step, predicted", right=True),
+    Column("lower bound", right=True),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
+    parser.add_argument("--forms", action="store_true", help="compare unrolled with scanned")
     options = parser.parse_args()
     tables = [
         Table(
@@ -78,24 +99,38 @@ def main() -> None:
             tuple(row for target in options.targets for row in _rows(case, target)),
         )
         for case in CASES
-        if case.model in options.models
+        if case.model in options.models and not options.forms
     ]
+    if options.forms:
+        rows = [
+            _form(w, scan, t) for w in _FORMS for t in options.targets for scan in (False, True)
+        ]
+        tables = [Table("the same model, unrolled and scanned", _FORM_COLUMNS, tuple(rows))]
     write_tables(tables, sys.stdout)
 
 
-def alone_on_its_host(target: Topology) -> Topology:
-    """One device that has the memory of its whole host, which the machine library divides
-    among all devices: 384 GB on an 8-chip VM of TPU v5e (ct5lp-hightpu-8t,
-    cloud.google.com/tpu/docs/v5e), and no less beside an H200."""
-    tiers = tuple(
-        replace(t, capacity_bytes=max(t.capacity_bytes, 384_000_000_000)) if t.name == "host" else t
-        for t in target.machine.tiers
+def _form(workload: Workload, is_scanned: bool, target_name: str) -> tuple[str, ...]:
+    target = topology(target_name).with_host_memory(HOST_BYTES)
+    make = scanned_decode if is_scanned else decode
+    fun, args = make(
+        workload.model,
+        batch=workload.batch,
+        tokens=workload.tokens,
+        cache_length=workload.cache_length,
     )
-    return replace(target, machine=replace(target.machine, tiers=tiers))
+    step = jit(fun, hbm=workload.hbm, machine=target, donate_argnames="cache")
+    run = view_planned(step.lower(*args).compile(), target.machine)
+    return (
+        f"{workload.model} {workload.name}, {workload.batch} × {workload.tokens}, "
+        f"hbm={workload.hbm}",
+        target_name,
+        "scanned" if is_scanned else "unrolled",
+        *_figures(run),
+    )
 
 
 def _rows(case: Case, target_name: str) -> Iterator[tuple[str, ...]]:
-    target = alone_on_its_host(topology(target_name))
+    target = topology(target_name).with_host_memory(HOST_BYTES)
     fun, args = scanned_prefill(
         case.model, batch=case.batch, tokens=case.tokens, cache_length=case.tokens
     )
@@ -136,7 +171,6 @@ def _row(
     target: str, run: RunView, slots: int = 0, slot_bytes: int = 0, activations: int = 0
 ) -> tuple[str, ...]:
     """`slots`: 0 for a run without a ring."""
-    assert run.clock is not None
     temp, expected = run.device.temp, slots * slot_bytes + activations
     return (
         target,
@@ -145,6 +179,13 @@ def _row(
         format_bytes(activations) if slots else "–",
         format_bytes(temp),
         f"{temp / expected - 1:+.1%}" if slots else "–",
+        *_figures(run),
+    )
+
+
+def _figures(run: RunView) -> tuple[str, ...]:
+    assert run.clock is not None
+    return (
         format_bytes(run.device.total),
         format_bytes(run.moved_bytes),
         f"{run.overlapped or 0.0:.1%}",

@@ -26,7 +26,7 @@ import numpy as np
 import custom_calls
 from hlo_passes.budget import parse_bytes
 from hlo_passes.errors import MemplanError
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.machine import Machine
 from hlo_passes.units import format_bytes, format_seconds
 from memplan import __version__
 from memplan.api import Compiled, jit
@@ -42,7 +42,12 @@ TARGETS = ("v5e", "h200")
 
 
 class Workload(NamedTuple):
-    """One program to plan: `tokens` new tokens for each of `batch` sequences."""
+    """One program to plan: `tokens` new tokens for each of `batch` sequences.
+
+    Attributes:
+      is_scanned: its layers are stacked, and ``lax.scan`` goes over them.
+      offload: of `memplan.jit`.
+    """
 
     name: str
     model: str
@@ -50,13 +55,20 @@ class Workload(NamedTuple):
     tokens: int
     cache_length: int
     hbm: str
+    is_scanned: bool = False
+    offload: tuple[str, ...] | None = None
 
     @property
     def title(self) -> str:
+        layers = "scanned layers" if self.is_scanned else "unrolled layers"
         return (
-            f"{self.model} {self.name}, batch {self.batch} × {self.tokens} tokens, "
+            f"{self.model} {self.name}, {layers}, batch {self.batch} × {self.tokens} tokens, "
             f"cache {self.cache_length}, hbm={self.hbm}"
         )
+
+    @property
+    def file(self) -> str:
+        return f"{self.model}-{'scanned-' if self.is_scanned else ''}{self.name}"
 
 
 # A decode step reads every weight for a handful of tokens: the link holds it. A prompt's
@@ -64,7 +76,14 @@ class Workload(NamedTuple):
 WORKLOADS = (
     Workload("decode", "llama2-7b", 8, 1, 512, "4GiB"),
     Workload("prefill", "llama3-8b", 32, 512, 640, "8GiB"),
+    Workload("prefill", "llama2-7b", 16, 512, 512, "7GiB", True, ("params.*",)),
+    Workload("prefill", "llama2-13b", 16, 512, 512, "10GiB", True, ("params.*",)),
+    Workload("prefill", "llama2-70b", 32, 512, 512, "14GiB", True, ("params.*",)),
 )
+
+# One chip that has the memory of its host to itself: 384 GB on an 8-chip VM of TPU v5e
+# (ct5lp-hightpu-8t, cloud.google.com/tpu/docs/v5e). 70B take 129 GiB of it.
+HOST_BYTES = 384_000_000_000
 
 # The small configuration on the CPU: prompts, so that there is compute to hide behind, and
 # this share of what XLA takes by itself.
@@ -134,19 +153,27 @@ class _Result:
 
 
 def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
-    fun, args = models.workloads.decode(
+    make = models.workloads.scanned_prefill if workload.is_scanned else models.workloads.decode
+    fun, args = make(
         workload.model,
         batch=workload.batch,
         tokens=workload.tokens,
         cache_length=workload.cache_length,
     )
-    step = jit(fun, hbm=workload.hbm, machine=topology(target), donate_argnames="cache")
-    machine = load_machine(target)
-    what = f"{target}, {workload.model} {workload.name}"
+    device = topology(target).with_host_memory(HOST_BYTES)
+    machine = device.machine
+    step = jit(
+        fun,
+        hbm=workload.hbm,
+        machine=device,
+        offload=workload.offload,
+        donate_argnames="cache",
+    )
+    what = f"{target}, {workload.model} {workload.name}{', scanned' if workload.is_scanned else ''}"
     with _said(f"{what}: memplan within {workload.hbm}"):
         compiled: Compiled = step.lower(*args).compile()
     planned = view_planned(compiled, machine)
-    with _said(f"{what}: XLA alone, the same weights on the host"):
+    with _said(f"{what}: XLA alone, the same on the host"):
         alone = view_unscheduled(compiled, machine)
     return _Result(workload, target, machine, compiled, alone, planned)
 
@@ -264,7 +291,7 @@ def _write(folder: Path, result: _Result) -> Iterator[str]:
     if plan is not None:
         texts["plan.json"] = plan.to_json(indent=1)
     for suffix, text in texts.items():
-        path = folder / f"{result.target}-{result.workload.name}.{suffix}"
+        path = folder / f"{result.target}-{result.workload.file}.{suffix}"
         path.write_text(text, encoding="utf-8")
         yield str(path)
 

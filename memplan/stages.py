@@ -26,10 +26,13 @@ from jax.sharding import NamedSharding
 from hlo_passes import inject, pipeline, verify, xla
 from hlo_passes.errors import (
     HostResultsError,
+    LoopMismatchError,
     MemoryBudgetError,
+    MemplanError,
     NotExecutableError,
     OffloadPatternError,
     OrderedEffectsError,
+    PlanMismatchError,
 )
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
@@ -396,9 +399,17 @@ class Lowered:
         overhead = 0
         reported: list[int] = []
         rounds: list[str] = []
+        mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
             look = self._look_below(budget, overhead, options)
-            executable = self._compile_planned(look, options)
+            try:
+                executable = self._compile_planned(look, options)
+            except (PlanMismatchError, LoopMismatchError) as error:
+                # XLA:TPU was seen to schedule a module for 256 chips in two ways.
+                self._captured.clear()
+                rounds.append("XLA scheduled the module otherwise than before")
+                mismatch = error
+                continue
             total = device_bytes(executable, look.hosted_on_cpu)
             predicted = look.plan.prediction.total_bytes
             rounds.append(f"planned {predicted} bytes, XLA reports {total}")
@@ -406,6 +417,8 @@ class Lowered:
                 return Compiled(executable, self, look, tuple(rounds))
             reported.append(total)
             overhead = max(overhead, total - predicted)
+        if mismatch is not None and not reported:
+            raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
 
     def _look_below(self, budget: int, overhead: int, options: Mapping[str, Any] | None) -> _Look:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from hlo_passes.errors import CompilerMissingError, TopologyError
 from hlo_passes.gpu_target import gpu_target_config
+from hlo_passes.ir import HOST_MEMORY_SPACE
 from hlo_passes.machine import Machine, load_machine
 
 # What lets libtpu compile on a machine without a TPU, in several processes at once.
@@ -70,6 +71,17 @@ class Topology:
         if self.platform == "gpu":
             return AbstractMesh(tuple(shape), tuple(axis_names), (AxisType.Auto,) * len(shape))
         return Mesh(np.array(self.devices[:n]).reshape(tuple(shape)), tuple(axis_names))
+
+    def with_host_memory(self, capacity_bytes: int) -> Topology:
+        """The same where each device has at least so many bytes of its host's memory. The
+        machine library divides a host among all devices that it can have."""
+        tiers = tuple(
+            replace(t, capacity_bytes=max(t.capacity_bytes, capacity_bytes))
+            if t.memory_space == HOST_MEMORY_SPACE
+            else t
+            for t in self.machine.tiers
+        )
+        return replace(self, machine=replace(self.machine, tiers=tiers))
 
     def sharding(self, memory_kind: str | None = None) -> Sharding:
         """One device of the topology holds the whole array."""
