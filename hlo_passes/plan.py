@@ -13,7 +13,8 @@ A transfer occupies its slot from its start until after the last instruction tha
 it, so ``live_range.end`` is the tick after that instruction. All ranges are half-open.
 
 What stands in loops, and what the entry fetches or stores by the slice, is scheduled
-computation by computation, each with ticks of its own (`LoopSchedule`).
+computation by computation, each with ticks of its own (`LoopSchedule`). `LoopStreams` says
+which arrays of the user's program these are slices of.
 
 Buffers are named by the HLO instruction that defines them (for an argument: its
 parameter instruction), and ``labels`` gives the user's name for it.
@@ -247,6 +248,56 @@ class LoopSchedule:
         return self.executions * sum(t.size for t in self.transfers)
 
 
+@dataclass(frozen=True, slots=True)
+class LoopStack:
+    """An array with a leading axis of layers that a loop takes apart, or puts together.
+
+    Attributes:
+      name: the user's path of an argument; of what loops make, what it is.
+      shape: of the whole array on all devices, as XLA writes it.
+      slice_bytes: what one layer reads or writes of it on one device.
+    """
+
+    name: str
+    shape: str
+    slice_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStreams:
+    """What was decided about the stacks of one loop before XLA saw the program.
+
+    Attributes:
+      source_line: ``file:line`` of the loop in the user's program.
+      length: its layers; `runs`: how often it runs in a step, as far as is known.
+      slots: how many layers of what it reads from the host are on the device at once; 0 when
+        all of its stacks are there.
+      share: the stacks that a layer reads first, up to this share of the bytes that it
+        fetches, have so many; the others have one.
+      fetched, stored: on the host; a stack may be both.
+      on_device: could be streamed too, and are not.
+    """
+
+    source_line: str
+    length: int
+    runs: int
+    slots: int
+    share: float
+    fetched: tuple[LoopStack, ...]
+    stored: tuple[LoopStack, ...]
+    on_device: tuple[LoopStack, ...]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What one layer fetches."""
+        return sum(stack.slice_bytes for stack in self.fetched)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What one layer stores."""
+        return sum(stack.slice_bytes for stack in self.stored)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where every buffer lives and when it moves, for one module on one machine.
@@ -261,6 +312,9 @@ class Plan:
       fences: the orders that must hold for the plan to be right.
       device_tier: name of the tier that the program computes in.
       loops: the transfers in loop bodies, and those of the entry that move no whole argument.
+      streams: what was decided about loops over stacks, before XLA saw the program.
+      left_alone: why an argument that a loop reads cannot be streamed, by the user's path.
+      compiler_options: the XLA options that the streams need.
       recomputes: names of instructions cloned instead of kept.
       labels: HLO buffer name to the user's name.
       provenance: how it was made (planner version, candidate chosen, rounds).
@@ -277,6 +331,9 @@ class Plan:
     prediction: Prediction
     device_tier: str = "hbm"
     loops: tuple[LoopSchedule, ...] = ()
+    streams: tuple[LoopStreams, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
+    compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
     recomputes: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -294,8 +351,10 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the whole plan."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """A digest of all that is done to the module: what only tells of the program that it
+        was made from, as source lines do, is left out."""
+        told = dataclasses.replace(self, streams=(), left_alone={})
+        return hashlib.sha256(told.to_json().encode()).hexdigest()[:16]
 
     def to_json(self, indent: int | None = None) -> str:
         """Writes the plan as versioned JSON that `from_json` reads back equal."""
@@ -336,6 +395,9 @@ class Plan:
                 prediction=_record(Prediction, document["prediction"]),
                 device_tier=_str(document, "device_tier"),
                 loops=tuple(map(_loop, document["loops"])),
+                streams=tuple(map(_streams, document["streams"])),
+                left_alone=document["left_alone"],
+                compiler_options=document["compiler_options"],
                 recomputes=tuple(document["recomputes"]),
                 labels=document["labels"],
                 provenance=document["provenance"],
@@ -379,6 +441,12 @@ def _loop(document: dict[str, Any]) -> LoopSchedule:
     return _record(LoopSchedule, {**document, "transfers": transfers, "dropped_copies": copies})
 
 
+def _streams(document: dict[str, Any]) -> LoopStreams:
+    kinds = ("fetched", "stored", "on_device")
+    stacks = {k: tuple(_record(LoopStack, s) for s in document[k]) for k in kinds}
+    return _record(LoopStreams, {**document, **stacks})
+
+
 _KINDS: dict[object, type | tuple[type, ...]] = {
     "int": int,
     "LogicalTime": int,
@@ -389,9 +457,19 @@ _KINDS: dict[object, type | tuple[type, ...]] = {
 }
 
 
-def _record[R: (Placement, Allocation, Slot, Transfer, LoopTransfer, LoopSchedule, Prediction)](
-    kind: type[R], document: dict[str, Any]
-) -> R:
+def _record[
+    R: (
+        Placement,
+        Allocation,
+        Slot,
+        Transfer,
+        LoopTransfer,
+        LoopSchedule,
+        LoopStack,
+        LoopStreams,
+        Prediction,
+    )
+](kind: type[R], document: dict[str, Any]) -> R:
     """Builds one of the plan's records, checking the kind of each plain value."""
     for f in dataclasses.fields(kind):
         expected, value = _KINDS.get(f.type), document[f.name]

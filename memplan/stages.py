@@ -36,8 +36,9 @@ from hlo_passes.errors import (
 )
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
-from hlo_passes.plan import Plan
+from hlo_passes.plan import LoopStreams, Plan
 from hlo_passes.reader import read_module
+from hlo_passes.units import format_bytes
 from memplan import __version__
 from memplan.executable import Executable, Program, Target, device_bytes
 from memplan.signature import (
@@ -49,6 +50,7 @@ from memplan.signature import (
 )
 from memplan.streams.choice import choose_kept, ring_seconds
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
+from memplan.streams.records import record_streams
 from memplan.streams.rewrite import streamed
 from memplan.streams.uses import Result, Source
 from memplan.topologies import Topology
@@ -277,6 +279,11 @@ class Lowered:
         return _RING_OPTIONS.get(self._target.platform, {})
 
     @property
+    def fun_name(self) -> str:
+        """What the function is called."""
+        return self._traced.fun_name
+
+    @property
     def absent(self) -> Topology | None:
         """The devices that it is lowered for, when they are not here."""
         return self._target.absent
@@ -298,6 +305,10 @@ class Lowered:
         signature = self._function.signature
         names = list(signature.parameters) if signature is not None else []
         return [(_path(path, names), info) for path, info in flat]
+
+    @property
+    def _paths(self) -> list[str]:
+        return [path for path, _ in self._leaves]
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
@@ -326,7 +337,7 @@ class Lowered:
     def _choose_movable(self) -> frozenset[int]:
         """The arguments that the user and their kind allow on the host."""
         patterns = self._function.options.offload
-        paths = [path for path, _ in self._leaves]
+        paths = self._paths
         unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
         if unmatched:
             raise OffloadPatternError(unmatched, paths)
@@ -342,7 +353,7 @@ class Lowered:
     def left_alone(self) -> Mapping[str, str]:
         """The arguments, by path, that a loop takes apart but that cannot be streamed, each
         with the reason."""
-        return {self._leaves[n][0]: reason for n, reason in self._streams.left_alone.items()}
+        return {self._paths[n]: reason for n, reason in self._streams.left_alone.items()}
 
     @functools.cached_property
     def _streams(self) -> Streams:
@@ -556,6 +567,12 @@ class Lowered:
             slots=slots,
             labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
         )
+        plan = replace(
+            plan,
+            streams=record_streams(self._streams, hosting, self._paths, self._stack_size),
+            left_alone=self.left_alone,
+            compiler_options=self.ring_options if self._streams.rings(hosting) else {},
+        )
         held = {p.parameter: p.size for p in plan.placements}
         on_cpu = self._target.platform == "cpu"
         hosted_on_cpu = sum(held[p] for p in host_parameters + sliced) if on_cpu else 0
@@ -647,6 +664,26 @@ class Compiled:
         self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
         self.rounds = rounds
         self.followed = verify.verify_executable(look.plan, self.module) if look else None
+
+    def __repr__(self) -> str:
+        used = f"{format_bytes(self.device_bytes)} of {format_bytes(self._lowered.budget)}"
+        said = f"{self._lowered.fun_name}: {used} on the device"
+        if self.plan is None:
+            return f"<Compiled {said}; no plan was needed>"
+        said += f"; {format_bytes(self.plan.moved_bytes)} moved in a step"
+        if streamed := sum(loop.slots > 0 for loop in self.streams):
+            said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
+        return f"<Compiled {said}>"
+
+    @property
+    def streams(self) -> tuple[LoopStreams, ...]:
+        """What was decided about each loop over stacks; nothing without a plan."""
+        return self.plan.streams if self.plan is not None else ()
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """Why an argument that a loop reads is not streamed, by path; nothing without a plan."""
+        return self.plan.left_alone if self.plan is not None else {}
 
     @property
     def is_jax_own(self) -> bool:

@@ -66,11 +66,12 @@ class Stack:
 
 
 class Scan(NamedTuple):
-    """A scan of the program: iterations, and how often it runs in a step as far as is known
-    (a while loop around it counts once)."""
+    """A scan of the program: iterations, how often it runs in a step as far as is known (a
+    while loop around it counts once), and its place in the source as jax words it."""
 
     length: int
     runs: int
+    where: str
 
 
 class Uses(NamedTuple):
@@ -117,7 +118,8 @@ class _Finder:
                 continue
             self._reads(eqn, sources, here, runs)
             if eqn.primitive.name == "scan":
-                self.scans[here] = Scan(eqn.params["length"], runs)
+                where = source_info_util.summarize(eqn.source_info) or self.around
+                self.scans[here] = Scan(eqn.params["length"], runs, where)
                 carried = xla.scan_operands(eqn.params)[1]
                 for r, var in enumerate(eqn.outvars[carried:]):
                     result = Result(here, r)
