@@ -1,0 +1,141 @@
+"""Scanned layers under ``memplan.jit``: on CPU the numbers, for TPU and GPU the executables."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import memplan.api as memplan
+from memplan.topologies import topology
+from tests.memplan.chains import xla_total
+
+TARGETS = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+LAYERS = 8
+
+
+def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(x @ w), None
+
+
+def forward(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.scan(layer, x, weights)[0]
+
+
+def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.square(forward(weights, x)).mean()
+
+
+def descend(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    value, gradient = jax.value_and_grad(loss)(weights, x)
+    return weights - 0.1 * gradient, value
+
+
+def by_index(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, len(weights), lambda i, x: layer(x, weights[i])[0], x)
+
+
+def parts(weights: jax.Array, x: jax.Array) -> jax.Array:
+    def add(total: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
+        return total + forward(weights, part).sum(), None
+
+    return lax.scan(add, jnp.zeros(()), jnp.stack([x, -x, x / 2]))[0]
+
+
+def arguments(width: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    key, other = jax.random.split(jax.random.key(0))
+    weights = jax.random.normal(key, (LAYERS, width, width)) / width**0.5
+    return weights, jax.random.normal(other, (rows, width))
+
+
+def shapes(width: int, rows: int, dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
+    return (
+        jax.ShapeDtypeStruct((LAYERS, width, width), dtype),
+        jax.ShapeDtypeStruct((rows, width), dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "spared"),
+    [(forward, 0.5), (by_index, 0.5), (parts, 0.5), (jax.grad(loss), 0.25)],
+    ids=["forward", "by_index", "parts", "gradient"],
+)
+def test_the_numbers_of_plain_jit_within_a_budget(program: Any, spared: float):
+    args = arguments(128, 16)
+    total = xla_total(program, *args)
+    step = memplan.jit(program, hbm=total - int(spared * args[0].nbytes))
+    compiled = step.lower(*args).compile()
+    assert compiled.hosting.arguments == {0}
+    found, expected = step(*step.place(*args)), jax.jit(program)(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("program", [forward, by_index])
+def test_two_slots_hide_the_weights_of_all_layers(program: Any, target: str):
+    # As many rows as keep either device busy for longer than a layer's weights travel.
+    layers, width, rows = 48, 4096, 32768
+    weights = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    step = memplan.jit(program, hbm="1.5GiB", machine=topology(target))
+    compiled = step.lower(weights, x).compile()
+    assert 0 in compiled.hosting.arguments
+    assert compiled.hosting.depth == 2
+    assert compiled.followed.exactly
+    assert compiled.plan.prediction.stall_s < 0.05 * compiled.plan.prediction.compute_s
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_training_step_streams_weights_residuals_and_the_update(target: str):
+    weights, x = shapes(1024, 4096)
+    step = memplan.jit(descend, hbm="48MiB", machine=topology(target), donate_argnums=0)
+    compiled = step.lower(weights, x).compile()
+    assert compiled.hosting.arguments == {0}
+    assert compiled.hosting.results  # What the forward pass leaves.
+    memory = compiled.memory_analysis()
+    assert memory.host_output_size_in_bytes >= 2 * LAYERS * 1024**2
+    assert compiled.device_bytes <= 48 << 20
+    kinds = {t.kind for schedule in compiled.plan.loops for t in schedule.transfers}
+    assert kinds == {"prefetch", "evict"}
+    # The weights come in for either pass and go out once; what a layer reads and what it makes
+    # goes out and comes in. The gradients stay where they are made.
+    assert compiled.plan.moved_bytes == 2 * LAYERS * (3 * 1024 * 1024 + 4 * 4096 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("target", "hbm"),
+    [
+        pytest.param("v5e", "18MiB", marks=pytest.mark.tpu),
+        pytest.param("h200", "24MiB", marks=pytest.mark.gpu),
+    ],
+)
+def test_microbatches_around_layers(target: str, hbm: str):
+    step = memplan.jit(parts, hbm=hbm, machine=topology(target), offload=("weights",))
+    compiled = step.lower(*shapes(1024, 1024)).compile()
+    assert 0 in compiled.hosting.arguments
+    assert compiled.followed.exactly
+    assert compiled.plan.moved_bytes >= 3 * 2 * LAYERS * 1024**2
+
+
+@pytest.mark.tpu
+def test_the_option_that_rings_need_is_set_for_them_only():
+    ringed = memplan.jit(forward, hbm="24MiB", machine="v5e").lower(*shapes(1024, 2048))
+    assert ringed.ring_options == {"xla_tpu_pipeline_memory_host_transfers": "false"}
+
+
+@pytest.mark.tpu
+def test_stacks_that_the_tpu_cannot_slice_are_left_alone():
+    def scaled(scales: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, s: (x * s, None), x, scales)[0]
+
+    scales = jax.ShapeDtypeStruct((16, 1 << 20), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.bfloat16)
+    lowered = memplan.jit(scaled, hbm="40MiB", machine="v5e").lower(scales, x)
+    assert "inside the tiles" in lowered.left_alone["scales"]
+    assert lowered.compile().device_bytes <= 40 << 20
