@@ -202,7 +202,9 @@ def _assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
     for value in reversed(replay.values):
         # A name inside a computation that is called twice stands for two values.
         value.slots = [s for s in value.slots if s not in holders]
-        if not value.needs_slot:
+        if value.home is not None:
+            _settle(replay.module, value, value.home)
+        elif not value.needs_slot:
             holders.update(dict.fromkeys(value.slots, value))
         elif value.slots:
             holders[_fitting_slot(replay.module, value, tiers, plan)] = value
@@ -215,24 +217,51 @@ def _assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
     return holders
 
 
+def _settle(module: Module, value: Value, home: Value) -> None:
+    """Finds how a value comes to lie in the bytes of `home`, an argument that was given away.
+
+        home     ░░░░░░░ read                    free from here on
+        copy             │        ▒▒▒▒▒▒▒        has no operand to lie in: lies in home, too
+        value                     │      ▒▒▒▒▒   written over the copy, and returned
+
+    It is written over the argument itself; or over an operand that comes to lie there, as one
+    does that is written over the argument or has no other place; or after the argument has
+    been read for the last time.
+    """
+    free = [v for v in value.over if _is_free_for(value, v)]
+    under = home
+    if home not in free:
+        origins = {v: _origins(v) for v in free if v.needs_slot}
+        under = next((v for v, found in origins.items() if home in found or not found), home)
+        is_read = home.last_read > value.written or home.is_read_at(value.written)
+        if under is not home:
+            under.home = home
+        elif home.is_taken or is_read:
+            raise VerificationError(
+                f"%{value.name} takes the place of %{home.name} at tick {value.written}, which "
+                f"is read until tick {home.last_read}",
+                describe(module, value.writer),
+                "A donated argument is overwritten after its last read.",
+            )
+    under.is_taken = True
+    under.read(value.last_read)
+
+
 def _overwritten(module: Module, value: Value) -> Value:
     """The operand in whose bytes a value without a slot lies.
 
     The plan does not say which one it means. It must have been read for the last time, and
-    have a slot that lasts as long as the value, the one that lasts least longer; or else no
-    slot either, and lie in an operand of its own.
+    have a slot that lasts as long as the value, or lie itself in an operand that has one: of
+    these the one that lasts least longer, so that what else the instruction writes, and lives
+    longer, finds the others.
     """
 
-    def lasts(under: Value) -> list[LogicalTime]:
-        return [end for s in under.slots if (end := s.live_range.end) > value.last_read]
+    def until(under: Value) -> LogicalTime:
+        ends = (s.live_range.end for v in _origins(under) for s in v.slots)
+        return min((end for end in ends if end > value.last_read), default=0)
 
-    free = [
-        v
-        for v in value.over
-        if not v.is_taken
-        and v.last_read_beside(value.writer) <= value.written
-        and (lasts(v) or not v.slots)
-    ]
+    lasting = {v: until(v) for v in value.over if _is_free_for(value, v)}
+    free = [v for v, end in lasting.items() if end]
     if not free:
         raise VerificationError(
             f"%{value.name} has no slot",
@@ -240,7 +269,26 @@ def _overwritten(module: Module, value: Value) -> Value:
             f"Expected one of {value.size} bytes during ticks [{value.written}, "
             f"{value.last_read + 1}), or an operand that dies here and has one.",
         )
-    return min(free, key=lambda v: (not v.slots, min(lasts(v), default=0)))
+    return min(free, key=lambda v: (lasting[v], not v.slots))
+
+
+def _is_free_for(value: Value, under: Value) -> bool:
+    """Whether an operand dies where `value` is written, and has not been written over yet."""
+    return not under.is_taken and under.last_read_beside(value.writer) <= value.written
+
+
+def _origins(value: Value) -> list[Value]:
+    """The values with slots in whose bytes one without may lie, over others without."""
+    found: list[Value] = []
+    pending, seen = [value], {value}
+    for v in pending:
+        if v.slots:
+            found.append(v)
+            continue
+        new = [u for u in v.over if u not in seen and _is_free_for(v, u)]
+        pending += new
+        seen.update(new)
+    return found
 
 
 def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: Plan) -> Slot:

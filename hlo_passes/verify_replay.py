@@ -106,6 +106,7 @@ class Value:
       needs_slot: it lies in device memory and nothing gives it a place there but a slot.
       over: the values that it may have been written over, if it has no slot of its own.
       is_taken: nothing may be written over it.
+      home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
     """
 
@@ -118,6 +119,7 @@ class Value:
     first_use: LogicalTime | None = None
     needs_slot: bool = True
     is_taken: bool = False
+    home: Value | None = None
     over: Sequence[Value] = ()
     slots: list[Slot] = field(default_factory=list[Slot])
     _reads: dict[int | None, LogicalTime] = field(default_factory=dict[int | None, LogicalTime])
@@ -133,6 +135,9 @@ class Value:
         if writer.opcode != "async-start":
             return self.last_read
         return max((t for start, t in self._reads.items() if start != writer.id), default=0)
+
+    def is_read_at(self, tick: LogicalTime) -> bool:
+        return tick in self._reads.values()
 
 
 class Replay:
@@ -248,7 +253,8 @@ class Replay:
 
     def _return(self) -> None:
         root, last = self.module.entry.root, max(self.program.end - 1, 0)
-        aliases = {a.output_index: a.parameter for a in self.module.input_output_aliases}
+        parameters = self.module.entry.parameters
+        aliases = {a.output_index: a for a in self.module.input_output_aliases}
         for index, value in self._look_up(root.id, root, last).items():
             value.read(last)
             size = root.shape.at(index).byte_size
@@ -257,10 +263,17 @@ class Replay:
             self.output_bytes += size
             if value.transfer is None:
                 self.apart.add(value)
-            if index in aliases and not value.slots:
+            alias = aliases.get(index)
+            if alias is None:
+                continue
+            if not value.slots:
                 value.needs_slot = False  # It lies in the argument that it replaces.
-            if aliases.get(index) in self._on_device:
-                self.aliased_bytes += size
+            if alias.parameter not in self._on_device:
+                continue
+            self.aliased_bytes += size
+            argument = self._held[parameters[alias.parameter].id][alias.parameter_index]
+            if not value.slots and value is not argument:
+                value.home = argument
 
 
 def _asynchronous_ends(program: Program) -> dict[int, LogicalTime]:

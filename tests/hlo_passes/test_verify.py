@@ -981,15 +981,104 @@ def test_an_argument_is_not_written_over_unless_it_is_donated():
     assert "the slots of %x and %r overlap in allocation 'arguments'" in rejection(
         fetched(kept, 0, 1, slot), kept
     )
-    donated = parse(
+    given = donated(lines)
+    verify_plan(given, fetched(given, 0, 1, slot))
+    verify_plan(given, fetched(given, 0, 1))
+    # Argument and output are one buffer: they are counted once.
+    assert "it needs 512 bytes of hbm, the budget is 511" in rejection(
+        replace(fetched(given, 0, 1), budget_bytes=511), given
+    )
+
+
+def donated(lines: str) -> Module:
+    """A program that gives x away to its result."""
+    return parse(
         f"HloModule by_hand, is_scheduled=true, input_output_alias={{ {{}}: (0, {{}}) }}\n\n"
         f"ENTRY %main {{{lines}\n}}\n"
     )
-    verify_plan(donated, fetched(donated, 0, 1, slot))
-    verify_plan(donated, fetched(donated, 0, 1))
-    # Argument and output are one buffer: they are counted once.
-    assert "it needs 512 bytes of hbm, the budget is 511" in rejection(
-        replace(fetched(donated, 0, 1), budget_bytes=511), donated
+
+
+def test_what_a_result_is_written_over_lies_in_the_donated_argument():
+    # Nothing but the argument has bytes for the copy: the result is written over it.
+    module = donated(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        %b = f32[64]{0} negate(%c)
+        ROOT %r = f32[64]{0} add(%b, %a)
+        """
+    )
+    slot = Slot("a", "arena", SIZE, SIZE, LiveRange(0, 4))
+    verify_plan(module, fetched(module, 0, 4, slot))
+    short = replace(slot, live_range=LiveRange(0, 3))
+    assert "the slot of %a does not hold it" in rejection(fetched(module, 0, 4, short), module)
+
+
+def test_an_argument_is_read_before_what_takes_its_place_is_written():
+    lines = (
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        %n = f32[64]{0} negate(%LATE)
+        ROOT %r = f32[64]{0} add(%c, %n)
+        """
+    )
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(0, 3)),
+        Slot("n", "arena", 2 * SIZE, SIZE, LiveRange(2, 4)),
+    )
+    right = donated(lines.replace("LATE", "a"))
+    verify_plan(right, fetched(right, 0, 4, *slots))
+    wrong = donated(lines.replace("LATE", "x"))
+    assert "%c takes the place of %x at tick 1, which is read until tick 2" in rejection(
+        fetched(wrong, 0, 4, *slots), wrong
+    )
+
+
+def test_a_copy_that_is_not_returned_does_not_lie_in_a_donated_argument():
+    module = donated(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        ROOT %r = f32[64]{0} reverse(%c), dimensions={0}
+        """
+    )
+    slot = Slot("a", "arena", SIZE, SIZE, LiveRange(0, 2))
+    assert "%c has no slot" in rejection(fetched(module, 0, 3, slot), module)
+    own = Slot("c", "arena", 2 * SIZE, SIZE, LiveRange(1, 3))
+    verify_plan(module, fetched(module, 0, 3, slot, own))
+
+
+def test_each_result_of_an_instruction_has_an_operand_of_its_own():
+    # The first result lives long, and only b lasts so; the second has to be in u, and that
+    # in a, although b has a slot itself and u has none.
+    module = entry(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %b = f32[64]{0} negate(%x)
+        %u = f32[64]{0} negate(%a)
+        %f = (f32[64]{0}, f32[64]{0}) custom-call(%u, %b), custom_call_target="both"
+        %one = f32[64]{0} get-tuple-element(%f), index=1
+        %s = f32[64]{0} reverse(%one), dimensions={0}
+        %two = f32[64]{0} get-tuple-element(%f), index=0
+        ROOT %r = f32[64]{0} subtract(%two, %s)
+        """
+    )
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(0, 6)),
+        Slot("b", "arena", 2 * SIZE, SIZE, LiveRange(1, 8)),
+        Slot("s", "arena", 3 * SIZE, SIZE, LiveRange(5, 8)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(7, 8)),
+        Slot("f", "arena", 4 * SIZE, 16, LiveRange(3, 7)),
+    )
+    verify_plan(module, fetched(module, 0, 8, *slots))
+    short = replace(slots[1], live_range=LiveRange(1, 7))
+    assert "%f{0} has no slot" in rejection(
+        fetched(module, 0, 8, slots[0], short, *slots[2:]), module
     )
 
 
