@@ -7,7 +7,7 @@ plan is derived from the module that is compiled, not copied from the plan.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -20,7 +20,8 @@ from hlo_passes import timeline
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import Position, Value, analyze_dataflow
-from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.host_transfers import Nest, nests
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import measure_memory
@@ -36,9 +37,11 @@ from memplan.report.view import (
     ComputeSpan,
     DeviceBytes,
     Held,
+    LoopView,
     RunView,
     Step,
     TierUsage,
+    TransferSpan,
     TransferView,
 )
 
@@ -133,15 +136,21 @@ class _Builder:
 
     def run(self, name: str, compiled: CompiledBytes | None) -> RunView:
         simulated = self._simulated()
+        transfers = tuple(self._transfers(simulated))
         return RunView(
             name=name,
             module=self.module.name,
             steps=self.steps,
             tiers=tuple(self._tiers()),
             device=self._device(compiled),
-            transfers=tuple(self._transfers(simulated)),
+            transfers=transfers,
+            loops=tuple(self._loops({t.loop for t in transfers if not t.on_chip})),
             order=tuple(self._order()),
             clock=None if simulated is None else self._clock(simulated),
+            is_planned=self.plan is not None,
+            streams=() if self.plan is None else self.plan.streams,
+            left_alone={} if self.plan is None else self.plan.left_alone,
+            compiler_options={} if self.plan is None else self.plan.compiler_options,
         )
 
     def _step(self, instruction: Instruction) -> Step:
@@ -160,11 +169,44 @@ class _Builder:
         return i
 
     def _label(self, i: Instruction) -> str:
-        """The user's name of an argument, or of the argument that `i` is a copy of."""
+        """The user's name of an argument, or of the argument that `i` is a copy or, with
+        ``[i]`` behind it, a slice of."""
+        start = self._wrapped_by.get(i.computation_id, i)
+        if start.opcode == "async-done":
+            start = self.module.instructions[start.operand_ids[0]]
+        if start.opcode == "async-start" and (stack := self._stack_of(start)):
+            return f"{stack}[i]"
         about = self._about(i)
         if about.opcode != "parameter":
             return ""
         return self.labels.get(about.name) or about.op_name
+
+    @cached_property
+    def _wrapped_by(self) -> Mapping[int, Instruction]:
+        """The start that runs a computation asynchronously, by the computation's id."""
+        starts = (i for i in self.sequence if i.opcode == "async-start")
+        return {i.called_computation_ids[0]: i for i in starts}
+
+    def _stack_of(self, start: Instruction) -> str:
+        """What the array on the host is called that a transfer takes a slice from, or puts
+        one into."""
+        operands = map(self.module.instructions.__getitem__, start.operand_ids)
+        stack = next((o for o in operands if o.shape.memory_space == HOST_MEMORY_SPACE), None)
+        if stack is None:
+            return ""
+        buffer = self.ranges.dataflow.buffer_at(stack)
+        arguments = {p.id for p in self.module.entry.parameters}
+        argument = next(
+            (v.instruction for v in buffer.values if v.instruction.id in arguments), None
+        )
+        if argument is not None:
+            return self._label(argument)
+        if buffer.live_out:
+            root = self.module.entry.root
+            number = next((p.index for p in buffer.positions if p.instruction is root), ())
+            return f"result {number[0]}" if number else "the result"
+        line = self.module.source_line(buffer.instruction)
+        return f"residual of {line}" if line else ""
 
     # Memory.
 
@@ -252,10 +294,10 @@ class _Builder:
             groups[held.group].append(held)
         for members in groups.values():
             values = [held.value for held in members]
-            moved = any(self._arrives(value) for value in values)
+            arrived = next((value for value in values if self._arrives(value)), None)
             ranges = _union([self.ranges.of_value[value.id] for value in values])
-            kind = "transferred" if moved else "temporaries"
-            yield _Block(values[0], members[0].size, kind, ranges)
+            kind = "temporaries" if arrived is None else "transferred"
+            yield _Block(arrived or values[0], members[0].size, kind, ranges)
 
     def _arrives(self, value: Value) -> bool:
         """Whether a transfer brings `value` from another memory."""
@@ -320,14 +362,25 @@ class _Builder:
 
     def _reader(self, i: Instruction) -> Step | None:
         """The first instruction that works on what `i` gives, through what only passes it on."""
-        time_of = self.ranges.time_of
-        while True:
-            users = [u for u in self.ranges.dataflow.users.get(i.id, ()) if u.id in time_of]
+        i = self._wrapped_by.get(i.computation_id, i)
+        seen: set[int] = set()
+        while i.id not in seen:
+            seen.add(i.id)
+            users = self._running(self.ranges.dataflow.users.get(i.id, ()))
+            if users and users[0].opcode == "tuple" and not i.shape.is_tuple:
+                # A loop's state: who reads it there.
+                users = self._running(u.instruction for u in self.ranges.dataflow.buffer_at(i).uses)
             if not users:
                 return None
-            i = min(users, key=lambda u: time_of[u.id])
+            i = users[0]
             if i.opcode not in _ABOUT_OPERAND and i.custom_call_target not in _PASSED_ON:
                 return self._step(i)
+        return None
+
+    def _running(self, instructions: Iterable[Instruction]) -> list[Instruction]:
+        """Those that run on their own, in order."""
+        time_of = self.ranges.time_of
+        return sorted((i for i in instructions if i.id in time_of), key=lambda i: time_of[i.id])
 
     # Transfers and seconds.
 
@@ -339,44 +392,83 @@ class _Builder:
         return timeline.simulate(events, self.machine)
 
     def _transfers(self, simulated: timeline.Timeline | None) -> Iterator[TransferView]:
-        working = np.cumsum([0, *(i.opcode not in _IDLE for i in self.sequence)])
-        dones = self._done_ticks()
-
-        def view(start: LogicalTime, source: str, destination: str, size: int) -> TransferView:
-            instruction = self.sequence[start]
-            done = dones.get(instruction.id, start)
-            return TransferView(
-                buffer=instruction.name,
-                label=self._label(instruction),
-                source=source,
-                destination=destination,
-                size=size,
-                start=start,
-                done=done,
-                computes_between=int(working[done] - working[start]),
-            )
-
-        if simulated is not None:
-            for span in simulated.transfers:
-                start = self.tick_of[_without_iteration(span.transfer)]
-                seen = view(start, span.source, span.destination, span.size)
-                yield replace(
-                    seen,
-                    issued_s=span.issue,
-                    busy=(span.begin, span.end),
-                    hidden_s=span.hidden_s,
-                )
+        if simulated is None:
+            yield from self._unpriced()
             return
+        executions: dict[str, list[timeline.TransferSpan]] = defaultdict(list)
+        for span in simulated.transfers:
+            executions[_without_iteration(span.transfer)].append(span)
+        for name, spans in executions.items():
+            first = spans[0]
+            seen = self._transfer(self.tick_of[name], first.source, first.destination, first.size)
+            timed = (TransferSpan(s.issue, s.begin, s.end, s.hidden_s) for s in spans)
+            yield replace(seen, executions=len(spans), spans=tuple(timed))
+
+    def _unpriced(self) -> Iterator[TransferView]:
+        """What no machine is known for."""
         moved = traffic(self.module)
         for start, instruction in enumerate(self.sequence):
-            if instruction.opcode in _STARTS and (bytes_ := moved.get(instruction.id)):
-                source = max(bytes_.read, key=bytes_.read.__getitem__)
-                destination = max(bytes_.written, key=bytes_.written.__getitem__)
-                if source != destination and {source, destination} <= self._tier_names.keys():
-                    ends = self._tier_names[source], self._tier_names[destination]
-                    yield view(start, *ends, bytes_.read[source])
+            bytes_ = moved.get(instruction.id)
+            if instruction.opcode not in _STARTS or bytes_ is None:
+                continue
+            if not bytes_.read or not bytes_.written:
+                continue
+            source = max(bytes_.read, key=bytes_.read.__getitem__)
+            destination = max(bytes_.written, key=bytes_.written.__getitem__)
+            if source != destination and {source, destination} <= self._tier_names.keys():
+                ends = self._tier_names[source], self._tier_names[destination]
+                # Device memory also serves what does not cross: the indices.
+                near = source == DEVICE_MEMORY_SPACE
+                size = bytes_.written[destination] if near else bytes_.read[source]
+                seen = self._transfer(start, *ends, size)
+                nest = self._nests[instruction.computation_id]
+                yield replace(seen, executions=nest.executions)
 
-    def _done_ticks(self) -> dict[int, LogicalTime]:
+    def _transfer(
+        self, start: LogicalTime, source: str, destination: str, size: int
+    ) -> TransferView:
+        """One execution."""
+        instruction = self.sequence[start]
+        done = self._done_ticks.get(instruction.id, start)
+        return TransferView(
+            buffer=instruction.name,
+            label=self._label(instruction),
+            source=source,
+            destination=destination,
+            size=size,
+            executions=1,
+            loop=self._loop_around(instruction),
+            start=start,
+            done=done,
+            computes_between=int(self._working[done] - self._working[start]),
+        )
+
+    @cached_property
+    def _working(self) -> npt.NDArray[np.int64]:
+        """Of each tick how many instructions before it do work."""
+        return np.cumsum([0, *(i.opcode not in _IDLE for i in self.sequence)])
+
+    # Loops.
+
+    @cached_property
+    def _nests(self) -> Mapping[int, Nest]:
+        return nests(self.module)
+
+    def _loop_around(self, instruction: Instruction) -> str:
+        """The name of the innermost loop that `instruction` is in."""
+        caller = self._nests[instruction.computation_id].caller
+        while caller is not None and caller.opcode != "while":
+            caller = self._nests[caller.computation_id].caller
+        return "" if caller is None else caller.name
+
+    def _loops(self, names: Collection[str]) -> Iterator[LoopView]:
+        for i in self.sequence:
+            if i.opcode == "while" and i.name in names:
+                nest = self._nests[i.called_computation_ids[0]]
+                yield LoopView(self._step(i), nest.trip_count, nest.executions)
+
+    @cached_property
+    def _done_ticks(self) -> Mapping[int, LogicalTime]:
         """The tick at which what an instruction starts is waited for, by its id."""
         found: dict[int, LogicalTime] = {}
         for tick, i in enumerate(self.sequence):
@@ -406,12 +498,11 @@ class _Builder:
 
     def _spans(self, simulated: timeline.Timeline) -> Iterator[ComputeSpan]:
         """The computes, with a stall in each gap between them."""
-        dones = self._done_ticks()
         waits: dict[float, LogicalTime] = {}
         for t in simulated.transfers:
             start = self.tick_of[_without_iteration(t.transfer)]
             if t.waited:
-                waits[t.end] = dones.get(self.sequence[start].id, start)
+                waits[t.end] = self._done_ticks.get(self.sequence[start].id, start)
         now = 0.0
         for span in simulated.computes:
             tick = self.tick_of[_without_iteration(span.name)]

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
+from memplan.report.tables import loop_tables
 from memplan.report.view import Report, RunView, Step, figures
 
 _CARDS = ("temp", "total", "Overlapped", "Step time, predicted")
@@ -31,6 +32,7 @@ def _embedded(report: Report) -> str:
         "title": report.title,
         "machine": report.machine,
         "budget_bytes": report.budget_bytes,
+        "note": report.note,
         "version": report.version,
         "figures": rows,
         "cards": [row.label for row in rows if row.label.endswith(_CARDS)],
@@ -62,6 +64,7 @@ def _run(run: RunView, strings: _Strings) -> dict[str, Any]:
             {**asdict(t), "name": t.name, "route": t.route, "on_chip": t.on_chip}
             for t in run.transfers
         ],
+        "loops": [table._asdict() for table in loop_tables("", run)],
         "clock": None if run.clock is None else asdict(run.clock),
     }
 

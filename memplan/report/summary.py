@@ -1,7 +1,8 @@
 """A report as JSON-ready data, for programs: what ``--json`` prints.
 
-It holds the figures, the peaks and the transfers, and leaves out what is only drawn (the
-bytes at every tick, the span of every instruction).
+It holds the figures, the peaks, the transfers and the loops, and leaves out what is only
+drawn (the bytes at every tick, the span of every instruction and of every execution of a
+transfer).
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memplan.report.view import Held, Report, RunView, TierUsage
+from hlo_passes.plan import LoopStreams
+from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def summarize(report: Report) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def summarize(report: Report) -> dict[str, Any]:
         "title": report.title,
         "machine": report.machine,
         "budget_bytes": report.budget_bytes,
+        "note": report.note,
         "runs": [_run(run) for run in report.runs],
     }
 
@@ -34,14 +37,38 @@ def _run(run: RunView) -> dict[str, Any]:
     return {
         "name": run.name,
         "module": run.module,
+        "is_planned": run.is_planned,
         "instructions": len(run.steps),
         "device": {**asdict(run.device), "total": run.device.total},
         "tiers": [_tier(tier) for tier in run.tiers],
         "moved_bytes": run.moved_bytes,
         "overlapped": run.overlapped,
-        "transfers": [asdict(transfer) for transfer in run.transfers],
+        "transfers": [_transfer(transfer) for transfer in run.transfers],
+        "loops": [{**asdict(loop), "step": loop.step._asdict()} for loop in run.loops],
+        "streams": [_streams(streams) for streams in run.streams],
+        "left_alone": dict(run.left_alone),
+        "compiler_options": dict(run.compiler_options),
         "order": list(run.order),
         "predicted": clock,
+    }
+
+
+def _transfer(transfer: TransferView) -> dict[str, Any]:
+    written = asdict(transfer)
+    del written["spans"]
+    return {
+        **written,
+        "moved_bytes": transfer.moved_bytes,
+        "hidden_bytes": transfer.hidden_bytes,
+        "busy_s": transfer.busy_s,
+    }
+
+
+def _streams(streams: LoopStreams) -> dict[str, Any]:
+    return {
+        **asdict(streams),
+        "fetched_bytes": streams.fetched_bytes,
+        "stored_bytes": streams.stored_bytes,
     }
 
 

@@ -12,7 +12,7 @@ counter, ``s`` and ``f`` the ends of an arrow, ``M`` a name.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,28 +90,29 @@ def _transfers(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
     threads = _threads(run)
     when = _Clock(clock)
     for number, transfer in enumerate(run.transfers):
-        if transfer.busy is None:
-            continue
         thread = threads[transfer.route]
-        begin, end = transfer.busy
-        event = _span(process, thread, transfer.name, begin, end)
-        event["cat"] = "transfer"
-        event["args"] = {
-            "buffer": transfer.buffer,
-            "bytes": transfer.size,
-            "hidden_us": transfer.hidden_s * 1e6,
-            "start_tick": transfer.start,
-            "done_tick": transfer.done,
-        }
-        yield event
-        # An arrow binds to the span around its end; a span does not hold its own last moment.
-        last = max(begin, end - _NANOSECOND)
-        needed = max(end, when.start(transfer.done))
-        identity = f"{process}.{number}"
-        yield from _arrow(
-            process, f"{identity}.start", (_COMPUTE_THREAD, transfer.issued_s), (thread, begin)
-        )
-        yield from _arrow(process, f"{identity}.done", (thread, last), (_COMPUTE_THREAD, needed))
+        for execution, moving in enumerate(transfer.spans):
+            event = _span(process, thread, transfer.name, moving.begin_s, moving.end_s)
+            event["cat"] = "transfer"
+            event["args"] = {
+                "buffer": transfer.buffer,
+                "bytes": transfer.size,
+                "execution": f"{execution + 1} of {transfer.executions}",
+                "loop": transfer.loop,
+                "hidden_us": moving.hidden_s * 1e6,
+                "start_tick": transfer.start,
+                "done_tick": transfer.done,
+            }
+            yield event
+            # An arrow binds to the span around its end; a span does not hold its last moment.
+            last = max(moving.begin_s, moving.end_s - _NANOSECOND)
+            needed = max(moving.end_s, when.done(moving.issued_s, transfer.start, transfer.done))
+            identity = f"{process}.{number}.{execution}"
+            issued = _COMPUTE_THREAD, moving.issued_s
+            yield from _arrow(process, f"{identity}.start", issued, (thread, moving.begin_s))
+            yield from _arrow(
+                process, f"{identity}.done", (thread, last), (_COMPUTE_THREAD, needed)
+            )
 
 
 def _arrow(
@@ -129,32 +130,52 @@ def _arrow(
 
 
 def _memory(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
-    when = _Clock(clock)
+    reached = list(_Clock(clock).reached(len(run.steps)))
     for tier in run.tiers:
-        for i, tick in enumerate(tier.times):
-            yield {
-                "ph": "C",
-                "name": f"{tier.tier} bytes",
-                "pid": process,
-                "tid": _COMPUTE_THREAD,
-                "ts": when.start(tick) * 1e6,
-                "args": {band.kind: band.bytes[i] for band in tier.bands},
-            }
+        shown = -1
+        for seconds, ticks in reached:
+            first = bisect_right(tier.times, ticks.start) - 1
+            for i in range(first, bisect_left(tier.times, ticks.stop)):
+                if i == shown:
+                    continue
+                shown = i
+                yield {
+                    "ph": "C",
+                    "name": f"{tier.tier} bytes",
+                    "pid": process,
+                    "tid": _COMPUTE_THREAD,
+                    "ts": seconds * 1e6,
+                    "args": {band.kind: band.bytes[i] for band in tier.bands},
+                }
 
 
 class _Clock:
-    """Seconds at which the engine comes to a tick."""
+    """Seconds and ticks of a step.
+
+    A loop's body comes back to its ticks: seconds rise, ticks fall at each iteration.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._end = clock.step_time_s
-        self._ticks: list[LogicalTime] = []
-        self._seconds: list[float] = []
-        for span in clock.spans:
-            # A loop's body comes back to its ticks: its first round stands for all.
-            if not self._ticks or span.tick > self._ticks[-1]:
-                self._ticks.append(span.tick)
-                self._seconds.append(span.start_s)
+        self._seconds = [span.start_s for span in clock.spans]
+        self._ticks = [span.tick for span in clock.spans]
 
-    def start(self, tick: LogicalTime) -> float:
-        at = bisect_left(self._ticks, tick)
-        return self._seconds[at] if at < len(self._seconds) else self._end
+    def done(self, issued_s: float, start: LogicalTime, done: LogicalTime) -> float:
+        """When the engine comes to `done`, having been at `start` at `issued_s`.
+
+        The spans between lie between the two ticks; the next one behind is at the done, past
+        it, or, where the loop's body ends, at the beginning of the next iteration.
+        """
+        for at in range(bisect_left(self._seconds, issued_s), len(self._ticks)):
+            if not start <= self._ticks[at] < done:
+                return self._seconds[at]
+        return self._end
+
+    def reached(self, end: LogicalTime) -> Iterator[tuple[float, range]]:
+        """Yields moments with the ticks that the engine has come through since the last one."""
+        before = -1
+        for seconds, tick in zip(self._seconds, self._ticks, strict=True):
+            yield seconds, range(before + 1 if tick > before else tick, tick + 1)
+            before = tick
+        if before + 1 < end:
+            yield self._end, range(before + 1, end)

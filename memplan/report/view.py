@@ -11,12 +11,12 @@ ticks. What a page and a table print in common, `figures` words once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from hlo_passes.plan import LiveRange, LogicalTime
+from hlo_passes.plan import LiveRange, LogicalTime, LoopStreams
 from hlo_passes.units import format_bytes, format_seconds
 
 BandKind = Literal["arguments", "outputs", "constants", "transferred", "temporaries"]
@@ -157,22 +157,36 @@ class DeviceBytes:
         return self.arguments + self.outputs + self.temp - self.aliased
 
 
+class TransferSpan(NamedTuple):
+    """One execution of a transfer on the clock, in predicted seconds of the step.
+
+    Attributes:
+      issued_s: when the compute engine comes to its start.
+      begin_s, end_s: when the link begins and ends to carry it.
+      hidden_s: how long of that the compute engine is at work.
+    """
+
+    issued_s: float
+    begin_s: float
+    end_s: float
+    hidden_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """An asynchronous copy between two tiers.
+    """An asynchronous copy between two tiers; in a loop one for all iterations.
 
     Attributes:
       buffer: HLO name of what moves.
       label: the user's name for it, or ``""``.
       source, destination: tier names.
-      size: bytes moved.
+      size: bytes that one execution moves.
+      executions: how often it runs in a step; a loop of unknown count is counted once.
+      loop: HLO name of the innermost loop that it is in, or ``""``.
       start, done: ticks at which it is issued and waited for.
       computes_between: how many instructions that do work run in between; 0 means that
         nothing can hide it.
-      issued_s: predicted seconds from the start of the step to its start.
-      busy: predicted seconds at which the link begins and ends to carry it; None without a
-        machine.
-      hidden_s: how long of that the compute engine is at work.
+      spans: one for each execution, in order; none without a machine.
     """
 
     buffer: str
@@ -180,12 +194,12 @@ class TransferView:
     source: str
     destination: str
     size: int
+    executions: int
+    loop: str
     start: LogicalTime
     done: LogicalTime
     computes_between: int
-    issued_s: float = 0.0
-    busy: tuple[float, float] | None = None
-    hidden_s: float = 0.0
+    spans: tuple[TransferSpan, ...] = ()
 
     @property
     def name(self) -> str:
@@ -201,12 +215,43 @@ class TransferView:
         return f"{self.source}→{self.destination}"
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes that it moves in a step."""
+        return self.size * self.executions
+
+    @property
+    def busy_s(self) -> float | None:
+        """Predicted seconds of a step that the link carries it; None without a machine."""
+        return sum(s.end_s - s.begin_s for s in self.spans) if self.spans else None
+
+    @property
     def hidden_bytes(self) -> float:
-        """Bytes that travel while the compute engine works; without a machine, all or none."""
-        if self.busy is None:
-            return self.size if self.computes_between else 0
-        start, end = self.busy
-        return self.size * min(1.0, self.hidden_s / (end - start)) if end > start else self.size
+        """Bytes of a step that travel while the compute engine works; without a machine, all
+        or none."""
+        if not self.spans:
+            return self.moved_bytes if self.computes_between else 0
+        return sum(self.size * _share(s) for s in self.spans)
+
+
+def _share(span: TransferSpan) -> float:
+    """The fraction of an execution that the compute engine hides."""
+    seconds = span.end_s - span.begin_s
+    return min(1.0, span.hidden_s / seconds) if seconds > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoopView:
+    """A loop whose body moves bytes between tiers.
+
+    Attributes:
+      step: the instruction that runs it.
+      trip_count: iterations each time; None if it is not known.
+      iterations: of all times that it runs in a step; one of unknown count is counted once.
+    """
+
+    step: Step
+    trip_count: int | None
+    iterations: int
 
 
 class ComputeSpan(NamedTuple):
@@ -257,9 +302,14 @@ class RunView:
       steps: the instruction at each tick.
       tiers: memories that the program uses, device memory first; not those on the chip.
       device: its bytes there.
-      transfers: in issue order.
+      transfers: those that run, each once, in the order of their first issue.
+      loops: those that move bytes, in program order.
       order: ``before → after (reason)``: the orders beyond dataflow that it keeps.
       clock: None when no machine was named.
+      is_planned: whether it follows a plan.
+      streams: what was decided about loops over stacks before XLA saw them.
+      left_alone: why an argument that a loop reads is on the device, by the user's path.
+      compiler_options: the XLA options that the streams need.
     """
 
     name: str
@@ -268,8 +318,13 @@ class RunView:
     tiers: tuple[TierUsage, ...]
     device: DeviceBytes
     transfers: tuple[TransferView, ...]
+    loops: tuple[LoopView, ...]
     order: tuple[str, ...]
     clock: Clock | None
+    is_planned: bool = False
+    streams: tuple[LoopStreams, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
+    compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def off_device(self) -> tuple[TransferView, ...]:
@@ -278,7 +333,8 @@ class RunView:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(t.size for t in self.off_device)
+        """Bytes that a step moves to and from slower memories, those of loops included."""
+        return sum(t.moved_bytes for t in self.off_device)
 
     @property
     def overlapped(self) -> float | None:
@@ -304,6 +360,13 @@ class Report:
     budget_bytes: int | None
     runs: tuple[RunView, ...]
     version: str
+
+    @property
+    def note(self) -> str:
+        """What is to be said of it as a whole."""
+        if self.budget_bytes is None or any(run.is_planned for run in self.runs):
+            return ""
+        return "XLA's own program keeps to the budget: no plan was needed"
 
 
 class Figure(NamedTuple):
@@ -362,7 +425,13 @@ def _figures(report: Report) -> Iterator[Figure]:
     )
     yield figure("Budget", lambda _: report.budget_bytes, format_bytes)
     yield figure(f"Arguments in {memory}", lambda r: r.device.arguments, format_bytes)
-    yield figure("Moved", lambda r: r.moved_bytes or None, format_bytes, "bytes over links")
+    in_loops = any(t.executions > 1 for run in report.runs for t in run.off_device)
+    yield figure(
+        "Moved",
+        lambda r: r.moved_bytes or None,
+        format_bytes,
+        "bytes over links in a step" + (", each iteration of a loop counted" * in_loops),
+    )
     yield figure(
         "Overlapped",
         lambda r: r.overlapped,
@@ -374,7 +443,7 @@ def _figures(report: Report) -> Iterator[Figure]:
         "Step time lower bound, predicted",
         timed(lambda c: c.lower_bound_s),
         format_seconds,
-        "for the same transfers; with a plan, for any within the budget",
+        "for the same transfers; with a plan, for any of its program within the budget",
     )
     yield figure("Compute, predicted", timed(lambda c: c.compute_s), format_seconds)
     yield figure(

@@ -52,7 +52,7 @@ def test_inspect_needs_no_machine(run, golden, streamed_file):
 
 def test_inspect_as_json(run, streamed_file):
     data = json.loads(run("inspect", streamed_file, "--machine", TOY, "--json"))
-    assert (data["format"], data["version"]) == ("memplan.report", 1)
+    assert (data["format"], data["version"]) == ("memplan.report", 2)
     (shown,) = data["runs"]
     hbm = shown["tiers"][0]
     assert hbm["peak_bytes"] == sum(held["size"] for held in hbm["held"])
@@ -107,6 +107,34 @@ def test_plan_of_a_function(run, tmp_path, monkeypatch):
     data = json.loads(run(*words))
     assert [shown["name"] for shown in data["runs"]] == ["XLA alone"]
     assert data["runs"][0]["device"]["source"] == "xla"
+    assert data["note"] == "XLA's own program keeps to the budget: no plan was needed"
+    assert not data["runs"][0]["is_planned"]
+
+
+def test_plan_of_a_function_with_a_loop(run, tmp_path, monkeypatch):
+    source = tmp_path / "scanned_program.py"
+    source.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def layers(w, x):\n"
+        "    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]\n"
+        "def program():\n"
+        "    w = jax.ShapeDtypeStruct((6, 512, 512), jnp.float32)\n"
+        "    return layers, (w, jax.ShapeDtypeStruct((8, 512), jnp.float32))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("plan", "scanned_program:program", "--machine", "cpu", "--hbm", "4MiB")
+    text = run(*words)
+    assert f"memplan: loop at {source}:3: 6 layers, 2 slots" in text
+    assert "1.0 MiB  fetched  w" in text
+    assert "no plan was needed" not in text
+    page = tmp_path / "report.html"
+    data = json.loads(run(*words, "--json", "--html", page, "--out", tmp_path / "plan.json"))
+    (streams,) = data["runs"][-1]["streams"]
+    assert (streams["length"], streams["slots"]) == (6, 2)
+    assert [stack["name"] for stack in streams["fetched"]] == ["w"]
+    assert f"loop at {source}:3" in page.read_text()
+    (saved,) = Plan.load(tmp_path / "plan.json").streams
+    assert saved.source_line == f"{source}:3"
 
 
 def test_passes(run):

@@ -77,7 +77,7 @@ def test_transfers_know_what_hides_them(report):
 def test_without_a_machine_there_are_transfers_but_no_seconds():
     run = build.view_run("schedule", read_module(streamed_text()))
     assert run.clock is None
-    assert [(t.route, t.busy) for t in run.transfers] == [("host→hbm", None)] * 3
+    assert [(t.route, t.busy_s) for t in run.transfers] == [("host→hbm", None)] * 3
     assert run.overlapped == pytest.approx(2 / 3)
 
 
