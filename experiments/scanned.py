@@ -6,8 +6,8 @@ A prompt's worth of tokens goes through ``lax.scan`` over the stacked layers, wh
 are on the host. Three times each: as XLA schedules the scan by itself, and under memplan with
 one slot and with as many as it chooses. Columns:
 
-    slots         K, and the bytes of K slots: K times a layer's slices of the stacks that are
-                  on the host, by their shapes
+    slots         K times a layer's slices of the stacks that are on the host, by their shapes;
+                  or what share of them has K slots where the others have one
     activations   HBM temp of the program with one slot, less that slot
     off by        HBM temp against slots + activations
     overlapped    share of the transferred bytes that move while the device computes
@@ -26,8 +26,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
-
+from hlo_passes.plan import LoopStreams
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Compiled, jit
 from memplan.compare import view_planned, view_unscheduled
@@ -49,8 +48,8 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("llama2-7b", 16, 512, "7GiB"),
-    Case("llama2-13b", 16, 512, "10GiB"),
+    Case("llama2-7b", 16, 512, "6.3GiB"),
+    Case("llama2-13b", 16, 512, "9GiB"),
     Case("llama2-70b", 32, 512, "14GiB"),
 )
 
@@ -147,40 +146,35 @@ def _rows(case: Case, target_name: str) -> Iterator[tuple[str, ...]]:
         return step.lower(*args).compile()
 
     single, chosen = compiled(1), compiled(None)
-    leaves = jax.tree.leaves(args)
-
-    def slot_bytes(of: Compiled) -> int:
-        stacks = [leaves[n] for n in of.hosting.arguments if len(leaves[n].shape) > 2]
-        return sum(a.size // a.shape[0] * a.dtype.itemsize for a in stacks)
-
-    activations = view_planned(single, target.machine).device.temp - slot_bytes(single)
+    activations = view_planned(single, target.machine).device.temp - _ring(single).fetched_bytes
     alone = view_unscheduled(chosen, target.machine)
     if alone is not None:
         yield _row(target_name, alone)
     for run in (single, chosen):
-        yield _row(
-            target_name,
-            view_planned(run, target.machine),
-            run.hosting.depth,
-            slot_bytes(run),
-            activations,
-        )
+        yield _row(target_name, view_planned(run, target.machine), _ring(run), activations)
+
+
+def _ring(compiled: Compiled) -> LoopStreams:
+    assert compiled.plan is not None
+    (ring,) = compiled.plan.streams
+    return ring
 
 
 def _row(
-    target: str, run: RunView, slots: int = 0, slot_bytes: int = 0, activations: int = 0
+    target: str, run: RunView, ring: LoopStreams | None = None, activations: int = 0
 ) -> tuple[str, ...]:
-    """`slots`: 0 for a run without a ring."""
-    temp, expected = run.device.temp, slots * slot_bytes + activations
-    return (
-        target,
-        run.name,
-        f"{slots} × {format_bytes(slot_bytes)}" if slots else "–",
-        format_bytes(activations) if slots else "–",
-        format_bytes(temp),
-        f"{temp / expected - 1:+.1%}" if slots else "–",
-        *_figures(run),
-    )
+    columns = ("–", "–", format_bytes(run.device.temp), "–")
+    if ring is not None:
+        slots, is_uniform = ring.slots * ring.fetched_bytes, ring.share == 1
+        columns = (
+            f"{ring.slots} × {format_bytes(ring.fetched_bytes)}"
+            if is_uniform
+            else f"{ring.slots} of {ring.share:.0%}, 1 of {format_bytes(ring.fetched_bytes)}",
+            format_bytes(activations),
+            format_bytes(run.device.temp),
+            f"{run.device.temp / (slots + activations) - 1:+.1%}" if is_uniform else "–",
+        )
+    return (target, run.name, *columns, *_figures(run))
 
 
 def _figures(run: RunView) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ class Workload(NamedTuple):
 WORKLOADS = (
     Workload("decode", "llama2-7b", 8, 1, 512, "4GiB"),
     Workload("prefill", "llama3-8b", 32, 512, 640, "8GiB"),
-    Workload("prefill", "llama2-7b", 16, 512, 512, "7GiB", True, ("params.*",)),
-    Workload("prefill", "llama2-13b", 16, 512, 512, "10GiB", True, ("params.*",)),
+    Workload("prefill", "llama2-7b", 16, 512, 512, "6.3GiB", True, ("params.*",)),
+    Workload("prefill", "llama2-13b", 16, 512, 512, "9GiB", True, ("params.*",)),
     Workload("prefill", "llama2-70b", 32, 512, 512, "14GiB", True, ("params.*",)),
 )
 

@@ -245,7 +245,13 @@ class Lowered:
         rings = self._streams.rings(hosting if scheduled else replace(hosting, depth=0))
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self._target.platform != "gpu"
-        run = streamed(self._streams.jaxpr, rings, donated=self._streams.donated, tied=tied)
+        run = streamed(
+            self._streams.jaxpr,
+            rings,
+            whole=hosting.arguments - self._streams.stacks.keys(),
+            donated=self._streams.donated,
+            tied=tied,
+        )
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             return jax.tree.unflatten(self.out_tree, run(*jax.tree.leaves((args, kwargs))))

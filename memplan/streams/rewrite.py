@@ -57,6 +57,7 @@ def streamed(
     jaxpr: ClosedJaxpr,
     streams: Mapping[Path, Stream],
     *,
+    whole: Collection[int] = (),
     donated: Collection[int] = (),
     tied: bool = True,
 ) -> Callable[..., list[Any]]:
@@ -65,6 +66,7 @@ def streamed(
     Args:
       streams: the scans that are streamed, where an operand of theirs is on the host or a
         result is to go there.
+      whole: numbers of the arguments that come to the device as they are, whatever reads them.
       donated: numbers of the arguments whose memory the results may take.
       tied: see `Ring`.
     """
@@ -72,7 +74,8 @@ def streamed(
     owned = frozenset(jaxpr.jaxpr.invars[n] for n in donated)
 
     def function(*args: Any) -> list[Any]:
-        return _Rewrite(streams, tied).run(program, args, (), owned)
+        placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
+        return _Rewrite(streams, tied).run(program, placed, (), owned)
 
     return function
 

@@ -53,7 +53,7 @@ class Stack:
       whole: what else is done with it, a sentence each; it can be streamed when there is
         nothing.
       returned: which results of the program it is.
-      is_in_loop: whether a loop reads it.
+      is_in_loop: whether each iteration of a loop reads it.
     """
 
     source: Source
@@ -142,8 +142,10 @@ class _Finder:
         for k, var in enumerate(eqn.invars):
             for source in sources.get(var, ()) if isinstance(var, Var) else ():
                 stack = self.stacks[source]
-                stack.is_in_loop |= eqn.primitive.name in ("scan", "while")
-                match _role(eqn, k):
+                role = _role(eqn, k)
+                is_loop = eqn.primitive.name in ("scan", "while")
+                stack.is_in_loop |= is_loop and role in ("slices", "input")
+                match role:
                     case "slices":
                         stack.scans.append(path)
                         stack.taken.append(var.aval)

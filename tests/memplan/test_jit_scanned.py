@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import memplan.api as memplan
+from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
 from tests.memplan.chains import xla_total
 
@@ -139,3 +140,18 @@ def test_stacks_that_the_tpu_cannot_slice_are_left_alone():
     lowered = memplan.jit(scaled, hbm="40MiB", machine="v5e").lower(scales, x)
     assert "inside the tiles" in lowered.left_alone["scales"]
     assert lowered.compile().device_bytes <= 40 << 20
+
+
+@pytest.mark.tpu
+def test_a_stack_that_cannot_be_sliced_beside_one_that_can():
+    def normed(weights: jax.Array, scales: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, w: (jnp.tanh(x * w[1] @ w[0]), None), x, (weights, scales))[0]
+
+    weights, x = shapes(1024, 64)
+    scales = jax.ShapeDtypeStruct((LAYERS, 1024), jnp.bfloat16)
+    lowered = memplan.jit(normed, hbm="8MiB", machine="v5e").lower(weights, scales, x)
+    assert set(lowered.left_alone) == {"scales"}
+    executable = lowered.placed(Hosting(frozenset({0, 1}))).compiler(None)()
+    memory = executable.memory_analysis()
+    assert memory.host_argument_size_in_bytes >= 2 * (weights.size + scales.size)
+    assert memory.temp_size_in_bytes < weights.size
