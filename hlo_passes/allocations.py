@@ -59,7 +59,8 @@ def find_allocations(
     # The TPU compiler leaves the caller's allocations alone (seen with libtpu of jax 0.12).
     reused = _reuse_allocations(ranges, target, buffers, apart) if target != "tpu" else {}
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
-    return Allocations(_replay_heap(ranges, target, on_heap, apart), reused)
+    heap = _replay_heap(ranges, target, on_heap, apart)
+    return Allocations(_held_throughout(heap) if target == "tpu" else heap, reused)
 
 
 def _reuse_allocations(
@@ -218,3 +219,19 @@ def _replay_heap(
         HeapRange(v, group[v.id], size[group[v.id]], LiveRange(born[v.id], died[v.id] + 1))
         for v in values
     )
+
+
+def _held_throughout(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
+    """Closes the gaps between the values of a group: the TPU compiler gives its bytes to
+    nobody else in between (seen with libtpu of jax 0.12)::
+
+        a loop's slot    read ─┤      ├─ written again, further down in the body
+        elsewhere        the gap is free       TPU: it is not
+    """
+    upcoming: dict[int, int] = {}
+    held: list[HeapRange] = []
+    for h in sorted(heap, key=lambda h: h.events, reverse=True):
+        start, end = h.events
+        held.append(h._replace(events=LiveRange(start, max(end, upcoming.get(h.group, end)))))
+        upcoming[h.group] = start
+    return tuple(sorted(held, key=lambda h: (h.events.start, h.value.id)))

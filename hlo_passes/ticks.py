@@ -292,7 +292,7 @@ def _workspaces(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) -> It
     holds for it: those of its peak, and what packing adds.
 
     The state's bytes are free while no value of it lives: from the last read of a loop's
-    slot until the next layer is fetched into it.
+    slot until the next layer is fetched into it. Not on TPU, see `find_allocations`.
     """
 
     def packed(heap: Sequence[HeapRange]) -> int:
