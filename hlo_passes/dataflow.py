@@ -246,6 +246,8 @@ class _Walk:
     def _place(self, i: Instruction) -> None:
         called = [self.module.computations[c] for c in i.called_computation_ids]
         follow = bool(called) and not any(c.id in self.visited for c in called)
+        # XLA:TPU starts work of its sparse cores without operands: an update brings them.
+        is_announced = i.opcode == "async-start" and not i.operand_ids
         match i.opcode:
             case "parameter" if i.computation_id != self.module.entry.id:
                 return  # The caller has placed it.
@@ -253,7 +255,7 @@ class _Walk:
                 self._while(i, body=called[0], condition=called[1])
             case "conditional" if follow:
                 self._conditional(i, called)
-            case "call" | "async-start" if follow:
+            case "call" | "async-start" if follow and not is_announced:
                 for parameter in called[0].parameters:
                     self._hand_over(i.operand_ids[parameter.parameter_number], parameter)
                 self.visit(called[0])
@@ -340,6 +342,9 @@ def _source(
             return operands[rest[0]], rest[1:]
         case "async-start" if head == (1,) and root is not None:
             return root.id, rest
+        case "async-update" if len(operands) > 1:
+            is_operand = head == (0,) and not i.shape.at(index).is_tuple
+            return (operands[1 + rest[0]], rest[1:]) if is_operand else None
         case "async-update" if not i.shape.at(index).is_tuple:
             return operands[0], index
         case "async-done" | "all-gather-done" | "collective-permute-done" if not i.shape.at(

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -53,6 +54,9 @@ _TIMED_ITERATIONS = 4
 
 # Two releases count as one when less than this fraction of the shortest transfer is between.
 _MOMENTS = 16
+
+# What XLA fills memory with constants by.
+_FILLING = frozenset(("bitcast", "broadcast", "convert", "copy", "reshape"))
 
 # XLA's own order stays where no other is faster by more than this.
 _AS_GOOD = 1.001
@@ -369,12 +373,24 @@ class _Problem:
         )
 
     def _working_before(self, tick: int) -> str:
-        """The name of the last instruction before `tick` that takes time."""
+        """The name of the last instruction before `tick` that takes time and stays there."""
         for t in reversed(range(tick)):
             i = self._module.instructions[self.compute[t]]
-            if self._clock[t + 1] > self._clock[t] and not is_scalar_work(self._module, i):
+            takes_time = self._clock[t + 1] > self._clock[t]
+            if takes_time and not is_scalar_work(self._module, i) and i.id not in self._fills:
                 return i.name
         return ""
+
+    @cached_property
+    def _fills(self) -> frozenset[int]:
+        """What reads nothing but constants. XLA:TPU sinks such work to its reader afterwards,
+        so that where it stands says nothing of a transfer beside it."""
+        found: set[int] = set()
+        for i in self._computation.instructions:
+            is_source = i.opcode in ("constant", "iota")
+            if is_source or (i.opcode in _FILLING and all(o in found for o in i.operand_ids)):
+                found.add(i.id)
+        return frozenset(found)
 
     def _last_reads(self) -> list[int]:
         """Of each transfer the tick after the last instruction that reads what it fetched."""

@@ -192,8 +192,9 @@ class LoopTransfer:
       done: tick at which it is waited for; ``start <= done``.
       end: tick after the last instruction that reads what was fetched, the computation's
         end if it is handed on; of a store `done`.
-      start_after, done_after: HLO names of the last instruction before that takes time; ``""``
-        for none. They hold in the executable, whose schedule has other ticks.
+      start_after, done_after: HLO names of the last instruction before that takes time and
+        that XLA leaves where it is; ``""`` for none. They hold in the executable, whose
+        schedule has other ticks.
       kind: ``"prefetch"`` brings data to the device, ``"evict"`` takes it away.
     """
 

@@ -3,6 +3,7 @@
 import pytest
 
 from hlo_passes.dataflow import Buffer, Dataflow, analyze_dataflow
+from hlo_passes.ir import Module
 from hlo_passes.reader import read_module
 from tests import corpus
 
@@ -85,6 +86,32 @@ ENTRY e {
 """)
     assert {"p", "q", "s{0,0}", "u{0,0}"} in buffers(found)
     assert {"l", "s{1}", "u{1}", "d"} in buffers(found)
+
+
+def test_an_asynchronous_call_may_be_announced_before_its_operands() -> None:
+    module = read_module("""
+HloModule m, is_scheduled=true
+async {
+  q = f32[16] parameter(0)
+  ROOT l = f32[8] slice(q), slice={[0:8]}
+}
+ENTRY e {
+  p = f32[16] parameter(0)
+  s = ((f32[16]), f32[8], u32[]) async-start(p), calls=async
+  u = ((f32[16]), f32[8], u32[]) async-update(s)
+  ROOT d = f32[8] async-done(u)
+}
+""")
+    # The parser knows no such start: the TPU compiler makes them for its sparse cores.
+    proto = module.to_proto()
+    p, start, update, _ = proto.computations[-1].instructions
+    del start.operand_ids[:]
+    del start.shape.tuple_shapes[0].tuple_shapes[:]
+    start.shape.tuple_shapes[1].CopyFrom(start.shape.tuple_shapes[0])
+    update.operand_ids.append(p.id)
+    found = analyze_dataflow(Module(proto))
+    assert {"p", "u{0,0}"} in buffers(found)
+    assert {"u{1}", "d"} in buffers(found)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,29 @@ def test_the_nearest_deadline_goes_first_though_its_index_comes_a_little_later()
     assert [t.done_after for t in entry.transfers] == ["y0", "y1"]
 
 
+@pytest.mark.parametrize(("filled", "mark"), [("value", "y0"), ("k", "fill")])
+def test_a_transfer_is_not_known_by_what_only_fills_memory(filled: str, mark: str):
+    # XLA:TPU moves that to its reader afterwards; what reads an argument it leaves alone.
+    ring = Ring()
+    product = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    lines = [
+        "  %x = f32[8,8]{1,0} parameter(0)",
+        f"  %stack = {ring.stack} parameter(1)",
+        "  %k = f32[] parameter(2)",
+        "  %zero = s32[] constant(0)",
+        "  %value = f32[] constant(0)",
+        f"  %y0 = f32[8,8]{{1,0}} dot(%x, %x), {product}",
+        f"  %fill = f32[32,32]{{1,0}} broadcast(%{filled}), dimensions={{}}",
+        *ring.fetch("f", "stack", "zero"),
+        "  %w = f32[8,8]{1,0} bitcast(%f.done)",
+        f"  %y1 = f32[8,8]{{1,0}} dot(%y0, %w), {product}",
+        "  ROOT %r = (f32[8,8]{1,0}, f32[32,32]{1,0}) tuple(%y1, %fill)",
+    ]
+    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    (entry,) = schedule_loops(module, ring_machine(SLOW))
+    assert [t.done_after for t in entry.transfers] == [mark]
+
+
 def test_no_transfers_no_loops():
     machine = ring_machine(FAST)
     text = Ring().text().replace("S(5)", "S(0)")
