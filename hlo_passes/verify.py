@@ -244,7 +244,8 @@ def _settle(module: Module, value: Value, home: Value) -> None:
                 "A donated argument is overwritten after its last read.",
             )
     under.is_taken = True
-    under.read(value.last_read)
+    if under is not home:
+        under.read(value.last_read)
 
 
 def _overwritten(module: Module, value: Value) -> Value:
