@@ -151,7 +151,8 @@ def _rows(case: Case, target_name: str) -> Iterator[tuple[str, ...]]:
     if alone is not None:
         yield _row(target_name, alone)
     for run in (single, chosen):
-        live = memory_usage(run.module, target.platform).lower_bound_bytes
+        backend = "tpu" if target.platform == "tpu" else "gpu"
+        live = memory_usage(run.module, backend).lower_bound_bytes
         yield _row(target_name, view_planned(run, target.machine), _ring(run), live)
 
 

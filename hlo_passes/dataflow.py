@@ -342,7 +342,7 @@ def _source(
             return operands[rest[0]], rest[1:]
         case "async-start" if head == (1,) and root is not None:
             return root.id, rest
-        case "async-update" if len(operands) > 1:
+        case "async-update" if operands[1:]:
             is_operand = head == (0,) and not i.shape.at(index).is_tuple
             return (operands[1 + rest[0]], rest[1:]) if is_operand else None
         case "async-update" if not i.shape.at(index).is_tuple:

@@ -235,7 +235,7 @@ def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
     the result (0.11.2, 0.12.0.1).
     """
     with stablehlo.context:
-        main = ir.SymbolTable(stablehlo.operation)["main"]
+        main: Any = ir.SymbolTable(stablehlo.operation)["main"]
         attributes = list(main.arg_attrs)
         for n in parameters:
             kept = {
