@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 
 from hlo_passes.errors import MemoryBudgetError
-from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.units import format_seconds
 from memplan.api import jit
-from memplan.compare import view_planned
+from memplan.compare import COLUMNS, cells, view_planned
 from memplan.demo import HOST_BYTES
 from memplan.report.tables import Column, Table, write_tables
 from memplan.topologies import topology
@@ -29,12 +29,7 @@ _COLUMNS = (
     Column("model"),
     Column("hbm="),
     Column("XLA total", right=True),
-    Column("XLA temp", right=True),
-    Column("moved", right=True),
-    Column("overlapped", right=True),
-    Column("link busy", right=True),
-    Column("step, predicted", right=True),
-    Column("lower bound", right=True),
+    *COLUMNS,
     Column("follows", right=True),
     Column("compiled in", right=True),
 )
@@ -71,18 +66,12 @@ def _row(model: str, batch: int, budget: int) -> tuple[str, ...]:
     compiled = step.lower(*args).compile()
     seconds = time.monotonic() - begin
     view = view_planned(compiled, target.machine)
-    assert view.clock is not None
     assert compiled.followed is not None
     return (
         f"{model}, batch {batch}",
         str(budget),
         str(compiled.device_bytes),
-        format_bytes(view.device.temp),
-        format_bytes(view.moved_bytes),
-        f"{view.overlapped or 0.0:.1%}",
-        f"{view.clock.link_s / view.clock.step_time_s:.1%}",
-        format_seconds(view.clock.step_time_s),
-        format_seconds(view.clock.lower_bound_s),
+        *cells(view),
         "exactly" if compiled.followed.exactly else str(compiled.followed),
         format_seconds(seconds),
     )

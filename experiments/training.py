@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
-from memplan.compare import view_planned, view_unscheduled
+from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
 from memplan.report.build import view_run
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.view import RunView
@@ -43,11 +43,7 @@ MODEL = "llama3-8b"
 _COLUMNS = (
     Column("run"),
     Column("HBM arguments", right=True),
-    Column("HBM temp", right=True),
-    Column("HBM total", right=True),
-    Column("moved", right=True),
-    Column("overlapped", right=True),
-    Column("step, predicted", right=True),
+    *COLUMNS,
     Column("compute", right=True),
     Column("compiled in", right=True),
 )
@@ -109,16 +105,12 @@ def _in_hbm(step: Any, target: Topology) -> tuple[str, ...]:
 
 def _row(name: str, run: RunView | None, seconds: float) -> tuple[str, ...]:
     if run is None:
-        return (name, "–", "–", "out of memory", *["–"] * 5)
+        return (name, "–", *cells(None), "–", "–")
     assert run.clock is not None
     return (
         name,
         format_bytes(run.device.arguments),
-        format_bytes(run.device.temp),
-        format_bytes(run.device.total),
-        format_bytes(run.moved_bytes),
-        "–" if run.overlapped is None else f"{run.overlapped:.1%}",
-        format_seconds(run.clock.step_time_s),
+        *cells(run),
         format_seconds(run.clock.compute_s),
         format_seconds(seconds) if seconds else "–",
     )

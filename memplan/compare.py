@@ -6,9 +6,22 @@ import jax
 
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
+from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.build import view_run
+from memplan.report.tables import Column
 from memplan.report.view import RunView
 from memplan.stages import Compiled
+
+COLUMNS = (
+    Column("HBM temp", right=True),
+    Column("HBM total", right=True),
+    Column("moved", right=True),
+    Column("overlapped", right=True),
+    Column("link busy", right=True),
+    Column("step, predicted", right=True),
+    Column("lower bound", right=True),
+)
+"""What is compared; `cells` fills them."""
 
 
 def view_planned(compiled: Compiled, machine: Machine) -> RunView:
@@ -30,3 +43,19 @@ def view_unscheduled(compiled: Compiled, machine: Machine) -> RunView | None:
         return None
     memory = executable.memory_analysis()
     return view_run("XLA alone", read_module(executable), machine, compiled=memory)
+
+
+def cells(run: RunView | None) -> tuple[str, ...]:
+    """The `COLUMNS` of a run; None for one that runs out of memory."""
+    if run is None:
+        return ("out of memory", *["–"] * (len(COLUMNS) - 1))
+    assert run.clock is not None  # A machine was named.
+    return (
+        format_bytes(run.device.temp),
+        format_bytes(run.device.total),
+        format_bytes(run.moved_bytes),
+        "–" if run.overlapped is None else f"{run.overlapped:.1%}",
+        f"{run.clock.link_s / run.clock.step_time_s:.1%}",
+        format_seconds(run.clock.step_time_s),
+        format_seconds(run.clock.lower_bound_s),
+    )

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +27,22 @@ import custom_calls
 from hlo_passes.budget import parse_bytes
 from hlo_passes.errors import MemplanError
 from hlo_passes.machine import Machine
-from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.units import format_bytes
 from memplan import __version__
 from memplan.api import Compiled, jit
-from memplan.compare import view_planned, view_unscheduled
+from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
 from memplan.executable import device_bytes
 from memplan.report.html import render_html
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.trace import render_trace
 from memplan.report.view import Report, RunView
-from memplan.topologies import topology
+from memplan.topologies import Topology, topology
 
 TARGETS = ("v5e", "h200")
 
 
-class Workload(NamedTuple):
+@dataclass(frozen=True)
+class Workload:
     """One program to plan: `tokens` new tokens for each of `batch` sequences.
 
     Attributes:
@@ -69,6 +70,24 @@ class Workload(NamedTuple):
     @property
     def file(self) -> str:
         return f"{self.model}-{'scanned-' if self.is_scanned else ''}{self.name}"
+
+    def compile(self, workloads: Any, target: Topology, slots: int | None = None) -> Compiled:
+        """Compiles it for `target` within its budget; `workloads`: ``models.workloads``."""
+        make = workloads.decode
+        if self.is_scanned:
+            make = workloads.scanned_decode if self.tokens == 1 else workloads.scanned_prefill
+        fun, args = make(
+            self.model, batch=self.batch, tokens=self.tokens, cache_length=self.cache_length
+        )
+        step = jit(
+            fun,
+            hbm=self.hbm,
+            machine=target,
+            offload=self.offload,
+            slots=slots,
+            donate_argnames="cache",
+        )
+        return step.lower(*args).compile()
 
 
 # A decode step reads every weight for a handful of tokens: the link holds it. A prompt's
@@ -153,25 +172,11 @@ class _Result:
 
 
 def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
-    make = models.workloads.scanned_prefill if workload.is_scanned else models.workloads.decode
-    fun, args = make(
-        workload.model,
-        batch=workload.batch,
-        tokens=workload.tokens,
-        cache_length=workload.cache_length,
-    )
     device = topology(target).with_host_memory(HOST_BYTES)
     machine = device.machine
-    step = jit(
-        fun,
-        hbm=workload.hbm,
-        machine=device,
-        offload=workload.offload,
-        donate_argnames="cache",
-    )
     what = f"{target}, {workload.model} {workload.name}{', scanned' if workload.is_scanned else ''}"
     with _said(f"{what}: memplan within {workload.hbm}"):
-        compiled: Compiled = step.lower(*args).compile()
+        compiled = workload.compile(models.workloads, device)
     planned = view_planned(compiled, machine)
     with _said(f"{what}: XLA alone, the same on the host"):
         alone = view_unscheduled(compiled, machine)
@@ -230,39 +235,14 @@ def _row(result: _Result, run: RunView) -> dict[str, Any]:
 
 
 def _table(workload: Workload, results: list[_Result]) -> Table:
-    columns = (
-        Column("target"),
-        Column("run"),
-        Column("HBM temp", right=True),
-        Column("HBM total", right=True),
-        Column("moved", right=True),
-        Column("overlapped", right=True),
-        Column("link busy", right=True),
-        Column("step, predicted", right=True),
-        Column("lower bound", right=True),
-    )
-    rows: list[tuple[str, ...]] = []
-    for result in results:
-        if result.alone is None:
-            rows.append((result.target, "XLA alone", "out of memory", *["–"] * 6))
-        for run in result.runs:
-            row = _row(result, run)
-            rows.append(
-                (
-                    row["target"],
-                    row["run"],
-                    format_bytes(row["hbm_temp_bytes"]),
-                    format_bytes(row["hbm_total_bytes"]),
-                    format_bytes(row["moved_bytes"]),
-                    "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
-                    f"{row['link_busy']:.1%}",
-                    format_seconds(row["predicted_step_time_s"]),
-                    format_seconds(row["predicted_lower_bound_s"]),
-                )
-            )
+    rows = [
+        (result.target, name, *cells(run))
+        for result in results
+        for name, run in (("XLA alone", result.alone), ("memplan", result.planned))
+    ]
     return Table(
         workload.title,
-        columns,
+        (Column("target"), Column("run"), *COLUMNS),
         tuple(rows),
         "Bytes: XLA's report of the final executables. Seconds, overlap and link: predictions "
         "of the machine model for the final schedules.",
