@@ -16,6 +16,10 @@ What stands in loops, and what the entry fetches or stores by the slice, is sche
 computation by computation, each with ticks of its own (`LoopSchedule`). `LoopStreams` says
 which arrays of the user's program these are slices of.
 
+`Edits` say what else is done to the entry before transfers are placed in it: the order of
+its compute, what is computed twice, and which temporaries leave the device for a while. The
+ticks are those of the edited entry.
+
 Buffers are named by the HLO instruction that defines them (for an argument: its
 parameter instruction), and ``labels`` gives the user's name for it.
 """
@@ -33,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 
 from hlo_passes.errors import PlanFormatError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 LogicalTime = int
 
@@ -74,12 +78,15 @@ class Transfer:
 
     Attributes:
       id: its place in the plan's issue order.
-      buffer: the HLO name of the value that moves.
+      buffer: the HLO name of the value that moves: a parameter, or the instruction of the
+        entry whose result is evicted and fetched again.
       source, destination: tier names.
       size: bytes moved.
       start: tick at which it is issued.
-      done: tick at which its reader waits for it; ``start <= done``.
-      end: tick after the last instruction that reads this copy.
+      done: tick at which its reader waits for it; ``start <= done``. Of an eviction the tick
+        from which its bytes on the device may be overwritten.
+      end: tick after the last instruction that reads this copy; of an eviction the tick at
+        which the last fetch of it is done.
       kind: ``"prefetch"`` brings data to the device, ``"evict"`` takes it away.
     """
 
@@ -155,7 +162,8 @@ class Prediction:
         this schedule can use less.
       step_time_s: predicted time of one step; `stall_s` of it the compute engine waits
         for a transfer.
-      compute_s: the sum of the instructions' costs; `link_s` the time the link is busy.
+      compute_s: the sum of the instructions' costs, `recompute_s` of it for what is
+        computed again; `link_s` the time the links are busy.
       lower_bound_s: no plan within this budget can be faster on this machine model.
     """
 
@@ -169,6 +177,12 @@ class Prediction:
     link_s: float
     stall_s: float
     lower_bound_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step is, as a fraction of the bound."""
+        return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -299,6 +313,97 @@ class LoopStreams:
         return sum(stack.slice_bytes for stack in self.stored)
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """An instruction of the entry that runs once more, so that its result need not be kept.
+
+    Attributes:
+      clone: HLO name of the second one.
+      original: HLO name of the first one.
+      before: HLO name of the instruction of the module that it stands in front of.
+      readers: HLO names of what reads the clone instead of the original: instructions of the
+        module, or other clones.
+    """
+
+    clone: str
+    original: str
+    before: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refetch:
+    """An evicted temporary comes back in front of `before`, for `readers` (as in `Recompute`)."""
+
+    before: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A temporary that leaves the device between two of its readers.
+
+        after: last reader ──► evict ┄┄┄┄ host ┄┄┄┄► fetch ──► before: next reader
+
+    Attributes:
+      buffer: HLO name of the instruction of the entry whose result it is: an array.
+      after: HLO name of the last instruction that reads it on the device, `buffer` itself
+        when none does.
+      refetches: in the order of the schedule; the copy in the host's memory serves them all.
+    """
+
+    buffer: str
+    after: str
+    refetches: tuple[Refetch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What is done to the entry before transfers are placed in it, in this order.
+
+    Attributes:
+      order: HLO names of the entry's instructions in a new order, parameters left out; empty
+        when the order is XLA's.
+      recomputes: clones in front of one instruction stand in this order, behind refetches.
+      evictions: of temporaries.
+    """
+
+    order: tuple[str, ...] = ()
+    recomputes: tuple[Recompute, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.order or self.recomputes or self.evictions)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided about a temporary that is idle while memory is short, and at what price.
+
+    Attributes:
+      buffer: HLO name of the instruction whose result it is.
+      size: bytes.
+      action: what is done with it.
+      after, before: HLO names of the last instruction that reads it before it is idle, and of
+        the first one behind.
+      idle_s: predicted seconds of compute in between.
+      transfer_s: seconds for which taking it away and back occupies links; None where it
+        cannot be moved.
+      recompute_s: seconds of compute to make it again; None where that is not possible.
+      obstacle: why it cannot be moved or recomputed, where it cannot; else ``""``.
+    """
+
+    buffer: str
+    size: int
+    action: Literal["keep", "evict", "recompute"]
+    after: str
+    before: str
+    idle_s: float
+    transfer_s: float | None
+    recompute_s: float | None
+    obstacle: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where every buffer lives and when it moves, for one module on one machine.
@@ -316,7 +421,9 @@ class Plan:
       streams: what was decided about loops over stacks, before XLA saw the program.
       left_alone: why an argument that a loop reads cannot be streamed, by the user's path.
       compiler_options: the XLA options that the streams need.
-      recomputes: names of instructions cloned instead of kept.
+      edits: what is done to the entry before transfers are placed in it.
+      decisions: what was decided about temporaries that are idle while memory is short,
+        largest first.
       labels: HLO buffer name to the user's name.
       provenance: how it was made (planner version, candidate chosen, rounds).
     """
@@ -335,7 +442,8 @@ class Plan:
     streams: tuple[LoopStreams, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
-    recomputes: tuple[str, ...] = ()
+    edits: Edits = Edits()
+    decisions: tuple[Decision, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -354,7 +462,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A digest of all that is done to the module: what only tells of the program that it
         was made from, as source lines do, is left out."""
-        told = dataclasses.replace(self, streams=(), left_alone={})
+        told = dataclasses.replace(self, streams=(), left_alone={}, decisions=())
         return hashlib.sha256(told.to_json().encode()).hexdigest()[:16]
 
     def to_json(self, indent: int | None = None) -> str:
@@ -399,7 +507,8 @@ class Plan:
                 streams=tuple(map(_streams, document["streams"])),
                 left_alone=document["left_alone"],
                 compiler_options=document["compiler_options"],
-                recomputes=tuple(document["recomputes"]),
+                edits=_edits(document["edits"]),
+                decisions=tuple(_record(Decision, d) for d in document["decisions"]),
                 labels=document["labels"],
                 provenance=document["provenance"],
             )
@@ -448,6 +557,24 @@ def _streams(document: dict[str, Any]) -> LoopStreams:
     return _record(LoopStreams, {**document, **stacks})
 
 
+def _edits(document: dict[str, Any]) -> Edits:
+    def reader(r: dict[str, Any]) -> dict[str, Any]:
+        return {**r, "readers": tuple(r["readers"])}
+
+    return Edits(
+        tuple(document["order"]),
+        tuple(_record(Recompute, reader(r)) for r in document["recomputes"]),
+        tuple(
+            Eviction(
+                _str(e, "buffer"),
+                _str(e, "after"),
+                tuple(_record(Refetch, reader(r)) for r in e["refetches"]),
+            )
+            for e in document["evictions"]
+        ),
+    )
+
+
 _KINDS: dict[object, type | tuple[type, ...]] = {
     "int": int,
     "LogicalTime": int,
@@ -455,6 +582,7 @@ _KINDS: dict[object, type | tuple[type, ...]] = {
     "float": (int, float),
     "bool": bool,
     "int | None": (int, NoneType),
+    "float | None": (int, float, NoneType),
 }
 
 
@@ -469,6 +597,9 @@ def _record[
         LoopStack,
         LoopStreams,
         Prediction,
+        Recompute,
+        Refetch,
+        Decision,
     )
 ](kind: type[R], document: dict[str, Any]) -> R:
     """Builds one of the plan's records, checking the kind of each plain value."""

@@ -20,9 +20,10 @@ def format_bytes(n: float) -> str:
 def format_seconds(t: float) -> str:
     """Writes a duration for a person.
 
-    >>> format_seconds(0.00125)
-    '1.25 ms'
+    >>> format_seconds(0.00125), format_seconds(0.9999)
+    ('1.25 ms', '1 s')
     """
+    t = float(f"{t:.3g}")  # Rounded first: 0.9999 s is 1 s, not 1e+03 ms.
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(t) >= factor:
             return f"{t / factor:.3g} {unit}"

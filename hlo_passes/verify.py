@@ -121,10 +121,10 @@ def _check_placements(program: Program, plan: Plan) -> None:
 
 
 def _check_transfers(program: Program, plan: Plan) -> None:
-    if plan.recomputes:
+    if plan.edits.recomputes:
         raise VerificationError(
-            f"it recomputes %{plan.recomputes[0]}, which this checker cannot prove",
-            f"{len(plan.recomputes)} recomputed instructions",
+            f"it recomputes %{plan.edits.recomputes[0].clone}, which this checker cannot prove",
+            f"{len(plan.edits.recomputes)} recomputed instructions",
             "Plan without recomputation.",
         )
     parameters = {p.name: p for p in program.module.entry.parameters}

@@ -24,8 +24,9 @@ from hlo_passes.errors import SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
+from memplan.function import Function, Options
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
-from memplan.stages import Compiled, Function, Lowered, Options, PlacementWarning, Traced
+from memplan.stages import Compiled, Lowered, PlacementWarning, Traced
 from memplan.topologies import Topology
 
 __all__ = ["Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]

@@ -127,7 +127,7 @@ def test_microbatches_around_layers(target: str, hbm: str):
 @pytest.mark.tpu
 def test_the_option_that_rings_need_is_set_for_them_only():
     ringed = memplan.jit(forward, hbm="24MiB", machine="v5e").lower(*shapes(1024, 2048))
-    assert ringed.ring_options == {"xla_tpu_pipeline_memory_host_transfers": "false"}
+    assert ringed.placing.ring_options == {"xla_tpu_pipeline_memory_host_transfers": "false"}
 
 
 @pytest.mark.tpu
@@ -151,7 +151,7 @@ def test_a_stack_that_cannot_be_sliced_beside_one_that_can():
     scales = jax.ShapeDtypeStruct((LAYERS, 1024), jnp.bfloat16)
     lowered = memplan.jit(normed, hbm="8MiB", machine="v5e").lower(weights, scales, x)
     assert set(lowered.left_alone) == {"scales"}
-    executable = lowered.placed(Hosting(frozenset({0, 1}))).compiler(None)()
+    executable = lowered.placing.placed(Hosting(frozenset({0, 1}))).compiler(None)()
     memory = executable.memory_analysis()
     assert memory.host_argument_size_in_bytes >= 2 * (weights.size + scales.size)
     assert memory.temp_size_in_bytes < weights.size

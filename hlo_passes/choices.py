@@ -1,0 +1,126 @@
+"""What can be done about memory that runs short, as numbers: no HLO from here on.
+
+    tick        written        start ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄ end
+    temporary   ├── read ── read ┤ a gap: nobody reads  ├ read ──
+    kept        ████████████████████████████████████████████████
+    evicted     ████████████████                        ████████   out while the gap begins, in
+                    └─ can leave from here                 before it ends
+    recomputed  ████████████████                        ████████   made again right before `end`
+
+Each *gap* is kept, evicted or recomputed by one of its *recipes*; each *weight* stays on the
+device or is streamed. What decides is a budget in bytes at every tick, the time that each
+direction of the link needs for what moves, and the time of what is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.plan import LiveRange, LogicalTime
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to make a temporary again at the end of a gap.
+
+    Attributes:
+      seconds: of compute.
+      flops: of its matrix products.
+      clones: ids of the instructions to run again, operands first.
+      needs: indices of the gaps that have to be kept, for it reads what they would take away.
+      holds: (live range, bytes) of what has to stay on the device for it and would not, and
+        of what it makes on the way.
+    """
+
+    seconds: float
+    flops: int
+    clones: tuple[int, ...]
+    needs: tuple[int, ...] = ()
+    holds: tuple[tuple[LiveRange, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A stretch of ticks in which a temporary is on the device and nobody reads it.
+
+    Attributes:
+      value: number of the temporary. Its gaps share one eviction: the copy on the host stays
+        clean.
+      size: bytes that are free during the gap if it is not kept.
+      written: the tick from which a copy to the host can start.
+      start: the first tick at which the bytes can be away.
+      end: the tick of the next reader, at which they must be back; ``start < end``.
+      is_evictable: it can be copied to the host.
+      recipes: the ways to make it again, cheapest first; may be empty.
+    """
+
+    value: int
+    size: int
+    written: LogicalTime
+    start: LogicalTime
+    end: LogicalTime
+    is_evictable: bool
+    recipes: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """An argument on the host that may stay on the device instead.
+
+    Attributes:
+      size: bytes.
+      reads: ticks at which it has to be on the device, in order and disjoint.
+      may_stay: False where it is decided that it is streamed.
+    """
+
+    size: int
+    reads: tuple[LiveRange, ...]
+    may_stay: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Everything there is to choose.
+
+    Attributes:
+      costs: float64[ticks], seconds of compute of each.
+      load: int64[ticks], bytes live on the device when every gap is kept; weights apart.
+      gaps, weights: what can be chosen about.
+      out_bytes_per_s, in_bytes_per_s: of the link, away from the device and towards it.
+      latency_s: of a transfer.
+      shared_queue: the two directions share one queue (a link that is not full duplex).
+      out_busy_s, in_busy_s: seconds for which other transfers occupy each direction.
+    """
+
+    costs: npt.NDArray[np.float64]
+    load: npt.NDArray[np.int64]
+    gaps: tuple[Gap, ...]
+    weights: tuple[Weight, ...]
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float
+    shared_queue: bool
+    out_busy_s: float = 0.0
+    in_busy_s: float = 0.0
+
+    @property
+    def ticks(self) -> int:
+        return len(self.costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was chosen.
+
+    Attributes:
+      evicted: indices of gaps.
+      recomputed: index of a gap to the index of its recipe.
+      staying: indices of weights.
+    """
+
+    evicted: frozenset[int]
+    recomputed: tuple[tuple[int, int], ...]
+    staying: frozenset[int]

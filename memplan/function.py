@@ -1,0 +1,46 @@
+"""What ``memplan.jit`` is given: a function, and the options of both ``jit``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hlo_passes.machine import Machine
+from memplan.signature import StaticArguments, dynamic_signature
+from memplan.topologies import Topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `memplan.jit` takes beyond ``jax.jit``; shared by the API and the command line.
+
+    Attributes:
+      budget: device bytes; None for all that the machine has.
+      machine: see `executable.find_target`.
+      offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
+        the host; None for every argument.
+      slots: at most so many streamed weights on the device at once; None for no limit.
+    """
+
+    budget: int | None = None
+    machine: str | Machine | Topology | None = None
+    offload: tuple[str, ...] | None = None
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as the user gave it, with the options of both ``jit``."""
+
+    fun: Callable[..., Any]
+    static: StaticArguments
+    options: Options
+    jit_options: Mapping[str, Any]
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature | None:
+        """Of the dynamic arguments."""
+        return dynamic_signature(self.fun, self.static)

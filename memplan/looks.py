@@ -1,0 +1,205 @@
+"""Plans, made from what XLA shows of the modules that it is about to compile.
+
+Planning takes two looks at a scheduled module: the first with everything on the host that
+may be there, to choose what stays on the device; the second, so placed, to plan each
+transfer. A look ends XLA's work at its scheduler, early in the compilation. Programs with
+loops over stacks are looked at with rings of different depth, and the fastest plan is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hlo_passes import inject, pipeline
+from hlo_passes.errors import HostResultsError, MemoryBudgetError, OrderedEffectsError
+from hlo_passes.ir import Module
+from hlo_passes.plan import Plan
+from memplan.executable import Program
+from memplan.placing import Placing
+from memplan.streams.choice import choose_kept, ring_seconds
+from memplan.streams.hosting import Hosting
+from memplan.streams.records import record_streams
+
+# The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
+# many (see `Stream`). Where all layers take equally long, two slots are enough: one is filled
+# while the other is computed with. With less, more stacks have room on the device, which is
+# better where the link is the bottleneck anyway.
+_RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+
+# A plan replaces another one when it is faster by more than this factor.
+_WORTH_IT = 0.99
+
+
+@dataclass(frozen=True)
+class Look:
+    """A placed program and the plan for the module that XLA scheduled for it.
+
+    Attributes:
+      hosting: what lives on the host.
+      hosted_on_cpu: their bytes on CPU, where XLA counts them with the device's; else 0.
+    """
+
+    program: Program
+    plan: Plan
+    hosting: Hosting
+    hosted_on_cpu: int
+
+    @property
+    def step_time_s(self) -> float:
+        return self.plan.prediction.step_time_s
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether compute hides all transfers, as far as counts."""
+        return self.step_time_s * _WORTH_IT <= self.plan.prediction.compute_s
+
+
+class Looks:
+    """Looks at one program; what XLA has shown once is kept."""
+
+    def __init__(self, placing: Placing) -> None:
+        self._placing = placing
+        self._captured: dict[Any, tuple[Program, Module]] = {}
+
+    def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
+        """Returns the fastest plan found for `budget` bytes.
+
+        Args:
+          options: XLA options, beside those given to ``jit``.
+
+        Raises:
+          MemoryBudgetError: when none was found.
+          OrderedEffectsError: when the program has ordered effects.
+          HostResultsError: on CPU, when ``out_shardings`` ask for host memory.
+        """
+        if self._placing.program.arguments.ordered_effects:
+            raise OrderedEffectsError(self._placing.traced.fun_name)
+        if self._placing.target.platform == "cpu" and self._placing.returns_to_host:
+            raise HostResultsError(self._placing.traced.fun_name)
+        best: Look | None = None
+        failure: MemoryBudgetError | None = None
+        for depth, share in self._rings:
+            if best is not None and depth > best.hosting.depth + 1:
+                break  # One slot more was no better.
+            try:
+                look = self._look_with_rings(depth, share, budget, options)
+            except MemoryBudgetError as error:
+                failure = min(failure or error, error, key=lambda e: e.least)
+                continue
+            if best is None or look.step_time_s < best.step_time_s * _WORTH_IT:
+                best = look
+            if best.is_hidden:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best
+
+    def forget(self) -> None:
+        """Has XLA show everything anew."""
+        self._captured.clear()
+
+    @property
+    def _rings(self) -> tuple[tuple[int, float], ...]:
+        """The rings to try; one of them, if there is nothing to stream."""
+        if not self._placing.streams.rings(self._placing.everything(*_RINGS[0])):
+            return _RINGS[:1]
+        slots = self._placing.function.options.slots
+        return tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
+
+    def _look_with_rings(
+        self, depth: int, share: float, budget: int, options: Mapping[str, Any] | None
+    ) -> Look:
+        """Plans with such rings, and as many stacks on the device as are worth it.
+
+        What a stack on the device takes is known beforehand but for packing, so that it may be
+        more than there is room for.
+        """
+        everything = self._placing.everything(depth, share)
+        program, module = self._capture(everything, options)
+        if not self._placing.streams.rings(everything):
+            return self._look_at(everything, budget, options)
+        room = budget - self._least(module, program, everything)
+        seconds = ring_seconds(module, self._placing.target.machine)
+        while True:
+            kept = choose_kept(
+                self._placing.streams,
+                everything,
+                seconds,
+                self._placing.target.machine,
+                room,
+                self._placing.stack_size,
+            )
+            try:
+                return self._look_at(everything.without(kept), budget, options)
+            except MemoryBudgetError as error:
+                if not kept:
+                    raise
+                room -= max(error.least - budget, room // 8)
+
+    def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
+        """Plans with these stacks on the host; of the other arguments as many as must be."""
+        machine, slots = self._placing.target.machine, self._placing.function.options.slots
+        program, module = self._capture(hosting, options)
+        numbers = program.arguments.parameters
+        host_parameters, sliced = self._placing.on_host(program, hosting)
+        stay = pipeline.choose_stay(
+            module,
+            machine,
+            budget,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=slots,
+        )
+        hosting = hosting.without([n for n in hosting.arguments if numbers[n] in stay])
+        program, module = self._capture(hosting, options)
+        host_parameters, sliced = self._placing.on_host(program, hosting)
+        plan = pipeline.plan_module(
+            module,
+            machine,
+            budget,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=slots,
+            labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
+        )
+        plan = replace(
+            plan,
+            streams=record_streams(
+                self._placing.streams, hosting, self._placing.paths, self._placing.stack_size
+            ),
+            left_alone=self._placing.left_alone,
+            compiler_options=self._placing.ring_options
+            if self._placing.streams.rings(hosting)
+            else {},
+        )
+        held = {p.parameter: p.size for p in plan.placements}
+        on_cpu = self._placing.target.platform == "cpu"
+        hosted_on_cpu = sum(held[p] for p in host_parameters + sliced) if on_cpu else 0
+        return Look(program, plan, hosting, hosted_on_cpu)
+
+    def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
+        """The least budget of a program so placed."""
+        host_parameters, sliced = self._placing.on_host(program, hosting)
+        return pipeline.least_budget(
+            module,
+            self._placing.target.machine,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=self._placing.function.options.slots,
+        )
+
+    def _capture(
+        self, hosting: Hosting, options: Mapping[str, Any] | None
+    ) -> tuple[Program, Module]:
+        """The program so placed, and its module as XLA schedules it."""
+        key = hosting, tuple((options or {}).items())
+        if key not in self._captured:
+            program = self._placing.placed(hosting)
+            module = inject.capture(
+                self._placing.target.platform, program.stablehlo, program.compiler(options)
+            )
+            self._captured[key] = program, module
+        return self._captured[key]

@@ -1,0 +1,268 @@
+"""What of a program may live on the host, and the program with that placed there.
+
+traced program ─► paths, sizes, stacks ─► candidates ─► Hosting ─► placed program
+                                                        (`looks` chooses it)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from hlo_passes import xla
+from hlo_passes.errors import OffloadPatternError
+from memplan.executable import Program, Target
+from memplan.function import Function
+from memplan.signature import HOST_MEMORY_KIND
+from memplan.streams.hosting import Hosting, Streams, stack_bytes
+from memplan.streams.rewrite import streamed
+from memplan.streams.uses import Result, Source
+
+# Weights below this share of all arguments, and below this many bytes, stay on the device:
+# moving them saves next to nothing and costs a transfer's latency each (10 µs or so, which is
+# what a link of 15 to 55 GB/s needs for a few hundred KiB).
+_SMALLEST_SHARE = 1 / 4096
+_SMALLEST_BYTES = 1 << 20
+
+# XLA:TPU pipelines transfers of loops by itself, into the slot that is in use; with rings in
+# the program it has to leave them alone. The option holds for a whole compilation, so every
+# such transfer of the program is memplan's to schedule then.
+_RING_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "tpu": {"xla_tpu_pipeline_memory_host_transfers": "false"}
+}
+
+# What of jax.jit's options concerns the program that memplan lowers itself; the others act
+# when the user's function is traced.
+_PASSED_ON = ("out_shardings", "keep_unused")
+
+
+class Placing:
+    """A traced function on a target, and where its arrays may live.
+
+    Attributes:
+      program: lowered, everything where the user has it.
+    """
+
+    def __init__(self, traced: jax.stages.Traced, function: Function, target: Target) -> None:
+        """
+        Raises:
+          OffloadPatternError: when a pattern of ``offload`` matches no argument.
+        """
+        self.traced = traced
+        self.function = function
+        self.target = target
+        self.program = target.lower(traced, self._compiler_options)
+        self._may_move = self._choose_movable()
+
+    @functools.cached_property
+    def in_tree(self) -> Any:
+        return jax.tree.structure(self.traced.args_info)
+
+    @functools.cached_property
+    def out_tree(self) -> Any:
+        return jax.tree.structure(self.traced.out_info)
+
+    def placed(self, hosting: Hosting, *, scheduled: bool = True) -> Program:
+        """Lowers the program with what `hosting` says on the host.
+
+        Args:
+          scheduled: prepare loops for memplan's schedule; otherwise each iteration brings
+            what it reads, and XLA does with that what it does by itself.
+        """
+        rings = self.streams.rings(hosting if scheduled else replace(hosting, depth=0))
+        # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
+        tied = self.target.platform != "gpu"
+        run = streamed(
+            self.streams.jaxpr,
+            rings,
+            whole=hosting.arguments - self.streams.stacks.keys(),
+            donated=self.streams.donated,
+            tied=tied,
+        )
+
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            return jax.tree.unflatten(self.out_tree, run(*jax.tree.leaves((args, kwargs))))
+
+        placed.__name__ = placed.__qualname__ = getattr(self.function.fun, "__name__", "fun")
+        if self.function.signature is not None:
+            placed.__signature__ = self.function.signature
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosting.arguments))
+        donated_args, donated_kwargs = self.traced.args_info
+        given = {k: v for k, v in self.function.jit_options.items() if k in _PASSED_ON}
+        options = self._compiler_options
+        if rings and scheduled:
+            options |= self.ring_options
+        jitted = jax.jit(
+            placed,
+            donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
+            donate_argnames=tuple(k for k, a in donated_kwargs.items() if _donated(a)),
+            compiler_options=options,
+            **given,
+        )
+        program = self.target.lower(jitted.trace(*args, **kwargs), options)
+        # XLA would copy a whole stack on the host to make an argument and a result one.
+        numbers = program.arguments.parameters
+        donated = hosting.arguments & self.streams.donated & frozenset(numbers)
+        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
+        return program
+
+    @property
+    def ring_options(self) -> Mapping[str, str]:
+        """The XLA options that a program with streamed loops is compiled with."""
+        return _RING_OPTIONS.get(self.target.platform, {})
+
+    def sharding(self, n: int) -> Any:
+        """Where the program has the flat argument `n`, before placement."""
+        return self.program.arguments.shardings.get(n) or self.program.replicated()
+
+    def everything(self, depth: int, share: float) -> Hosting:
+        """All that may live on the host does."""
+        on_cpu = self.target.platform == "cpu"
+        residuals = frozenset[Result]() if on_cpu else self.streams.residuals(self._smallest)
+        return Hosting(self.candidates, residuals, depth, share)
+
+    def on_host(self, program: Program, hosting: Hosting) -> tuple[list[int], list[int]]:
+        """Parameter numbers of the arguments on the host that come to the device whole, and
+        of those that come by the slice."""
+        numbers = program.arguments.parameters
+        hosted = sorted(n for n in hosting.arguments if n in numbers)
+        stacks = self.streams.stacks
+        return (
+            [numbers[n] for n in hosted if n not in stacks],
+            [numbers[n] for n in hosted if n in stacks],
+        )
+
+    def stack_size(self, source: Source) -> int:
+        """Bytes of a stack on one device; of one that the program makes, estimated as evenly
+        divided."""
+        if isinstance(source, int):
+            return self.sizes[source]
+        return stack_bytes(self.streams.stacks[source]) // self.program.arguments.device_count
+
+    # --- from here on: how ----------------------------------------------------------------
+
+    @property
+    def _compiler_options(self) -> dict[str, Any]:
+        return dict(self.function.jit_options.get("compiler_options") or {})
+
+    @functools.cached_property
+    def _leaves(self) -> list[tuple[str, Any]]:
+        """The flat arguments as (path, ArgInfo)."""
+        flat = jax.tree_util.tree_flatten_with_path(self.traced.args_info)[0]
+        signature = self.function.signature
+        names = list(signature.parameters) if signature is not None else []
+        return [(_path(path, names), info) for path, info in flat]
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self._leaves]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each flat argument on one device; 0 where the program does not use it."""
+        found = self.program.arguments
+        return [
+            _shard_bytes(info, found.shardings.get(n)) if n in found.parameters else 0
+            for n, (_, info) in enumerate(self._leaves)
+        ]
+
+    @property
+    def arguments_bytes(self) -> int:
+        """With more than the budget, compiling without a plan is wasted."""
+        return sum(self.sizes)
+
+    @property
+    def _smallest(self) -> int:
+        """Arrays of fewer bytes stay on the device."""
+        return min(int(sum(self.sizes) * _SMALLEST_SHARE), _SMALLEST_BYTES)
+
+    @property
+    def returns_to_host(self) -> bool:
+        asked = jax.tree.leaves(self.function.jit_options.get("out_shardings"))
+        return any(getattr(s, "memory_kind", None) == HOST_MEMORY_KIND for s in asked)
+
+    def _choose_movable(self) -> frozenset[int]:
+        """The arguments that the user and their kind allow on the host."""
+        patterns = self.function.options.offload
+        paths = self.paths
+        unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
+        if unmatched:
+            raise OffloadPatternError(unmatched, paths)
+        return frozenset(
+            n
+            for n, ((path, info), size) in enumerate(zip(self._leaves, self.sizes, strict=True))
+            if size > self._smallest
+            and not jnp.issubdtype(info.dtype, jax.dtypes.extended)
+            and (patterns is None or any(fnmatch.fnmatch(path, p) for p in patterns))
+        )
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """The arguments, by path, that a loop takes apart but that cannot be streamed, each
+        with the reason."""
+        return {self.paths[n]: reason for n, reason in self.streams.left_alone.items()}
+
+    @functools.cached_property
+    def streams(self) -> Streams:
+        """The program's stacks."""
+        found = self.program.arguments.shardings
+        specs = {n: s.spec for n, s in found.items() if isinstance(s, NamedSharding)}
+        return Streams(
+            self.traced.jaxpr,
+            self._may_move,
+            [n for n, (_, info) in enumerate(self._leaves) if info.donated],
+            sharded=[n for n, spec in specs.items() if len(spec) and spec[0] is not None],
+            tiled=self.target.platform == "tpu",
+        )
+
+    @functools.cached_property
+    def candidates(self) -> frozenset[int]:
+        """The arguments that may live on the host. A donated one may where a stack takes its
+        place: the others are written while they would be away. XLA:CPU has one memory, whose
+        bytes it counts as the device's where a program writes to it."""
+        on_cpu = self.target.platform == "cpu"
+        replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
+        return self._may_move - (self.streams.donated - replaced)
+
+    def _structs(self, hosted: frozenset[int]) -> list[jax.ShapeDtypeStruct]:
+        """The flat arguments, bound as jax resolved them, or to the host."""
+        shardings = dict(self.program.arguments.shardings)
+        shardings |= {n: self.sharding(n).with_memory_kind(HOST_MEMORY_KIND) for n in hosted}
+        return [
+            jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=shardings.get(n), weak_type=info._aval.weak_type
+            )
+            for n, (_, info) in enumerate(self._leaves)
+        ]
+
+
+def _donated(info: Any) -> bool:
+    return any(leaf.donated for leaf in jax.tree.leaves(info))
+
+
+def _path(path: Any, names: Sequence[str]) -> str:
+    """``params.layers.3.mlp.gate`` of an argument.
+
+    The outermost key tells positional from keyword arguments, the next one which it is.
+    """
+    kind, argument, *rest = path
+    name = jax.tree_util.keystr((argument,), simple=True)
+    if kind.idx == 0 and argument.idx < len(names):
+        name = str(names[argument.idx])
+    below = jax.tree_util.keystr(tuple(rest), simple=True, separator=".")
+    return f"{name}.{below}" if below else name
+
+
+def _shard_bytes(info: Any, sharding: Any) -> int:
+    shape = info.shape if sharding is None else sharding.shard_shape(info.shape)
+    if jnp.issubdtype(info.dtype, jax.dtypes.extended):
+        return math.prod(shape) * info.dtype.itemsize
+    return -(-math.prod(shape) * jax.dtypes.itemsize_bits(info.dtype) // 8)  # int4: half a byte.
