@@ -304,8 +304,8 @@ class Module:
 
     Args:
       proto: the message. The module takes it over: do not write to it afterwards.
-      original: a module from which this one differs in the entry computation and its
-        schedule only: its views of the other computations are taken over.
+      original: a module from which this one differs in the entry computation, its schedule
+        and further computations only: its views of the others are taken over.
 
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
@@ -322,7 +322,8 @@ class Module:
         self.instructions: dict[int, Instruction] = {}
         self.computations: dict[int, Computation] = {}
         for computation in proto.computations:
-            if original is None or computation.id == proto.entry_computation_id:
+            is_entry = computation.id == proto.entry_computation_id
+            if original is None or is_entry or computation.id not in original.computations:
                 self.computations[computation.id] = self._computation(computation)
                 continue
             self.computations[computation.id] = original.computations[computation.id]
