@@ -5,6 +5,7 @@ A `Machine` is one JAX device with the memories around it::
     ┌───────────── device ─────────────┐
     │  vmem S(1)  ◄──link──►  hbm S(0) │  ◄──link──►  host S(5)
     └──────────────────────────────────┘
+            interconnect ◄──► other devices
 
 On a CPU machine the first tier (``dram``) stands for device memory, and what XLA has no
 memory space for (``cxl``, ``nvme``) hangs off it by links that custom calls drive.
@@ -107,6 +108,29 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Interconnect:
+    """The wires between devices, as a ring over some of them uses them.
+
+    Attributes:
+      name: ``ici``, ``nvlink``.
+      nominal_bytes_per_s: what one device sends into a ring: on a torus, over the two links
+        of one axis.
+      efficiency: the fraction of it that a large collective reaches, in (0, 1].
+      step_latency_s: of each step of a ring, from one device to the next.
+    """
+
+    name: str
+    nominal_bytes_per_s: float
+    efficiency: float
+    step_latency_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of one large collective, in bytes per second."""
+        return self.nominal_bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
 class Machine:
     """One JAX device and the memories that it reaches.
 
@@ -123,6 +147,8 @@ class Machine:
       gpu: None where the platform is not ``gpu``.
       sources: pairs of a number's key (``links.host->hbm.efficiency``) and where the number
         comes from.
+      interconnect: None where devices have no wires of their own between them, or nothing is
+        known of them.
     """
 
     name: str
@@ -135,6 +161,7 @@ class Machine:
     links: tuple[Link, ...]
     gpu: Gpu | None
     sources: tuple[tuple[str, str], ...]
+    interconnect: Interconnect | None = None
 
     @property
     def device_memory(self) -> Tier:
@@ -211,7 +238,7 @@ class Machine:
         def number(key: str, value: float) -> object:
             return {"value": value, "source": sources[key]} if key in sources else value
 
-        def table(item: Tier | Link | Gpu, prefix: str) -> dict[str, object]:
+        def table(item: Tier | Link | Gpu | Interconnect, prefix: str) -> dict[str, object]:
             return {
                 key: number(f"{prefix}.{key}", value) if _is_number(value) else value
                 for key, value in asdict(item).items()
@@ -232,6 +259,8 @@ class Machine:
                 table(link, f"links.{link.source}->{link.destination}") for link in self.links
             ],
         }
+        if self.interconnect is not None:
+            data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
             data["gpu"] = table(self.gpu, "gpu")
         return data
@@ -308,6 +337,9 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     )
     _reject_repeats(file, "links", [f"{link.source}->{link.destination}" for link in links])
     gpu = _gpu(root.table("gpu")) if platform == "gpu" and "gpu" in root.unread else None
+    interconnect = (
+        _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
+    )
     root.close()
     return Machine(
         name=name,
@@ -320,6 +352,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         links=links,
         gpu=gpu,
         sources=tuple(root.sources),
+        interconnect=interconnect,
     )
 
 
@@ -384,15 +417,24 @@ def _link(table: _Table, tiers: tuple[str, ...]) -> Link:
         source=source,
         destination=destination,
         nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
-        efficiency=table.number("efficiency"),
+        efficiency=table.fraction("efficiency"),
         latency_s=table.number("latency_s", zero=True),
         engines=table.whole("engines"),
         full_duplex=table.flag("full_duplex"),
     )
-    if link.efficiency > 1:
-        raise table.error("efficiency", "a fraction of at most 1", repr(link.efficiency))
     table.close()
     return link
+
+
+def _interconnect(table: _Table) -> Interconnect:
+    interconnect = Interconnect(
+        name=table.text("name"),
+        nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
+        efficiency=table.fraction("efficiency"),
+        step_latency_s=table.number("step_latency_s", zero=True),
+    )
+    table.close()
+    return interconnect
 
 
 def _gpu(table: _Table) -> Gpu:
@@ -490,6 +532,12 @@ class _Table:
         # Written so that a NaN, which compares false with everything, is refused.
         if not (0 < value < float("inf") or (zero and value == 0)):
             raise self.error(key, expected, repr(value))
+        return value
+
+    def fraction(self, key: str) -> float:
+        value = self.number(key)
+        if value > 1:
+            raise self.error(key, "a fraction of at most 1", repr(value))
         return value
 
     def whole(self, key: str, *, zero: bool = False) -> int:

@@ -22,7 +22,8 @@ Capacity is what a program can use, less what the compiler keeps for itself; of 
 memory, the share of one device. Peak FLOP/s are those of the fastest unit that XLA may run a
 dot of the type on, without sparsity. Bandwidths and rates are decimal (1 GB/s = 1e9 bytes/s),
 capacities binary (1 GiB = 2^30 bytes). A transfer takes the link's latency, then its bytes
-over nominal bandwidth times efficiency.
+over nominal bandwidth times efficiency. A collective is priced as a ring over the interconnect:
+its steps' latencies, then the bytes that a device sends.
 """
 
 
@@ -77,6 +78,11 @@ def _numbers(machine: Machine) -> Iterator[str]:
         yield row(f"{key}.efficiency", f"{link.efficiency:g}")
         yield row(f"{key}.latency_s", f"{link.latency_s * 1e6:g} µs")
         yield row(f"{key}.engines", f"{link.engines}")
+    if (wires := machine.interconnect) is not None:
+        key = "interconnect"
+        yield row(f"{key}.nominal_bytes_per_s", f"{wires.nominal_bytes_per_s / 1e9:,.2f} GB/s")
+        yield row(f"{key}.efficiency", f"{wires.efficiency:g}")
+        yield row(f"{key}.step_latency_s", f"{wires.step_latency_s * 1e6:g} µs")
     for key, source in machine.sources:
         if key.startswith("gpu."):
             yield f"| `{key}` | {getattr(machine.gpu, key.removeprefix('gpu.')):,} | {source} |"

@@ -75,6 +75,16 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 "engines": str(link.engines),
             },
         )
+    if (wires := machine.interconnect) is not None:
+        yield table(
+            f"{wires.name}, to other devices",
+            "interconnect.",
+            {
+                "nominal_bytes_per_s": f"{wires.nominal_bytes_per_s / 1e9:,.2f} GB/s",
+                "efficiency": f"{wires.efficiency:g}",
+                "step_latency_s": f"{wires.step_latency_s * 1e6:g} µs",
+            },
+        )
 
 
 def _tier_title(tier: Tier) -> str:

@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
 from hlo_passes.machine import (
+    Interconnect,
     Link,
     Machine,
     Tier,
@@ -272,6 +273,31 @@ def test_a_link_is_given_once(write):
 def test_a_file_is_read_by_path_and_by_its_name(write):
     path = write(SMALL)
     assert load_machine(path) == load_machine(str(path))
+
+
+WIRES = """
+[interconnect]
+name = "wires"
+nominal_bytes_per_s = { value = 50, source = "the vendor" }
+efficiency = 0.5
+step_latency_s = 0
+"""
+
+
+def test_a_machine_may_have_an_interconnect(write):
+    assert load_machine(write(SMALL)).interconnect is None
+    machine = load_machine(write(SMALL + WIRES))
+    assert machine.interconnect == Interconnect("wires", 50, 0.5, 0)
+    assert machine.interconnect.bytes_per_s == 25
+    assert dict(machine.sources)["interconnect.nominal_bytes_per_s"] == "the vendor"
+    assert machine_from_dict(machine.to_dict()) == machine
+    with pytest.raises(MachineFileError, match=r"interconnect\.efficiency: expected a fraction"):
+        load_machine(write(SMALL + WIRES.replace("0.5", "1.5")))
+
+
+@library
+def test_every_accelerator_of_the_library_has_one(machine: Machine):
+    assert (machine.interconnect is None) == (machine.platform == "cpu")
 
 
 def test_a_missing_file_is_named(tmp_path):
