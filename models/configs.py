@@ -1,4 +1,4 @@
-"""Shapes of the Llama family: frozen numbers, each traceable to a publication.
+"""Shapes of the Llama family and of Mixtral: frozen numbers, each traceable to a publication.
 
 Layers, widths and heads of Llama 2 7B and 13B are those of LLaMA (Touvron et al., 2023,
 arXiv:2302.13971, table 2), which Llama 2 keeps; Llama 2 70B adds grouped-query attention
@@ -6,9 +6,12 @@ with 8 key/value heads (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1).
 table 3 of "The Llama 3 Herd of Models" (Grattafiori et al., 2024, arXiv:2407.21783), but
 with the 128,256 rows that its released embedding table has, not the rounded 128,000. MLP
 widths, `norm_eps` and `rope_theta` are those of the `config.json` beside each model card.
+The 160M decoder is the small one of SpecInfer (Miao et al., 2023, arXiv:2305.09781). Mixtral
+is table 1 of "Mixtral of Experts" (Jiang et al., 2024, arXiv:2401.04088).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -70,10 +73,14 @@ class LlamaConfig:
         """Number of parameters, a tied embedding table counted once."""
         embedding = self.vocab_size * self.embed_dim
         attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.embed_dim * self.mlp_dim
-        layer = attention + mlp + 2 * self.embed_dim
+        layer = attention + self.mlp_param_count + 2 * self.embed_dim
         tables = embedding if self.tie_embeddings else 2 * embedding
         return tables + self.num_layers * layer + self.embed_dim
+
+    @property
+    def mlp_param_count(self) -> int:
+        """Number of parameters of one layer's MLP."""
+        return 3 * self.embed_dim * self.mlp_dim
 
     @property
     def param_bytes(self) -> int:
@@ -87,10 +94,60 @@ class LlamaConfig:
         return values * jnp.dtype(self.dtype).itemsize
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig(LlamaConfig):
+    """A Llama decoder whose MLPs are mixtures of experts (`models.moe`).
+
+    Attributes:
+      mlp_dim: width of each expert.
+      num_experts: experts of a layer.
+      experts_per_token: how many of them each token is sent to.
+      capacity_factor: how many tokens of a sequence an expert has room for, over what it gets
+        when all get equally many; the tokens beyond are not sent to it.
+      balance_weight: of the load-balancing loss beside the cross entropy.
+
+    Raises:
+      ValueError: as `LlamaConfig`, and when a token is sent to more experts than there are.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    capacity_factor: float = 1.25
+    balance_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
+                "a token cannot be sent to more experts than there are"
+            )
+
+    @property
+    def mlp_param_count(self) -> int:
+        """See `LlamaConfig.mlp_param_count`: those of all experts and of the router."""
+        return self.num_experts * (super().mlp_param_count + self.embed_dim)
+
+    def capacity(self, length: int) -> int:
+        """How many tokens of a sequence of `length` an expert has room for."""
+        share = length * self.experts_per_token * self.capacity_factor / self.num_experts
+        return min(length, math.ceil(share))
+
+
 TINY = LlamaConfig(
     vocab_size=256, num_layers=4, embed_dim=64, mlp_dim=160, num_heads=4, num_kv_heads=2
 )
 """Grouped heads, four layers and 205,376 parameters: runs anywhere in well under a second."""
+
+LLAMA_160M = LlamaConfig(
+    vocab_size=32_000,
+    num_layers=12,
+    embed_dim=768,
+    mlp_dim=3072,
+    num_heads=12,
+    num_kv_heads=12,
+    norm_eps=1e-6,
+)
 
 LLAMA2_7B = LlamaConfig(
     vocab_size=32_000,
@@ -103,6 +160,9 @@ LLAMA2_7B = LlamaConfig(
 
 LLAMA2_7B_8L = dataclasses.replace(LLAMA2_7B, num_layers=8)
 """A quarter of the depth of 7B at its full width: real layer sizes, a quick compilation."""
+
+LLAMA2_7B_2L = dataclasses.replace(LLAMA2_7B, num_layers=2)
+"""A sixteenth of the depth."""
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32_000,
@@ -145,6 +205,8 @@ LLAMA3_70B = LlamaConfig(
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": TINY,
+        "llama-160m": LLAMA_160M,
+        "llama2-7b-2l": LLAMA2_7B_2L,
         "llama2-7b-8l": LLAMA2_7B_8L,
         "llama2-7b": LLAMA2_7B,
         "llama2-13b": LLAMA2_13B,
@@ -154,3 +216,53 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     }
 )
 """Every configuration by the name that command lines and tables use."""
+
+TINY_MOE = MoeConfig(
+    vocab_size=256,
+    num_layers=2,
+    embed_dim=64,
+    mlp_dim=80,
+    num_heads=4,
+    num_kv_heads=2,
+    num_experts=4,
+    experts_per_token=2,
+)
+"""As `TINY`: the two experts that a token meets are as wide together as its MLP."""
+
+MOE_160M_6L = MoeConfig(
+    vocab_size=32_000,
+    num_layers=6,
+    embed_dim=768,
+    mlp_dim=1536,
+    num_heads=12,
+    num_kv_heads=12,
+    num_experts=8,
+    experts_per_token=2,
+    norm_eps=1e-6,
+)
+"""Half the layers of 160M, with experts half as wide as its MLP: a token meets two."""
+
+MIXTRAL_8X7B = MoeConfig(
+    vocab_size=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    num_experts=8,
+    experts_per_token=2,
+    rope_theta=1_000_000.0,
+)
+
+MIXTRAL_8X7B_2L = dataclasses.replace(MIXTRAL_8X7B, num_layers=2)
+"""A sixteenth of the depth of 8x7B at its full width."""
+
+MOE_CONFIGS: Mapping[str, MoeConfig] = MappingProxyType(
+    {
+        "tiny-moe": TINY_MOE,
+        "moe-160m-6l": MOE_160M_6L,
+        "mixtral-8x7b-2l": MIXTRAL_8X7B_2L,
+        "mixtral-8x7b": MIXTRAL_8X7B,
+    }
+)
+"""Mixtures of experts, likewise."""

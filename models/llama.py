@@ -134,7 +134,8 @@ def grouped_attention(
     return mixed.reshape(batch, length, num_heads, head_dim)
 
 
-def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> nnx.Param:
+def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> nnx.Param:
+    """A matrix in `config.dtype`, normal with a deviation of 0.02."""
     stddev = jnp.asarray(_INIT_STDDEV, config.dtype)
     return nnx.Param(jax.random.normal(rngs.params(), shape, config.dtype) * stddev)
 
@@ -149,10 +150,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         embed, width = config.embed_dim, config.head_dim
-        self.query = _weight(rngs, (embed, config.num_heads, width), config)
-        self.key = _weight(rngs, (embed, config.num_kv_heads, width), config)
-        self.value = _weight(rngs, (embed, config.num_kv_heads, width), config)
-        self.output = _weight(rngs, (config.num_heads, width, embed), config)
+        self.query = init_weight(rngs, (embed, config.num_heads, width), config)
+        self.key = init_weight(rngs, (embed, config.num_kv_heads, width), config)
+        self.value = init_weight(rngs, (embed, config.num_kv_heads, width), config)
+        self.output = init_weight(rngs, (config.num_heads, width, embed), config)
 
     def __call__(
         self,
@@ -181,9 +182,9 @@ class Mlp(nnx.Module):
     """SwiGLU (Shazeer, 2020, arXiv:2002.05202): `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.gate = _weight(rngs, (config.embed_dim, config.mlp_dim), config)
-        self.up = _weight(rngs, (config.embed_dim, config.mlp_dim), config)
-        self.down = _weight(rngs, (config.mlp_dim, config.embed_dim), config)
+        self.gate = init_weight(rngs, (config.embed_dim, config.mlp_dim), config)
+        self.up = init_weight(rngs, (config.embed_dim, config.mlp_dim), config)
+        self.down = init_weight(rngs, (config.mlp_dim, config.embed_dim), config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, len, embed_dim] to the same."""
@@ -193,12 +194,14 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """One decoder layer: attention, then the MLP, each on a normalised residual stream."""
 
+    mlp_type: type[nnx.Module] = Mlp
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.norm_eps = config.norm_eps
         self.attention_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
-        self.mlp = Mlp(config, rngs=rngs)
+        self.mlp = self.mlp_type(config, rngs=rngs)
 
     def __call__(
         self,
@@ -222,12 +225,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = _weight(rngs, (config.vocab_size, config.embed_dim), config)
+        self.embedding = init_weight(rngs, (config.vocab_size, config.embed_dim), config)
         self.final_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
         self.head = (
             None
             if config.tie_embeddings
-            else _weight(rngs, (config.embed_dim, config.vocab_size), config)
+            else init_weight(rngs, (config.embed_dim, config.vocab_size), config)
         )
 
     def hidden(self, tokens: jax.Array, past: Cache | None = None) -> tuple[jax.Array, Cache]:
@@ -288,9 +291,13 @@ class Decoder(nnx.Module):
 class Llama(Decoder):
     """The decoder whose layers stand one after the other."""
 
+    block_type: type[Block] = Block
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [self.block_type(config, rngs=rngs) for _ in range(config.num_layers)]
+        )
 
     def hidden(self, tokens: jax.Array, past: Cache | None = None) -> tuple[jax.Array, Cache]:
         """See `Decoder.hidden`."""
@@ -349,9 +356,15 @@ def loss_fn[Model: Decoder](
     Raises:
       ValueError: if rows have fewer than two tokens: there is nothing to predict.
     """
+    return next_token_loss(nnx.merge(graphdef, params), tokens)
+
+
+def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """`loss_fn` of a merged model."""
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens of shape {tokens.shape}: a loss needs two tokens a row or more")
-    logits = forward(graphdef, params, tokens[:, :-1])
+    hidden, _ = model.hidden(tokens[:, :-1])
+    logits = model.logits(hidden)
     targets = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - targets)
 

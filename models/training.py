@@ -1,9 +1,12 @@
-"""A training step of a decoder: cross entropy, AdamW or plain descent, microbatches.
+"""A training step: AdamW or plain descent on any loss, microbatches.
 
     graphdef, params = nnx.split(ScannedLlama(TINY, rngs=nnx.Rngs(0), remat="layer"))
     state = init_state(params, TrainOptions())
     step = jax.jit(functools.partial(train_step, graphdef, TrainOptions()), donate_argnames="state")
     state, metrics = step(state, tokens)
+
+`train_step` is that of a decoder with stacked layers, on its cross entropy; `gradient_step`
+is that of whatever has a loss.
 
 The moments are float32 and have the paths of the weights that they belong to. The update is
 over whole arrays, as `optax` has it, whatever the model does with its layers.
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +30,9 @@ from models.configs import LlamaConfig
 from models.llama import loss_fn
 from models.scanned import ScannedLlama, abstract_params
 from models.sharding import AnyMesh, placed, weight_shardings
+
+type Loss[Batch] = Callable[[nnx.State, Batch], jax.Array]
+"""The mean loss of a batch, or of a part of one, given the parameters: a scalar."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +118,52 @@ def train_step(
             return tree
         return lax.with_sharding_constraint(tree, weight_shardings(tree, mesh))
 
-    loss, gradients = _loss_and_gradients(graphdef, state.params, tokens, options.microbatches)
+    return _step(functools.partial(loss_fn, graphdef), options, state, tokens, kept)
+
+
+def gradient_step[Batch](
+    loss: Loss[Batch],
+    options: TrainOptions,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step on the mean loss of a batch.
+
+    Args:
+      loss: what it descends.
+      options: of the step.
+      state: donatable; every array of the result takes the place of one of its own.
+      batch: a pytree of arrays with the examples as their leading axis.
+
+    Returns:
+      As `train_step`.
+
+    Raises:
+      ValueError: if the microbatches do not divide the batch.
+    """
+    return _step(loss, options, state, batch, lambda tree: tree)
+
+
+def rounded[Batch](loss: Loss[Batch], dtype: DTypeLike) -> Loss[Batch]:
+    """`loss` of the parameters rounded to `dtype`: mixed precision, with the state's
+    parameters as master weights (Micikevicius et al., 2017, arXiv:1710.03740, section 3.1).
+    """
+    return lambda params, batch: loss(jax.tree.map(lambda w: w.astype(dtype), params), batch)
+
+
+def _step[Batch](
+    loss: Loss[Batch],
+    options: TrainOptions,
+    state: TrainState,
+    batch: Batch,
+    kept: Callable[[Any], Any],
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`kept` says where gradients and the next state are to be."""
+    value, gradients = _loss_and_gradients(loss, state.params, batch, options.microbatches)
     gradients = _widened(kept(gradients))
     updates, optimizer = options.optimizer.update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), state.params, updates)
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
     return kept(TrainState(params, optimizer)), metrics
 
 
@@ -137,24 +185,30 @@ def abstract_state(
     return state if mesh is None else placed(state, weight_shardings(state, mesh))
 
 
-def _loss_and_gradients(
-    graphdef: nnx.GraphDef[ScannedLlama], params: nnx.State, tokens: jax.Array, microbatches: int
+def _loss_and_gradients[Batch](
+    loss: Loss[Batch],
+    params: nnx.State,
+    batch: Batch,
+    microbatches: int,
 ) -> tuple[jax.Array, nnx.State]:
     """Mean loss over the batch, and its gradients; these are float32 if added up."""
-    of_part = jax.value_and_grad(functools.partial(loss_fn, graphdef))
+    of_part = jax.value_and_grad(loss)
     if microbatches == 1:
-        return of_part(params, tokens)
-    batch, length = tokens.shape
-    if batch % microbatches:
-        raise ValueError(f"{microbatches} microbatches do not divide a batch of {batch}")
-    # A part takes rows of every device's share of the batch: none has to move.
-    parts = tokens.reshape(batch // microbatches, microbatches, length).swapaxes(0, 1)
+        return of_part(params, batch)
 
-    def add(total, part: jax.Array):
+    def split(examples: jax.Array) -> jax.Array:
+        size = examples.shape[0]
+        if size % microbatches:
+            raise ValueError(f"{microbatches} microbatches do not divide a batch of {size}")
+        # A part takes rows of every device's share of the batch: none has to move.
+        shape = (size // microbatches, microbatches, *examples.shape[1:])
+        return examples.reshape(shape).swapaxes(0, 1)
+
+    def add(total, part: Batch):
         return jax.tree.map(lambda t, new: t + new, total, _widened(of_part(params, part))), None
 
     zero = jax.tree.map(jnp.zeros_like, _widened((jnp.zeros(()), params)))
-    total, _ = lax.scan(add, zero, parts)
+    total, _ = lax.scan(add, zero, jax.tree.map(split, batch))
     return jax.tree.map(lambda leaf: leaf / microbatches, total)
 
 
