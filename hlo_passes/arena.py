@@ -14,8 +14,8 @@ size or by length of life first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hlo_passes.assignment import Packing, assign_offsets
 from hlo_passes.machine import Machine
 from hlo_passes.memory import BACKENDS
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.prefetch import Fetch
 from hlo_passes.ticks import Resident
 
@@ -78,6 +78,18 @@ class Arena:
             base += packing.total
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
         return cls(machine, temporaries, small, base, tables, load, in_order)
+
+    def until(self, ends: Mapping[str, LogicalTime]) -> Arena:
+        """Returns the arena with some of its temporaries, by name, held longer."""
+        load = self.load.copy()
+        held: list[Resident] = []
+        for k, t in enumerate(self.temporaries):
+            end = ends.get(t.name, 0) if t.kind == "temp" else 0
+            if k not in self.small and end > t.live_range.end:
+                load[t.live_range.end : end] += t.size
+                t = replace(t, live_range=LiveRange(t.live_range.start, end))
+            held.append(t)
+        return replace(self, temporaries=tuple(held), load=load)
 
     @property
     def alignment(self) -> int:

@@ -9,6 +9,9 @@ A copy in the host's memory is made right behind the last reader before the gap,
 back right in front of the first one behind it: what stands in between is the planner's to
 move (`ticks`), as with the copies that XLA made of arguments.
 
+The pairs carry an attribute: copies that the program itself makes of its temporaries are
+transfers of the entry like those of loops (`loop_schedule`).
+
 An instruction that runs again has computations of its own where it is a fusion: XLA has one
 fusion for each fused computation.
 """
@@ -25,6 +28,9 @@ from hlo_passes.proto import hlo_pb2
 
 RECOMPUTE_ATTRIBUTE = "memplan.recompute"
 """Frontend attribute of an instruction that runs again: the name of the first."""
+
+EVICTION_ATTRIBUTE = "memplan.evict"
+"""Frontend attribute of the pairs that take a temporary away and bring it back: its name."""
 
 _U32 = 8
 
@@ -115,17 +121,20 @@ class _Editor:
 
     def _evict(self, eviction: Eviction) -> None:
         source = self._named(eviction.buffer)
-        start, done = self._copy(source, HOST_MEMORY_SPACE, f"{eviction.buffer}.evict")
+        name = source.name
+        start, done = self._copy(source, HOST_MEMORY_SPACE, name, f"{name}.evict")
         self._behind[self._named(eviction.after).name] += [start, done]
         for n, refetch in enumerate(eviction.refetches):
             start, back = self._copy(
-                done, source.shape.layout.memory_space, f"{eviction.buffer}.refetch{n}"
+                done, source.shape.layout.memory_space, name, f"{name}.refetch{n}"
             )
             self._before[self._named(refetch.before).name] += [start, back]
-            self._serve(refetch.readers, eviction.buffer, back)
+            self._serve(refetch.readers, name, back)
 
-    def _copy(self, source: _Proto, memory_space: int, name: str) -> tuple[_Proto, _Proto]:
-        """A pair that copies `source` to another memory."""
+    def _copy(
+        self, source: _Proto, memory_space: int, buffer: str, name: str
+    ) -> tuple[_Proto, _Proto]:
+        """A pair that copies `source`, which is or holds `buffer`, to another memory."""
         start, done = _Proto(opcode="copy-start"), _Proto(opcode="copy-done")
         done.shape.CopyFrom(source.shape)
         done.shape.layout.memory_space = memory_space
@@ -137,6 +146,7 @@ class _Editor:
         done.operand_ids[:] = [self._new(start, f"{name}-start").id]
         for half in (start, done):
             half.metadata.CopyFrom(source.metadata)
+            half.frontend_attributes.map[EVICTION_ATTRIBUTE] = buffer
         return start, self._new(done, f"{name}-done")
 
     def _clone(self, original: _Proto, name: str) -> _Proto:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hlo_passes.edits import EVICTION_ATTRIBUTE
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 
 
@@ -43,3 +44,34 @@ def host_copies(module: Module) -> tuple[HostCopy, ...]:
         if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
             found[start.id] = HostCopy(source, start, done)
     return tuple(found[i.id] for i in module.entry.instructions if i.id in found)
+
+
+class EvictedCopy(NamedTuple):
+    """A pair of the entry that takes the result of `source` to the host, or brings it back."""
+
+    source: Instruction
+    start: Instruction
+    done: Instruction
+    evicts: bool
+
+
+def evicted_copies(module: Module) -> tuple[EvictedCopy, ...]:
+    """Returns the copies that `edits.apply` made, in the order of their starts."""
+    starts = [
+        i
+        for i in module.entry.instructions
+        if i.opcode == "copy-start" and EVICTION_ATTRIBUTE in i.proto.frontend_attributes.map
+    ]
+    if not starts:
+        return ()
+    named = {i.name: i for i in module.entry.instructions}
+    awaited = {i.operand_ids[0]: i for i in module.entry.instructions if i.opcode == "copy-done"}
+    return tuple(
+        EvictedCopy(
+            named[i.proto.frontend_attributes.map[EVICTION_ATTRIBUTE]],
+            i,
+            awaited[i.id],
+            awaited[i.id].shape.memory_space == HOST_MEMORY_SPACE,
+        )
+        for i in starts
+    )

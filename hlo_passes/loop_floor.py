@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from hlo_passes.host_copies import host_copies
+from hlo_passes.host_copies import evicted_copies, host_copies
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.machine import Machine
 from hlo_passes.moves import Move, moves
@@ -37,8 +37,9 @@ def floor_costs(
 
 def link_floor_s(module: Module, machine: Machine) -> Mapping[Direction, float]:
     """Returns the seconds for which all transfers of a step but the copies of whole arguments
-    (`host_copies`) occupy each queue of the links, by the queue of `timeline.queue_of`."""
-    managed = {copy.start.id for copy in host_copies(module)}
+    and temporaries (`host_copies`) occupy each queue of the links, by the queue of
+    `timeline.queue_of`."""
+    managed = {copy.start.id for copy in (*host_copies(module), *evicted_copies(module))}
     return _Floors(module, machine, {}).within(module.entry, managed)
 
 

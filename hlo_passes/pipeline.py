@@ -253,10 +253,10 @@ def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> di
 
 
 def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]:
-    link = posed.link
-    return tuple(
+    link, out = posed.link, posed.link_out
+    found = [
         Transfer(
-            id=i,
+            id=0,
             buffer=fetch.buffer,
             source=link.source,
             destination=link.destination,
@@ -265,20 +265,48 @@ def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]
             done=fetch.reads.start,
             end=fetch.reads.end,
         )
-        for i, (fetch, start) in enumerate(zip(choice.fetches, choice.starts, strict=True))
-    )
+        for fetch, start in zip(choice.fetches, choice.starts, strict=True)
+    ]
+    back = {f.eviction: f.reads.start for f in choice.fetches}  # The last of each.
+    for n, (eviction, departure) in enumerate(zip(posed.evictions, choice.departures, strict=True)):
+        leaving = Transfer(
+            id=0,
+            buffer=eviction.buffer,
+            source=out.source,
+            destination=out.destination,
+            size=eviction.size,
+            start=departure.start,
+            done=departure.done,
+            end=back[n],
+            kind="evict",
+        )
+        found.append(leaving)
+    found.sort(key=lambda t: (t.start, t.kind != "evict"))  # Stable: the order of the search.
+    return tuple(replace(t, id=i) for i, t in enumerate(found))
 
 
 def _arena_slots(
-    posed: Problem, transfers: tuple[Transfer, ...], packing: assignment.Packing
+    posed: Problem, transfers: tuple[Transfer, ...], choice: placement.Choice
 ) -> tuple[Slot, ...]:
-    held = [
-        (fences.slot_name(t.buffer, t.id), t.size, LiveRange(t.start, t.end)) for t in transfers
+    fetched = (t for t in transfers if t.kind == "prefetch")
+    held = [(fences.slot_name(t.buffer, t.id), t.size, LiveRange(t.start, t.end)) for t in fetched]
+    held += [
+        (r.name, r.size, r.live_range) for r in posed.arena_until(choice.departures).temporaries
     ]
-    held += [(r.name, r.size, r.live_range) for r in posed.arena.temporaries]
     return tuple(
         Slot(name, "arena", offset, size, live)
-        for (name, size, live), offset in zip(held, packing.offsets, strict=True)
+        for (name, size, live), offset in zip(held, choice.packing.offsets, strict=True)
+    )
+
+
+def _host_slots(transfers: tuple[Transfer, ...]) -> tuple[Slot, ...]:
+    """The places of evicted temporaries in the host's memory: named slots, used in turn."""
+    evicted = [t for t in transfers if t.kind == "evict"]
+    ranges = [LiveRange(t.start, t.end) for t in evicted]
+    packing = assignment.assign_offsets([t.size for t in evicted], ranges)
+    return tuple(
+        Slot(fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, live)
+        for t, live, offset in zip(evicted, ranges, packing.offsets, strict=True)
     )
 
 
@@ -291,11 +319,12 @@ def _assemble(
 ) -> Plan:
     transfers = _transfers(posed, choice)
     packing = choice.packing
-    arena_slots = _arena_slots(posed, transfers, packing)
+    arena_slots = _arena_slots(posed, transfers, choice)
+    host_slots = _host_slots(transfers)
     device, host = posed.link.destination, posed.link.source
     moving = {m.buffer: m for m in posed.movables}
     placements: list[Placement] = []
-    slots = list(arena_slots)
+    slots = [*arena_slots, *host_slots]
     tops = {"arguments": 0, "outputs": 0, "constants": 0, "host": 0}
 
     def hold(name: str, allocation: str, size: int, live: LiveRange) -> None:
@@ -325,7 +354,7 @@ def _assemble(
         for g in residents
         if g.kind == "guest"
     ]
-    load = posed.load.copy()
+    load = posed.arena_until(choice.departures).load - posed.arena.load + posed.load
     for fetch, start in zip(choice.fetches, choice.starts, strict=True):
         load[start : fetch.reads.end] += fetch.size
     prediction = Prediction(
@@ -348,6 +377,7 @@ def _assemble(
         allocations=(
             Allocation("arena", device, packing.total),
             *(Allocation(n, host if n == "host" else device, top) for n, top in tops.items()),
+            Allocation("host_temp", host, max((s.offset + s.size for s in host_slots), default=0)),
         ),
         slots=tuple(slots),
         transfers=transfers,

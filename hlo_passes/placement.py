@@ -28,13 +28,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
+from typing import NamedTuple
 
 import numpy as np
 
 from hlo_passes.assignment import Packing
 from hlo_passes.budget_bound import budget_lower_bound_s
+from hlo_passes.eviction import schedule_evictions
 from hlo_passes.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
-from hlo_passes.problem import Movable, Problem, fetches
+from hlo_passes.problem import Departure, Movable, Problem, fetches
+from hlo_passes.timeline import queue_of
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
 _PINNED_SIZES = 4
@@ -60,6 +63,7 @@ class Choice:
       stay: buffers of the weights that live on the device.
       keep_s: see `problem.fetches`.
       fetches, starts: what is streamed, and from which tick.
+      departures: when each of ``Problem.evictions`` is issued and waited for.
       step_time_s: predicted.
       packing: offsets in the arena of the fetches, then of ``Problem.arena.temporaries``.
     """
@@ -68,6 +72,7 @@ class Choice:
     keep_s: float
     fetches: tuple[Fetch, ...]
     starts: tuple[int, ...]
+    departures: tuple[Departure, ...]
     step_time_s: float
     packing: Packing
 
@@ -143,30 +148,36 @@ def _search(
     if problem.ticks.transfers and not problem.ticks.end:
         return None  # It only hands its arguments back: there is no tick to bring them at.
     serial = count()  # of equals the earlier one
-    queue: list[tuple[float, int, int, _Attempt, list[int] | None]] = []
+    queue: list[tuple[float, int, int, _Attempt, _Schedule | None]] = []
 
-    def push(seconds: float, attempt: _Attempt, starts: list[int] | None) -> None:
+    def push(seconds: float, attempt: _Attempt, schedule: _Schedule | None) -> None:
         moved = sum(f.size for f in attempt.fetches)
-        heapq.heappush(queue, (seconds, moved, next(serial), attempt, starts))
+        heapq.heappush(queue, (seconds, moved, next(serial), attempt, schedule))
 
     for attempt in _attempts(problem, budget, candidates):
         push(_unhindered_s(problem, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
     while queue:
-        seconds, _, _, attempt, starts = heapq.heappop(queue)
-        if starts is None:
-            starts = _starts(problem, attempt, slots)
-            if starts is None:
+        seconds, _, _, attempt, schedule = heapq.heappop(queue)
+        if schedule is None:
+            schedule = _schedule(problem, attempt, slots)
+            if schedule is None:
                 continue
-            seconds = step_seconds(problem, attempt.fetches, starts)
+            seconds = step_seconds(problem, attempt.fetches, schedule.starts, schedule.departures)
             if seconds > enough:
-                push(seconds, attempt, starts)
+                push(seconds, attempt, schedule)
                 continue
-        packing = problem.arena.pack(attempt.fetches, starts)
+        packing = problem.arena_until(schedule.departures).pack(attempt.fetches, schedule.starts)
         over = packing.total - problem.arena.base - _capacity(problem, budget, attempt.stay)
         if over <= 0:
             return Choice(
-                attempt.stay, attempt.keep_s, attempt.fetches, tuple(starts), seconds, packing
+                attempt.stay,
+                attempt.keep_s,
+                attempt.fetches,
+                tuple(schedule.starts),
+                tuple(schedule.departures),
+                seconds,
+                packing,
             )
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
             # No schedule for less memory is known to be faster. Steps double, so that the last
@@ -214,55 +225,92 @@ def _capacity(problem: Problem, budget: int, stay: frozenset[str]) -> int:
     return budget - problem.fixed_bytes - staying - problem.arena.base
 
 
-def _starts(problem: Problem, attempt: _Attempt, slots: int | None) -> list[int] | None:
+class _Schedule(NamedTuple):
+    starts: list[int]
+    departures: list[Departure]
+
+
+def _schedule(problem: Problem, attempt: _Attempt, slots: int | None) -> _Schedule | None:
     arena = problem.arena
-    try:
-        return schedule_starts(
+    departures: list[Departure] = []
+    if problem.evictions:
+        departures = schedule_evictions(
+            problem.evictions,
             attempt.fetches,
             arena.load,
+            attempt.capacity,
+            problem.costs,
+            problem.link_out,
+        )
+    load = problem.arena_until(departures).load
+    # Among large temporaries the compiler's gaps are no ring; packing will tell.
+    is_ring = arena.in_order and attempt.capacity - int(load.max(initial=0)) >= max(
+        (f.size for f in attempt.fetches), default=0
+    )
+    try:
+        starts = schedule_starts(
+            attempt.fetches,
+            load,
             attempt.capacity,
             problem.clock,
             problem.link,
             slots,
-            ring_alignment=arena.alignment if arena.in_order else None,
+            releases={n: d.done for n, d in enumerate(departures)},
+            ring_alignment=arena.alignment if is_ring else None,
         )
     except DoesNotFit:
         return None
+    return _Schedule(starts, departures)
 
 
 def _unhindered_s(problem: Problem, jobs: Sequence[Fetch]) -> float:
     """The step's time with memory for all fetches at once."""
+    leaving = sum(e.size for e in problem.evictions) / problem.link_out.bytes_per_s
     if not jobs:
-        return float(problem.clock[-1])
+        return max(float(problem.clock[-1]), leaving)
     arrived = np.cumsum([job.size for job in jobs]) / problem.link.bytes_per_s
     needed = problem.clock[[job.reads.start for job in jobs]]
     stall = float((problem.link.latency_s + arrived - needed).max())
-    return float(problem.clock[-1]) + max(0.0, stall)
+    return max(float(problem.clock[-1]) + max(0.0, stall), leaving)
 
 
-def step_seconds(problem: Problem, jobs: Sequence[Fetch], starts: Sequence[int]) -> float:
-    """Predicts the step's time: compute in order, one link that serves starts in order.
+def step_seconds(
+    problem: Problem,
+    jobs: Sequence[Fetch],
+    starts: Sequence[int],
+    departures: Sequence[Departure] = (),
+) -> float:
+    """Predicts the step's time: compute in order, one link that serves starts in order in each
+    direction.
 
-    The same model as `timeline.simulate`, on fetches alone, so that a choice costs
+    The same model as `timeline.simulate`, on transfers alone, so that a choice costs
     microseconds for each.
     """
-    link, clock = problem.link, problem.clock
-    # Starts come before dones of the same tick.
+    clock = problem.clock
+    links = problem.link, problem.link_out
+    # With one queue for both directions there is one moment at which it is free.
+    queues = (0, 0) if queue_of(links[0]) == queue_of(links[1]) else (0, 1)
+    # Starts come before dones of the same tick; evictions, which may be waited for by a fetch,
+    # before both.
     events = sorted(
-        [(start, 0, i) for i, start in enumerate(starts)]
-        + [(job.reads.start, 1, i) for i, job in enumerate(jobs)]
+        [(start, 2, 0, i) for i, start in enumerate(starts)]
+        + [(job.reads.start, 3, 0, i) for i, job in enumerate(jobs)]
+        + [(d.start, 0, 1, i) for i, d in enumerate(departures)]
+        + [(d.done, 1, 1, i) for i, d in enumerate(departures)]
     )
-    stall = free = 0.0
-    finish = np.zeros(len(jobs))
-    for tick, is_done, i in events:
+    stall, free = 0.0, [0.0, 0.0]
+    finish = np.zeros(len(jobs)), np.zeros(len(departures))
+    sizes = [job.size for job in jobs], [e.size for e in problem.evictions]
+    for tick, kind, way, i in events:
         now = clock[tick] + stall
-        if is_done:
-            stall += max(0.0, finish[i] - now)
+        if kind % 2:
+            stall += max(0.0, finish[way][i] - now)
         else:
             # The latency of a queued transfer passes while the one before it moves.
-            free = max(free, now + link.latency_s) + jobs[i].size / link.bytes_per_s
-            finish[i] = free
-    return float(clock[-1] + stall)
+            queue = queues[way]
+            begin = max(free[queue], now + links[way].latency_s)
+            free[queue] = finish[way][i] = begin + sizes[way][i] / links[way].bytes_per_s
+    return max(float(clock[-1] + stall), *free)
 
 
 def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:

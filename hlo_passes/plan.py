@@ -8,7 +8,10 @@ transfers that memplan manages; *tick* t is the moment just before ``ct`` runs.
     transfer w2          start ─────► done                  start=1, done=2
     slot of w2           [───── live_range ─────)           LiveRange(1, 3)
 
-At a tick, starts are issued first, in the order of ``Plan.transfers``, then dones wait.
+At a tick, evictions come first: their starts are issued, then their dones wait. Then the
+other starts are issued, in the order of ``Plan.transfers``, and their dones wait. So what
+starts at a tick may overwrite what an eviction that is done there has left behind, and may
+fetch it again.
 A transfer occupies its slot from its start until after the last instruction that reads
 it, so ``live_range.end`` is the tick after that instruction. All ranges are half-open.
 

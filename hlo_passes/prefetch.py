@@ -23,13 +23,13 @@ capacity decides alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hlo_passes.machine import Link
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, LogicalTime
 
 LINK_MARGIN = 1.5
 """How much slower than the model a real link may be before a just-in-time start is late."""
@@ -40,14 +40,16 @@ class Fetch:
     """One transfer to be scheduled.
 
     Attributes:
-      buffer: HLO name of the parameter that moves.
+      buffer: HLO name of the parameter that moves, or of the temporary that comes back.
       size: bytes it takes on the device.
       reads: from the tick of its first reader to the tick after its last.
+      eviction: of a temporary, the number of the eviction that must be done before.
     """
 
     buffer: str
     size: int
     reads: LiveRange
+    eviction: int | None = None
 
 
 class DoesNotFit(Exception):
@@ -87,6 +89,7 @@ def schedule_starts(
     link: Link,
     slots: int | None = None,
     *,
+    releases: Mapping[int, LogicalTime] | None = None,
     ring_alignment: int | None = None,
 ) -> list[int]:
     """Chooses the start tick of each fetch.
@@ -98,6 +101,7 @@ def schedule_starts(
       clock: float64[ticks + 1], seconds of compute before each tick.
       link: what the fetches travel on.
       slots: at most so many fetches hold bytes at any tick; None for no such limit.
+      releases: number of an eviction to the tick from which what it took away may come back.
       ring_alignment: a fetch also waits until some gap between the fetches that are live,
         rounded up to so many bytes, has room for it: what a compiler that places buffers as
         they come (TPU) needs. None for one that does not.
@@ -125,7 +129,8 @@ def schedule_starts(
             raise DoesNotFit(tick, int(used[tick]) + fetch.size)
         if slots is not None and held[first:end].max(initial=0) >= slots:
             raise DoesNotFit(first + int(held[first:end].argmax()), capacity + fetch.size)
-        low = min(max(previous, latest), first)
+        released = 0 if fetch.eviction is None or not releases else releases[fetch.eviction]
+        low = min(max(previous, latest, released), first)
         blocked = used[low:first] > room
         if slots is not None:
             blocked |= held[low:first] >= slots

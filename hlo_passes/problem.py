@@ -12,8 +12,9 @@ less what is aliased.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,10 @@ from hlo_passes.arena import Arena, live_load
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
-from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.loop_floor import floor_costs, link_floor_s
 from hlo_passes.machine import Link, Machine
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.prefetch import Fetch
 from hlo_passes.ticks import EntryTicks, ManagedTransfer, entry_ticks
 from hlo_passes.timeline import queue_of
@@ -33,20 +34,49 @@ from hlo_passes.timeline import queue_of
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """An argument that lives on the host and is copied to the device for its readers.
+    """What is copied from the host to the device for its readers.
 
     Attributes:
-      parameter: its number.
-      buffer: HLO name of its parameter instruction.
+      buffer: HLO name of the parameter instruction, or of the evicted temporary.
       size: bytes on the device.
       reads: ticks, half-open, one range for each direct reader, in order; all of them in
         one when a copy cannot be dropped and made again.
+      parameter: its number; −1 of a temporary.
+      eviction: of a temporary, the number in ``Problem.evictions`` of what brought it there.
     """
 
-    parameter: int
     buffer: str
     size: int
     reads: tuple[LiveRange, ...]
+    parameter: int = -1
+    eviction: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A temporary that is copied to the host and leaves the device.
+
+    Attributes:
+      buffer: HLO name of the instruction whose result it is.
+      size: bytes on the device.
+      written: the tick from which it can be copied.
+      free: the earliest tick from which its bytes can be free.
+      holder: the resident of the arena that ends at `free`, and ends later where the copy
+        takes longer; ``""`` where that may not be.
+    """
+
+    buffer: str
+    size: int
+    written: LogicalTime
+    free: LogicalTime
+    holder: str
+
+
+class Departure(NamedTuple):
+    """The ticks at which an eviction is issued and waited for."""
+
+    start: LogicalTime
+    done: LogicalTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +98,7 @@ class Problem:
       load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
         compute before each tick; costs: float64[ticks], seconds of each. A loop that moves
         bytes takes no less than they do.
-      movables: in the order of their first read.
+      movables: in the order of their first read; `evictions` in that of their definition.
       boundary: device bytes of what goes in and comes out.
       link: from the host tier to the device's.
       link_floor_s: seconds for which other transfers than the movables' occupy it.
@@ -84,9 +114,23 @@ class Problem:
     costs: npt.NDArray[np.float64]
     clock: npt.NDArray[np.float64]
     movables: tuple[Movable, ...]
+    evictions: tuple[Evicted, ...]
     link: Link
     link_floor_s: float = 0.0
     in_place: frozenset[int] = frozenset()
+
+    def arena_until(self, departures: Sequence[Departure]) -> Arena:
+        """Returns the arena in which each evicted temporary is held until its copy is done."""
+        until: dict[str, int] = {}
+        for eviction, departure in zip(self.evictions, departures, strict=True):
+            if eviction.holder:
+                until[eviction.holder] = departure.done
+        return self.arena.until(until) if until else self.arena
+
+    @property
+    def link_out(self) -> Link:
+        """From the device's memory to where `link` comes from."""
+        return self.machine.link(self.link.destination, self.link.source)
 
     @property
     def fixed_bytes(self) -> int:
@@ -123,14 +167,8 @@ def pose(
     temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
-    copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
-    for transfer in ticks.transfers:
-        if transfer.reads or (transfer.lives_out and ticks.end):
-            copies[transfer.parameter.id].append(transfer)
-    movables = sorted(
-        (_movable(c, ticks.end) for c in copies.values()),
-        key=lambda m: (m.reads[0], m.parameter),
-    )
+    evictions = _evictions(ranges, ticks)
+    movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
     on_host = sliced.union(m.parameter for m in movables) if on_cpu else sliced
     link = host_link(machine)
@@ -144,6 +182,7 @@ def pose(
         costs,
         np.concatenate([[0.0], np.cumsum(costs)]),
         tuple(movables),
+        evictions,
         link,
         link_floor_s(module, machine).get(queue_of(link), 0.0),
         sliced,
@@ -166,9 +205,9 @@ def fetches(
             if read.start <= end or clock[read.start] - clock[end] <= keep_s:
                 end = max(end, read.end)
                 continue
-            found.append(Fetch(m.buffer, m.size, LiveRange(start, end)))
+            found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
             start, end = read
-        found.append(Fetch(m.buffer, m.size, LiveRange(start, end)))
+        found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
     return sorted(found, key=lambda f: f.reads)
 
 
@@ -186,6 +225,41 @@ def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
     return Boundary(arguments, device_bytes(module.entry.root.shape), aliased)
 
 
+def _evictions(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Evicted, ...]:
+    found: list[Evicted] = []
+    for transfer in ticks.transfers:
+        if not transfer.evicts:
+            continue
+        value = ranges.dataflow.value_at(transfer.source)
+        written = ticks.tick_of[transfer.source.id] + 1
+        # Where it lies among others' bytes, nobody waits for the copy: it is done at once.
+        holder = ticks.holders.get(value.id)
+        assert transfer.done is not None
+        free = ticks.tick_of[transfer.done.id]
+        is_alone = holder is not None and holder.live_range.end == free
+        name = holder.name if holder is not None and is_alone else ""
+        found.append(Evicted(transfer.source.name, transfer.size, written, free, name))
+    return tuple(sorted(found, key=lambda e: (e.written, e.free, e.buffer)))
+
+
+def _movables(ticks: EntryTicks, evictions: Sequence[Evicted]) -> Iterator[Movable]:
+    """An argument is one movable, however often XLA copies it; each refetch is one."""
+    number = {e.buffer: n for n, e in enumerate(evictions)}
+    copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
+    for transfer in ticks.transfers:
+        if transfer.evicts or not (transfer.reads or (transfer.lives_out and ticks.end)):
+            continue
+        if transfer.source.opcode == "parameter":
+            copies[transfer.source.id].append(transfer)
+            continue
+        name = transfer.source.name
+        end = max(r.last + 1 for r in transfer.reads)
+        reads = (LiveRange(transfer.reads[0].tick, ticks.end if transfer.lives_out else end),)
+        yield Movable(name, transfer.size, reads, eviction=number[name])
+    for found in copies.values():
+        yield _movable(found, ticks.end)
+
+
 def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
     """One argument; XLA may copy it several times."""
     reads = sorted(LiveRange(r.tick, r.last + 1) for copy in copies for r in copy.reads)
@@ -194,5 +268,5 @@ def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
     if any(copy.is_written or copy.lives_out for copy in copies):
         lives_out = any(copy.lives_out for copy in copies)
         reads = [LiveRange(reads[0].start, end if lives_out else max(r.end for r in reads))]
-    p = copies[0].parameter
-    return Movable(p.parameter_number, p.name, copies[0].size, tuple(reads))
+    p = copies[0].source
+    return Movable(p.name, copies[0].size, tuple(reads), p.parameter_number)

@@ -3,9 +3,9 @@
     before   p  start  c0  c1  done  c2
     after    p  c0  start' c1  done' c2          start=1, done=2
 
-On TPU and GPU a transfer is a ``copy-start``/``copy-done`` pair: XLA's own pairs are moved
-to their ticks, and cloned where the plan fetches a weight again. The compilers follow the
-sequence that they are given.
+On TPU and GPU a transfer is a ``copy-start``/``copy-done`` pair: XLA's own pairs and those of
+`edits` are moved to their ticks, and cloned where the plan fetches a weight again. The
+compilers follow the sequence that they are given.
 
 XLA:CPU has no such pair and runs whatever is ready. There a transfer is the project's own
 pair of custom calls (see `custom_calls.targets`), inserted for every transfer, and an order
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 
 from custom_calls import targets
 from hlo_passes.errors import PlanMismatchError
-from hlo_passes.host_copies import host_copies
+from hlo_passes.host_copies import evicted_copies, host_copies
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan, Transfer
 from hlo_passes.proto import hlo_pb2
@@ -67,7 +67,15 @@ class _Editor:
         for copy in host_copies(module):
             pair = by_id[copy.start.id], by_id[copy.done.id]
             self.copies[copy.parameter.name].append(pair)
-        moved = {i.id for pairs in self.copies.values() for pair in pairs for i in pair}
+        self.evictions: dict[str, tuple[_Proto, _Proto]] = {}
+        for copy in evicted_copies(module):
+            pair = by_id[copy.start.id], by_id[copy.done.id]
+            if copy.evicts:
+                self.evictions[copy.source.name] = pair
+            else:
+                self.copies[copy.source.name].append(pair)
+        pairs = (*self.evictions.values(), *(p for found in self.copies.values() for p in found))
+        moved = {i.id for pair in pairs for i in pair}
         self.parameters = [by_id[i.id] for i in order if i.opcode == "parameter"]
         self.compute = [by_id[i.id] for i in order if i.opcode != "parameter" and i.id not in moved]
         self.by_name = {i.name: i for i in self.parameters}
@@ -131,28 +139,47 @@ class _Editor:
 
 def _move_copies(editor: _Editor, plan: Plan) -> None:
     served: defaultdict[str, list[tuple[Transfer, int]]] = defaultdict(list)
+    # What stands at a tick, in this order: see `plan`.
+    starts: defaultdict[int, list[_Proto]] = defaultdict(list)
     dones: defaultdict[int, list[_Proto]] = defaultdict(list)
     for transfer in plan.transfers:
-        own_start, own_done = editor.copies[transfer.buffer][0]
-        if transfer.buffer in served:
-            start, done = _Proto(), _Proto()
-            start.CopyFrom(own_start)
-            done.CopyFrom(own_done)
-            editor.add(start, f"{own_start.name}.fetch{transfer.id}")
-            editor.add(done, f"{own_done.name}.fetch{transfer.id}")
-            done.operand_ids[:] = [start.id]
+        if transfer.kind == "evict":
+            start, done = editor.evictions[transfer.buffer]
+            editor.before[transfer.start].append(start)
+            editor.before[transfer.done].append(done)
         else:
-            start, done = own_start, own_done
+            start, done = _pair(editor, transfer, len(served[transfer.buffer]))
+            starts[transfer.start].append(start)
+            dones[transfer.done].append(done)
+            served[transfer.buffer].append((transfer, done.id))
         for half in (start, done):
             _tag(half, transfer)
             del half.control_predecessor_ids[:]  # They held it where XLA wanted it.
-        editor.before[transfer.start].append(start)
-        dones[transfer.done].append(done)
-        served[transfer.buffer].append((transfer, done.id))
-    for tick, waiting in dones.items():
-        editor.before[tick] += waiting
+    for waiting in editor.before.values():
+        waiting.sort(key=lambda half: half.opcode != "copy-start")
+    for tick in starts.keys() | dones.keys():
+        editor.before[tick] += starts[tick] + dones[tick]
     for buffer, transfers in served.items():
-        editor.replace_reads({done.id for _, done in editor.copies[buffer]}, transfers)
+        if buffer not in editor.evictions:
+            editor.replace_reads({done.id for _, done in editor.copies[buffer]}, transfers)
+
+
+def _pair(editor: _Editor, transfer: Transfer, number: int) -> tuple[_Proto, _Proto]:
+    """The instructions of the `number`-th fetch of a buffer: of a temporary a pair of its own,
+    of a parameter XLA's, or a clone."""
+    own = editor.copies[transfer.buffer]
+    if transfer.buffer in editor.evictions:
+        return own[number]
+    own_start, own_done = own[0]
+    if number == 0:
+        return own_start, own_done
+    start, done = _Proto(), _Proto()
+    start.CopyFrom(own_start)
+    done.CopyFrom(own_done)
+    editor.add(start, f"{own_start.name}.fetch{transfer.id}")
+    editor.add(done, f"{own_done.name}.fetch{transfer.id}")
+    done.operand_ids[:] = [start.id]
+    return start, done
 
 
 def _insert_custom_calls(editor: _Editor, plan: Plan) -> None:

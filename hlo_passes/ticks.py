@@ -5,8 +5,9 @@
     transfer      └─────────────────┘     └ read at 2
     workspace                [──)                           what the loop needs inside
 
-A *managed transfer* brings an entry parameter from host memory to the device; it has no
-tick, for the planner decides where it stands. What a called computation needs inside
+A *managed transfer* brings an entry parameter from host memory to the device, or takes a
+temporary there and brings it back (`edits`); it has no tick, for the planner decides where it
+stands. What a called computation needs inside
 belongs to the tick of the instruction that calls it. Everything that is neither is a
 `Resident`: bytes that are on the device during a range of ticks whatever the planner does.
 """
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import assign_offsets, peak_load
 from hlo_passes.dataflow import Buffer, Value
-from hlo_passes.host_copies import host_copies, steady_parameters
+from hlo_passes.host_copies import evicted_copies, host_copies, steady_parameters
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange, LogicalTime
@@ -48,25 +49,27 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedTransfer:
-    """An entry parameter in host memory that the entry copies to the device.
+    """A copy between host and device memory that the entry makes of a parameter or temporary.
 
     Attributes:
-      parameter: its instruction; its number is ``parameter.parameter_number``.
+      source: the parameter's instruction, or the one whose result is evicted and fetched.
       start, done: the pair that copies it; None where the target has no such pair (CPU).
       size: bytes on the device.
-      reads: in schedule order.
+      reads: of what it brings to the device, in schedule order; none of an eviction.
+      evicts: it takes `source` away; otherwise it brings it.
       is_written: an in-place operation overwrites the copy, so that a second copy made
         afterwards would not be the same.
       lives_out: the entry returns the copy.
     """
 
-    parameter: Instruction
+    source: Instruction
     start: Instruction | None
     done: Instruction | None
     size: int
     reads: tuple[Read, ...]
     is_written: bool
     lives_out: bool
+    evicts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,15 @@ class EntryTicks:
         of its caller.
       transfers: in the order of their starts (on CPU: of the parameters).
       residents: by start.
+      holders: id of a value of the dataflow to the resident in whose bytes it lies, of those
+        that share the arena.
     """
 
     instructions: tuple[Instruction, ...]
     tick_of: Mapping[int, LogicalTime]
     transfers: tuple[ManagedTransfer, ...]
     residents: tuple[Resident, ...]
+    holders: Mapping[int, Resident]
 
     @property
     def end(self) -> LogicalTime:
@@ -143,28 +149,34 @@ def entry_ticks(
         i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in hidden
     )
     view = _View(ranges, instructions, managed)
+    residents = sorted(view.residents(target), key=lambda r: (r.live_range, r.name))
     return EntryTicks(
         instructions,
         view.tick_of,
         tuple(view.transfer(m) for m in managed),
-        tuple(sorted(view.residents(target), key=lambda r: (r.live_range, r.name))),
+        tuple(residents),
+        view.holders,
     )
 
 
 class _Managed(NamedTuple):
-    parameter: Instruction
+    source: Instruction
     start: Instruction | None
     done: Instruction | None
+    evicts: bool = False
 
     @property
-    def source(self) -> Instruction:
-        """The instruction whose users read the bytes on the device."""
-        return self.done or self.parameter
+    def copy(self) -> Instruction:
+        """The instruction whose users read what was copied."""
+        return self.done or self.source
 
 
 def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_Managed]:
     if host_parameters is None:
-        return [_Managed(*copy) for copy in host_copies(module)]
+        return [
+            *(_Managed(*copy) for copy in host_copies(module)),
+            *(_Managed(*copy) for copy in evicted_copies(module)),
+        ]
     chosen = (p for p in steady_parameters(module) if p.parameter_number in host_parameters)
     return [_Managed(p, None, None) for p in chosen]
 
@@ -181,26 +193,27 @@ class _View:
         self.instructions = instructions
         self.tick_of = _ticks(ranges, instructions)
         # The copies go with their pairs, and so do a pair's token and table of pointers.
-        pairs = {i.id for m in managed for i in (m.source, m.start) if i is not None}
-        self.moved = {
-            v.id
-            for v in self.dataflow.values
-            if any(p.instruction.id in pairs for p in v.positions)
-        }
+        pairs = {i.id for m in managed for i in (m.copy, m.start) if i is not None}
+        self.moved = {v.id for v in self.dataflow.values if v.instruction.id in pairs}
+        self.hidden = pairs - {m.source.id for m in managed}
+        self.holders: dict[int, Resident] = {}
 
     @property
     def end(self) -> LogicalTime:
         return len(self.instructions)
 
     def transfer(self, m: _Managed) -> ManagedTransfer:
-        buffer = self.dataflow.buffer_at(m.source)
-        users = self.dataflow.users.get(m.source.id, ())
+        if m.evicts:
+            size = m.source.shape.byte_size
+            return ManagedTransfer(m.source, m.start, m.done, size, (), False, False, evicts=True)
+        buffer = self.dataflow.buffer_at(m.copy)
+        users = self.dataflow.users.get(m.copy.id, ())
         reads = [Read(u, self.tick_of[u.id], self._last_read(u, buffer)) for u in users]
         return ManagedTransfer(
-            m.parameter,
+            m.source,
             m.start,
             m.done,
-            m.source.shape.byte_size,
+            m.copy.shape.byte_size,
             tuple(sorted(reads, key=lambda r: r.tick)),
             is_written=sum(not v.is_phi for v in buffer.values) > 1,
             lives_out=buffer.live_out,
@@ -256,7 +269,9 @@ class _View:
         for members in groups.values():
             live = self._ticks_of([h.value for h in members])
             if any(self._in_entry(h.value) for h in members):
-                yield Resident(str(members[0].value), members[0].size, live, "temp")
+                resident = Resident(str(members[0].value), members[0].size, live, "temp")
+                self.holders |= {h.value.id: resident for h in members}
+                yield resident
                 for h in members:
                     if not self._in_entry(h.value):
                         carried[self.tick_of[h.value.instruction.id]].append(h)
@@ -284,7 +299,9 @@ class _View:
         last = max(self.ranges.of_value[v.id].end - 1 for v in values)
         if last >= self.ranges.end:
             return LiveRange(start, self.end)
-        return LiveRange(start, self.tick_of[self.ranges.sequence[last].id] + 1)
+        reader = self.ranges.sequence[last].id
+        # A transfer takes no tick: what it reads last is free for the instruction behind it.
+        return LiveRange(start, self.tick_of[reader] + (reader not in self.hidden))
 
 
 def _workspaces(inside: Sequence[HeapRange], carried: Sequence[HeapRange]) -> Iterator[int]:

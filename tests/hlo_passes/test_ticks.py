@@ -45,7 +45,7 @@ def test_managed_transfers_have_no_tick() -> None:
 
 def test_a_transfer_knows_its_parameter_and_its_readers() -> None:
     (transfer,) = ticks(OFFLOADED).transfers
-    assert transfer.parameter.name == "w"
+    assert transfer.source.name == "w"
     assert transfer.size == 32
     assert [(r.user.name, r.tick, r.last) for r in transfer.reads] == [("b", 1, 1), ("v", 2, 4)]
     assert not transfer.is_written
