@@ -2,6 +2,7 @@
 
     compute   │ c0 │ c1 │▒▒▒▒│   c2   │ c3 │        ▒ stall: done(w2) waits
     host→hbm     ├──w2──────►├──w3────►│
+    ici       ├─all-gather─►│
                  start(w2)   done(w2)
 
 The compute engine runs its events in program order. A `Start` takes no time: it puts a
@@ -11,10 +12,13 @@ ended. A link moves its queue first in first out, at full bandwidth for each of 
 
     begin = max(issue + latency, an engine is free)      end = begin + size / bandwidth
 
-The two directions of a link that is not full duplex share one queue. The step ends when the
-engine and every link are done; each moment of it is either compute or stall.
+The two directions of a link that is not full duplex share one queue. The interconnect is one
+more, for asynchronous collectives: each occupies it as long as a ring takes
+(`hlo_passes.collectives`). The step ends when the engine and every queue are done; each moment
+of it is either compute or stall.
 
-Contention of transfers and kernels for device memory is not modelled.
+Contention of transfers and kernels for device memory is not modelled. How much of a plan
+depends on seconds being as predicted, `Jitter` and `spread` show.
 """
 
 from __future__ import annotations
@@ -23,13 +27,17 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from custom_calls.targets import COPY_DONE
-from hlo_passes.errors import MalformedModuleError
+from hlo_passes.collectives import Collective, collectives
+from hlo_passes.errors import MalformedModuleError, NotOnMachineError
 from hlo_passes.ir import Computation, Instruction, Module
-from hlo_passes.machine import Link, Machine
+from hlo_passes.jitter import STEADY, Jitter
+from hlo_passes.machine import Interconnect, Link, Machine
 from hlo_passes.moves import Move, moves
 from hlo_passes.plan import Transfer
 from hlo_passes.traffic import traffic
@@ -60,13 +68,23 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective is queued on the interconnect: `size` bytes leave this device for others,
+    and it is busy for `seconds`."""
+
+    transfer: TransferId
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The compute engine waits for the end of `transfer`."""
 
     transfer: TransferId
 
 
-TimelineEvent = Compute | Start | Done
+TimelineEvent = Compute | Start | Exchange | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +98,11 @@ class ComputeSpan:
 
 @dataclass(frozen=True, slots=True)
 class TransferSpan:
-    """A transfer on the clock, in seconds since the step began.
+    """A transfer or a collective on the clock, in seconds since the step began.
 
     Attributes:
+      source, destination: names of tiers; of a collective those of device memory and of the
+        interconnect.
       issue: when the engine reached its start; `begin` to `end` its bytes move.
       waited: seconds that the engine stood still at its done.
       hidden_s: of `begin` to `end`, the seconds in which the engine computed.
@@ -114,7 +134,7 @@ class Timeline:
       step_time_s: ``compute_s + stall_s``, up to rounding.
       compute_s: the engine computes.
       stall_s: the engine waits, be it at a done or, at the end, for the last transfers.
-      computes, transfers: in program order.
+      computes, transfers, collectives: in program order.
     """
 
     step_time_s: float
@@ -122,6 +142,12 @@ class Timeline:
     stall_s: float
     computes: tuple[ComputeSpan, ...]
     transfers: tuple[TransferSpan, ...]
+    collectives: tuple[TransferSpan, ...] = ()
+
+    @property
+    def interconnect_s(self) -> float:
+        """Seconds in which a collective occupies the interconnect."""
+        return sum(c.end - c.begin for c in self.collectives)
 
     @cached_property
     def link_s(self) -> Mapping[Direction, float]:
@@ -157,20 +183,26 @@ class Timeline:
     def between(self, source: str, destination: str) -> Timeline:
         """Returns the same step with only the transfers of one direction in `transfers`."""
         kept = (t for t in self.transfers if (t.source, t.destination) == (source, destination))
-        return Timeline(self.step_time_s, self.compute_s, self.stall_s, self.computes, tuple(kept))
+        return replace(self, transfers=tuple(kept), collectives=())
 
 
-def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
+def simulate(
+    events: Iterable[TimelineEvent], machine: Machine, jitter: Jitter = STEADY
+) -> Timeline:
     """Runs one step of `events`, in program order, on a clock. O(n log n).
 
+    Args:
+      jitter: how seconds vary; by default they are as predicted.
+
     Raises:
-      NotOnMachineError: when a transfer has no link to take.
+      NotOnMachineError: when a transfer has no link to take, or a collective no interconnect.
       ValueError: when a transfer starts twice, or is waited for before it starts.
     """
     links = _Links(machine)
+    compute_factors, transfer_factors = jitter.compute_factors(), jitter.transfer_factors()
     now = compute_s = stall_s = 0.0
     computes: list[ComputeSpan] = []
-    queued: dict[TransferId, tuple[Start, float, float, float]] = {}
+    queued: dict[TransferId, tuple[Start | Exchange, float, float, float]] = {}
     waited: dict[TransferId, float] = {}
     stalls = _Stalls()
 
@@ -185,12 +217,14 @@ def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
     for event in events:
         match event:
             case Compute(name, seconds):
+                seconds *= next(compute_factors)
                 computes.append(ComputeSpan(name, now, now + seconds))
                 now, compute_s = now + seconds, compute_s + seconds
-            case Start(transfer):
+            case Start(transfer) | Exchange(transfer):
                 if transfer in queued:
                     raise ValueError(f"transfer {transfer!r} starts twice")
-                queued[transfer] = (event, now, *links.enqueue(event, now))
+                factor = next(transfer_factors)
+                queued[transfer] = (event, now, *links.enqueue(event, now, factor))
             case Done(transfer):
                 if transfer not in queued:
                     raise ValueError(f"transfer {transfer!r} is waited for before it starts")
@@ -198,21 +232,50 @@ def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
                 waited[transfer] = waited.get(transfer, 0.0) + wait_until(end)
     wait_until(max((end for *_, end in queued.values()), default=0.0))
 
-    spans = tuple(
-        TransferSpan(
-            transfer,
-            start.size,
-            start.source,
-            start.destination,
-            issue,
-            begin,
-            end,
-            waited.get(transfer, 0.0),
-            max(0.0, end - begin - stalls.within(begin, end)),
-        )
-        for transfer, (start, issue, begin, end) in queued.items()
-    )
-    return Timeline(now, compute_s, stall_s, tuple(computes), spans)
+    moved: list[TransferSpan] = []
+    exchanged: list[TransferSpan] = []
+    for transfer, (start, issue, begin, end) in queued.items():
+        route = links.route(start)
+        hidden_s = max(0.0, end - begin - stalls.within(begin, end))
+        times = issue, begin, end, waited.get(transfer, 0.0), hidden_s
+        spans = moved if isinstance(start, Start) else exchanged
+        spans.append(TransferSpan(transfer, start.size, *route, *times))
+    return Timeline(now, compute_s, stall_s, tuple(computes), tuple(moved), tuple(exchanged))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A step's seconds over many runs with jitter.
+
+    Attributes:
+      runs: how many.
+      step_time_s, stall_s: medians.
+      step_time_p95_s, stall_p95_s: 95th percentiles.
+    """
+
+    runs: int
+    step_time_s: float
+    step_time_p95_s: float
+    stall_s: float
+    stall_p95_s: float
+
+
+def spread(
+    events: Sequence[TimelineEvent], machine: Machine, jitter: Jitter, runs: int = 100
+) -> Spread:
+    """Runs a step again and again, with other factors each time. `runs` times `simulate`.
+
+    Run k has the seed ``jitter.seed + k``: the result depends on nothing else.
+
+    Raises:
+      ValueError: when `runs` is less than 1; NotOnMachineError as `simulate` does.
+    """
+    if runs < 1:
+        raise ValueError(f"runs={runs}: expected 1 or more")
+    steps = [simulate(events, machine, replace(jitter, seed=jitter.seed + k)) for k in range(runs)]
+    times = np.array([(step.step_time_s, step.stall_s) for step in steps])
+    (step_s, stall_s), (step_p95_s, stall_p95_s) = np.percentile(times, (50, 95), axis=0).tolist()
+    return Spread(runs, step_s, step_p95_s, stall_s, stall_p95_s)
 
 
 def queue_of(link: Link) -> Direction:
@@ -224,7 +287,7 @@ def queue_of(link: Link) -> Direction:
 
 
 class _Links:
-    """When each engine of each link is free."""
+    """When each engine of each link is free, and when the interconnect is."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -232,13 +295,31 @@ class _Links:
         for link in machine.links:
             engines[queue_of(link)] = max(engines.get(queue_of(link), 0), link.engines)
         self._free = {queue: [0.0] * count for queue, count in engines.items()}
+        self._exchanged = 0.0
 
-    def enqueue(self, start: Start, now: float) -> tuple[float, float]:
-        """Returns when the transfer begins and ends."""
+    def route(self, start: Start | Exchange) -> Direction:
+        if isinstance(start, Start):
+            return start.source, start.destination
+        return self._machine.device_memory.name, self._interconnect.name
+
+    @property
+    def _interconnect(self) -> Interconnect:
+        found = self._machine.interconnect
+        if found is None:
+            known = [f"{link.source}->{link.destination}" for link in self._machine.links]
+            raise NotOnMachineError(self._machine.name, "link", "interconnect", known)
+        return found
+
+    def enqueue(self, start: Start | Exchange, now: float, factor: float) -> tuple[float, float]:
+        """Returns when the transfer begins and ends, its bytes taking `factor` times as long."""
+        if isinstance(start, Exchange):
+            begin = max(now, self._exchanged)
+            self._exchanged = begin + start.seconds * factor
+            return begin, self._exchanged
         link = self._machine.link(start.source, start.destination)
         free = self._free[queue_of(link)]
         begin = max(now + link.latency_s, free[0])
-        end = begin + start.size / link.bytes_per_s
+        end = begin + start.size / link.bytes_per_s * factor
         heapq.heapreplace(free, end)
         return begin, end
 
@@ -298,10 +379,14 @@ def schedule_events(
 ) -> Iterator[TimelineEvent]:
     """Yields the events of a scheduled module's entry, memplan's or XLA's own alike.
 
-    A `while`, `call` or `conditional` that moves bytes between tiers is opened up: a loop's
-    body is repeated trip-count times (once, where the count is not known), and of a
-    conditional the dearest branch is taken. One that moves none is a single `Compute`.
-    A host access that XLA left synchronous is a start with its done right behind it.
+    A `while`, `call` or `conditional` that moves bytes between tiers, or starts a collective
+    and goes on, is opened up: a loop's body is repeated trip-count times (once, where the
+    count is not known), and of a conditional the dearest branch is taken. One that does
+    neither is a single `Compute`.
+
+    A host access that XLA left synchronous is a start with its done right behind it. An
+    asynchronous collective occupies the interconnect, where the machine has one; a synchronous
+    one holds the engine, and its cost says how long.
 
     Args:
       module: scheduled.
@@ -314,16 +399,30 @@ def schedule_events(
         raise MalformedModuleError(
             module.name, "it is not scheduled", "Take a module from after XLA's scheduler."
         )
-    return _ScheduleEvents(module, costs, moves(module, machine, traffic(module))).entry()
+    exchanges: dict[int, tuple[Collective, float]] = {}
+    if machine.interconnect is not None:
+        exchanges = {
+            start: (collective, collective.seconds(machine.interconnect))
+            for start, collective in collectives(module).items()
+            if collective.done is not None
+        }
+    moved = moves(module, machine, traffic(module))
+    return _ScheduleEvents(module, costs, moved, exchanges).entry()
 
 
 class _ScheduleEvents:
     def __init__(
-        self, module: Module, costs: Mapping[int, float], moves: Mapping[int, Move]
+        self,
+        module: Module,
+        costs: Mapping[int, float],
+        moves: Mapping[int, Move],
+        exchanges: Mapping[int, tuple[Collective, float]],
     ) -> None:
         self._module = module
         self._costs = costs
         self._moves = moves
+        self._exchanges = exchanges
+        self._starts = {c.done: module.instructions[id_] for id_, (c, _) in exchanges.items()}
         self._moving: dict[int, bool] = {}
 
     def entry(self) -> Iterator[TimelineEvent]:
@@ -337,9 +436,13 @@ class _ScheduleEvents:
                 yield Start(i.name + suffix, move.size, move.source, move.destination)
                 if not move.is_async:
                     yield Done(i.name + suffix)
-            elif (start := self._awaited(i)) is not None:
+                continue
+            if i.id in self._exchanges:
+                collective, seconds = self._exchanges[i.id]
+                yield Exchange(i.name + suffix, collective.sent_bytes, seconds)
+            if (start := self._awaited(i)) is not None:
                 yield Done(start.name + suffix)
-            elif i.opcode in ("while", "call", "conditional") and self._moves_bytes(i):
+            elif i.opcode in ("while", "call", "conditional") and self._sends_bytes(i):
                 yield from self._opened(i, suffix)
             elif seconds := self._costs[i.id]:
                 yield Compute(i.name + suffix, seconds)
@@ -362,7 +465,9 @@ class _ScheduleEvents:
         return sum(self._costs[i.id] for i in computation.instructions)
 
     def _awaited(self, instruction: Instruction) -> Instruction | None:
-        """The start of the move that `instruction` waits for."""
+        """The start of the move or of the collective that `instruction` waits for."""
+        if instruction.id in self._starts:
+            return self._starts[instruction.id]
         is_done = instruction.opcode in ("copy-done", "async-done") or (
             instruction.opcode == "custom-call" and instruction.custom_call_target == COPY_DONE
         )
@@ -373,12 +478,13 @@ class _ScheduleEvents:
             start = self._module.instructions[start.operand_ids[0]]
         return start if start.id in self._moves else None
 
-    def _moves_bytes(self, caller: Instruction) -> bool:
+    def _sends_bytes(self, caller: Instruction) -> bool:
         if caller.id not in self._moving:
             called = (self._module.computations[c] for c in caller.called_computation_ids)
             self._moving[caller.id] = any(
                 i.id in self._moves
-                or (i.opcode in ("while", "call", "conditional") and self._moves_bytes(i))
+                or i.id in self._exchanges
+                or (i.opcode in ("while", "call", "conditional") and self._sends_bytes(i))
                 for computation in called
                 for i in computation.instructions
             )

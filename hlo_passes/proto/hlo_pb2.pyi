@@ -157,8 +157,62 @@ class LiteralProto(_message.Message):
     u64s: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, s32s: _Optional[_Iterable[int]] = ..., s64s: _Optional[_Iterable[int]] = ..., u32s: _Optional[_Iterable[int]] = ..., u64s: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ReplicaGroup(_message.Message):
+    __slots__ = ("replica_ids",)
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    replica_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, replica_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CollectiveDeviceListProto(_message.Message):
+    __slots__ = ("replica_groups",)
+    REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
+    def __init__(self, replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ...) -> None: ...
+
+class IotaReplicaGroupListProto(_message.Message):
+    __slots__ = ("num_replica_groups", "num_devices_per_group")
+    NUM_REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICES_PER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    num_replica_groups: int
+    num_devices_per_group: int
+    def __init__(self, num_replica_groups: _Optional[int] = ..., num_devices_per_group: _Optional[int] = ...) -> None: ...
+
+class MeshAxesReplicaGroupListProto(_message.Message):
+    __slots__ = ("mesh", "axes")
+    class Axis(_message.Message):
+        __slots__ = ("name", "size")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        SIZE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        size: int
+        def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    class Mesh(_message.Message):
+        __slots__ = ("axes",)
+        AXES_FIELD_NUMBER: _ClassVar[int]
+        axes: _containers.RepeatedCompositeFieldContainer[MeshAxesReplicaGroupListProto.Axis]
+        def __init__(self, axes: _Optional[_Iterable[_Union[MeshAxesReplicaGroupListProto.Axis, _Mapping]]] = ...) -> None: ...
+    class SubAxis(_message.Message):
+        __slots__ = ("pre_size", "size")
+        PRE_SIZE_FIELD_NUMBER: _ClassVar[int]
+        SIZE_FIELD_NUMBER: _ClassVar[int]
+        pre_size: int
+        size: int
+        def __init__(self, pre_size: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    class AxisRef(_message.Message):
+        __slots__ = ("mesh_axis_index", "sub_axis")
+        MESH_AXIS_INDEX_FIELD_NUMBER: _ClassVar[int]
+        SUB_AXIS_FIELD_NUMBER: _ClassVar[int]
+        mesh_axis_index: int
+        sub_axis: MeshAxesReplicaGroupListProto.SubAxis
+        def __init__(self, mesh_axis_index: _Optional[int] = ..., sub_axis: _Optional[_Union[MeshAxesReplicaGroupListProto.SubAxis, _Mapping]] = ...) -> None: ...
+    MESH_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    mesh: MeshAxesReplicaGroupListProto.Mesh
+    axes: _containers.RepeatedCompositeFieldContainer[MeshAxesReplicaGroupListProto.AxisRef]
+    def __init__(self, mesh: _Optional[_Union[MeshAxesReplicaGroupListProto.Mesh, _Mapping]] = ..., axes: _Optional[_Iterable[_Union[MeshAxesReplicaGroupListProto.AxisRef, _Mapping]]] = ...) -> None: ...
+
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "fusion_kind", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "custom_call_target", "dot_dimension_numbers", "id", "operand_ids", "control_predecessor_ids", "called_computation_ids", "backend_config", "precision_config", "comparison_direction", "custom_call_has_side_effect", "frontend_attributes", "output_operand_aliasing", "custom_call_api_version", "async_execution_thread")
+    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "fusion_kind", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "custom_call_target", "dot_dimension_numbers", "id", "operand_ids", "control_predecessor_ids", "called_computation_ids", "backend_config", "replica_groups", "precision_config", "comparison_direction", "custom_call_has_side_effect", "frontend_attributes", "output_operand_aliasing", "custom_call_api_version", "async_execution_thread", "collective_device_list", "iota_collective_device_list", "mesh_axes_replica_group_list")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPCODE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +232,7 @@ class HloInstructionProto(_message.Message):
     CONTROL_PREDECESSOR_IDS_FIELD_NUMBER: _ClassVar[int]
     CALLED_COMPUTATION_IDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRECISION_CONFIG_FIELD_NUMBER: _ClassVar[int]
     COMPARISON_DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_CALL_HAS_SIDE_EFFECT_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +240,9 @@ class HloInstructionProto(_message.Message):
     OUTPUT_OPERAND_ALIASING_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_CALL_API_VERSION_FIELD_NUMBER: _ClassVar[int]
     ASYNC_EXECUTION_THREAD_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
+    IOTA_COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
+    MESH_AXES_REPLICA_GROUP_LIST_FIELD_NUMBER: _ClassVar[int]
     name: str
     opcode: str
     shape: ShapeProto
@@ -204,6 +262,7 @@ class HloInstructionProto(_message.Message):
     control_predecessor_ids: _containers.RepeatedScalarFieldContainer[int]
     called_computation_ids: _containers.RepeatedScalarFieldContainer[int]
     backend_config: bytes
+    replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
     precision_config: PrecisionConfig
     comparison_direction: str
     custom_call_has_side_effect: bool
@@ -211,7 +270,10 @@ class HloInstructionProto(_message.Message):
     output_operand_aliasing: _containers.RepeatedCompositeFieldContainer[OutputOperandAliasing]
     custom_call_api_version: int
     async_execution_thread: str
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[_Union[OpMetadata, _Mapping]] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., fusion_kind: _Optional[str] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[SliceDimensions, _Mapping]]] = ..., custom_call_target: _Optional[str] = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., control_predecessor_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., backend_config: _Optional[bytes] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., comparison_direction: _Optional[str] = ..., custom_call_has_side_effect: bool = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., custom_call_api_version: _Optional[int] = ..., async_execution_thread: _Optional[str] = ...) -> None: ...
+    collective_device_list: CollectiveDeviceListProto
+    iota_collective_device_list: IotaReplicaGroupListProto
+    mesh_axes_replica_group_list: MeshAxesReplicaGroupListProto
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[_Union[OpMetadata, _Mapping]] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., fusion_kind: _Optional[str] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[SliceDimensions, _Mapping]]] = ..., custom_call_target: _Optional[str] = ..., dot_dimension_numbers: _Optional[_Union[DotDimensionNumbers, _Mapping]] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., control_predecessor_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., backend_config: _Optional[bytes] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., precision_config: _Optional[_Union[PrecisionConfig, _Mapping]] = ..., comparison_direction: _Optional[str] = ..., custom_call_has_side_effect: bool = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ..., output_operand_aliasing: _Optional[_Iterable[_Union[OutputOperandAliasing, _Mapping]]] = ..., custom_call_api_version: _Optional[int] = ..., async_execution_thread: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., iota_collective_device_list: _Optional[_Union[IotaReplicaGroupListProto, _Mapping]] = ..., mesh_axes_replica_group_list: _Optional[_Union[MeshAxesReplicaGroupListProto, _Mapping]] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
     __slots__ = ("name", "instructions", "program_shape", "id", "root_id", "is_fusion_computation", "execution_thread")
@@ -296,8 +358,16 @@ class StackFrameIndexProto(_message.Message):
     stack_frames: _containers.RepeatedCompositeFieldContainer[StackFrameIndexProto.StackFrame]
     def __init__(self, file_names: _Optional[_Iterable[str]] = ..., function_names: _Optional[_Iterable[str]] = ..., file_locations: _Optional[_Iterable[_Union[StackFrameIndexProto.FileLocation, _Mapping]]] = ..., stack_frames: _Optional[_Iterable[_Union[StackFrameIndexProto.StackFrame, _Mapping]]] = ...) -> None: ...
 
+class DeviceAssignmentProto(_message.Message):
+    __slots__ = ("replica_count", "computation_count")
+    REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTATION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    replica_count: int
+    computation_count: int
+    def __init__(self, replica_count: _Optional[int] = ..., computation_count: _Optional[int] = ...) -> None: ...
+
 class HloModuleProto(_message.Message):
-    __slots__ = ("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id", "schedule", "input_output_alias", "stack_frame_index", "frontend_attributes")
+    __slots__ = ("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id", "schedule", "input_output_alias", "device_assignment", "stack_frame_index", "frontend_attributes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENTRY_COMPUTATION_NAME_FIELD_NUMBER: _ClassVar[int]
     COMPUTATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +376,7 @@ class HloModuleProto(_message.Message):
     ENTRY_COMPUTATION_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     INPUT_OUTPUT_ALIAS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     STACK_FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -316,9 +387,10 @@ class HloModuleProto(_message.Message):
     entry_computation_id: int
     schedule: HloScheduleProto
     input_output_alias: HloInputOutputAliasProto
+    device_assignment: DeviceAssignmentProto
     stack_frame_index: StackFrameIndexProto
     frontend_attributes: FrontendAttributes
-    def __init__(self, name: _Optional[str] = ..., entry_computation_name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., id: _Optional[int] = ..., entry_computation_id: _Optional[int] = ..., schedule: _Optional[_Union[HloScheduleProto, _Mapping]] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., entry_computation_name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., id: _Optional[int] = ..., entry_computation_id: _Optional[int] = ..., schedule: _Optional[_Union[HloScheduleProto, _Mapping]] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., frontend_attributes: _Optional[_Union[FrontendAttributes, _Mapping]] = ...) -> None: ...
 
 class HloProto(_message.Message):
     __slots__ = ("hlo_module",)

@@ -8,9 +8,23 @@ from hypothesis import strategies as st
 
 from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import MalformedModuleError, NotOnMachineError
+from hlo_passes.jitter import Jitter
+from hlo_passes.machine import Interconnect
 from hlo_passes.plan import Transfer
-from hlo_passes.timeline import Compute, Done, Start, plan_events, schedule_events, simulate
+from hlo_passes.timeline import (
+    Compute,
+    Done,
+    Exchange,
+    Start,
+    plan_events,
+    schedule_events,
+    simulate,
+    spread,
+)
 from tests.hlo_passes.toys import link, module_of, toy_machine
+
+WIRED = toy_machine(interconnect=Interconnect("ici", 20.0, 0.5, 0.25))
+"""10 bytes a second between devices, 0.25 s a step of a ring."""
 
 
 def start(transfer, size, source="host", destination="hbm"):
@@ -101,6 +115,29 @@ def test_a_transfer_starts_once():
         simulate([start("w", 1), start("w", 1)], toy_machine())
 
 
+def test_collectives_queue_on_the_interconnect_and_nowhere_else():
+    events = [
+        start("w", 20),
+        Exchange("g", 10, 1.5),
+        Exchange("r", 5, 1.0),
+        Compute("a", 1.0),
+        Done("r"),
+    ]
+    step = simulate(events, WIRED)
+    assert [(c.begin, c.end, c.waited) for c in step.collectives] == [(0, 1.5, 0), (1.5, 2.5, 1.5)]
+    assert [(c.source, c.destination) for c in step.collectives] == [("hbm", "ici")] * 2
+    assert spans(step) == [(0.0, 2.0)]
+    assert (step.step_time_s, step.interconnect_s) == (2.5, 2.5)
+    # What crosses to other devices is no transfer between tiers.
+    assert step.moved_bytes == 20
+    assert step.link_s == {("host", "hbm"): 2.0}
+
+
+def test_a_collective_needs_an_interconnect():
+    with pytest.raises(NotOnMachineError, match="no link 'interconnect'"):
+        simulate([Exchange("g", 10, 1.5)], toy_machine())
+
+
 @st.composite
 def programs(draw: st.DrawFn):
     """Events in a legal order, with transfers both ways."""
@@ -178,6 +215,53 @@ def test_nothing_is_computed_before_it_is_waited_for(events, machine):
             needed = max(needed, ends[event.transfer])
         elif type(event) is Compute:
             assert begins[event.name] >= needed
+
+
+@given(programs(), MACHINES, st.integers(0, 5))
+def test_jitter_keeps_the_rules_of_the_clock(events, machine, seed):
+    jitter = Jitter(0.3, 0.5, seed)
+    step = simulate(events, machine, jitter)
+    assert step == simulate(events, machine, jitter)
+    assert step.step_time_s == pytest.approx(step.compute_s + step.stall_s)
+    slower, later = jitter.compute_factors(), jitter.transfer_factors()
+    computes = [e.seconds * next(slower) for e in events if type(e) is Compute]
+    assert [c.end - c.begin for c in step.computes] == pytest.approx(computes, abs=1e-9)
+    for t in step.transfers:
+        used = machine.link(t.source, t.destination)
+        assert t.begin >= t.issue + used.latency_s
+        assert t.end - t.begin == pytest.approx(t.size / used.bytes_per_s * next(later), abs=1e-9)
+
+
+def test_no_jitter_is_what_was_predicted():
+    events = [start("w", 20), Compute("a", 0.5), Done("w"), Compute("b", 1.0)]
+    steady = simulate(events, toy_machine())
+    assert simulate(events, toy_machine(), Jitter(seed=7)) == steady
+    assert simulate(events, toy_machine(), Jitter(0.1, 0.1, seed=7)) != steady
+
+
+def test_a_spread_tells_the_median_from_the_tail():
+    events = [start("w", 20), Compute("a", 2.0), Done("w"), Compute("b", 2.0)]
+    found = spread(events, toy_machine(), Jitter(0.0, 0.3), runs=400)
+    assert found.runs == 400
+    # The transfer is as long as what hides it: half of the time it is later.
+    assert 4.0 <= found.step_time_s < 4.1
+    assert found.step_time_p95_s > 4.5
+    assert found.step_time_p95_s == pytest.approx(4.0 + found.stall_p95_s)
+    assert found == spread(events, toy_machine(), Jitter(0.0, 0.3), runs=400)
+    assert found != spread(events, toy_machine(), Jitter(0.0, 0.3, seed=1000), runs=400)
+
+
+def test_more_slack_makes_a_step_steadier():
+    def tail(ahead):
+        events = [start("w", 20), Compute("a", ahead), Done("w"), Compute("b", 4.0 - ahead)]
+        return spread(events, toy_machine(), Jitter(0.0, 0.3)).step_time_p95_s
+
+    assert tail(2.0) > tail(2.5) > tail(3.5) == 4.0
+
+
+def test_a_spread_has_runs():
+    with pytest.raises(ValueError, match="runs=0: expected 1 or more"):
+        spread([], toy_machine(), Jitter(), runs=0)
 
 
 def test_fifty_thousand_events_take_less_than_a_second():
@@ -319,3 +403,41 @@ ENTRY e {{
 }}
 """)
     assert events == [Start("s", 100, *ends), Done("s")]
+
+
+GATHER = """HloModule m, is_scheduled=true
+ENTRY e {
+  w = f32[25]{0} parameter(0)
+  s = (f32[25]{0}, f32[100]{0}) all-gather-start(w), dimensions={0}, replica_groups={{0,1,2,3}}
+  n = f32[25]{0} negate(w)
+  ROOT d = f32[100]{0} all-gather-done(s)
+}
+"""
+
+
+def test_an_asynchronous_collective_starts_and_waits_where_its_halves_do():
+    found = events_of(GATHER, WIRED)
+    # 300 bytes in three steps, and what it reads and writes in device memory.
+    assert found == [
+        Exchange("s", 300, 30.75),
+        Compute("s", 5.0),
+        Compute("n", 2.0),
+        Done("s"),
+    ]
+    assert simulate(found, WIRED).step_time_s == 30.75
+
+
+def test_without_an_interconnect_a_collective_is_compute():
+    assert events_of(GATHER) == [Compute("s", 5.0), Compute("n", 2.0)]
+
+
+def test_a_loop_with_an_asynchronous_collective_is_repeated():
+    text = LOOP.replace("S(5)", "S(0)")
+    text = text.replace(
+        "%neg = f32[1,25]{1,0} negate(%done)",
+        "%g = (f32[1,25]{1,0}, f32[2,25]{1,0}) all-gather-start(%done), dimensions={0}, "
+        "replica_groups={{0,1}}\n  %gd = f32[2,25]{1,0} all-gather-done(%g)",
+    )
+    found = events_of(text, WIRED)
+    assert [e.transfer for e in found if type(e) is Exchange] == ["g#0", "g#1", "g#2"]
+    assert [e.transfer for e in found if type(e) is Done] == ["g#0", "g#1", "g#2"]

@@ -1,0 +1,182 @@
+"""What collectives send between devices, and how long the interconnect is busy with it.
+
+A group of n devices is taken as a ring: each device has the next one as its only receiver,
+and a collective is a number of steps in which all of them send at once.
+
+                        a device sends            in steps
+    all-gather          (n − 1) · operand         n − 1
+    reduce-scatter      (n − 1) / n · operand     n − 1
+    all-reduce          both, one after the other
+    all-to-all          (n − 1) / n · operand     n − 1
+    collective-permute  operand                   1
+
+    seconds = steps · step latency + bytes / bandwidth
+
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH" (International Journal of High Performance Computing Applications 19, 2005), sections
+4.1 to 4.5, without the cost of the additions, which is the compute engine's. NCCL and the
+TPU runtime use rings of this kind for large operands; for small ones they know faster ways.
+An all-to-all is priced as if each pair of devices had wires of its own (NVSwitch does): on a
+large torus it takes longer.
+
+Where a collective starts and ends differs by compiler:
+
+    start                                             done                        where
+    all-gather-start, collective-permute-start, ...   all-gather-done, ...        TPU
+    async-start of a computation with a collective    async-done                  GPU
+    fusion that ends in AsyncCollectiveStart          in AsyncCollectiveDone      TPU v5e
+    all-gather, all-reduce, ...                       at once                     all
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.machine import Interconnect
+
+_KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+_FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+_CHAIN = "chain_id"
+"""Frontend attribute by which XLA:TPU tells the parts of one fused collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a scheduled computation.
+
+    Attributes:
+      kind: ``"all-gather"``, ...
+      sent_bytes: what one device sends.
+      steps: of the ring.
+      done: id of the instruction that waits for it; None where the start itself does.
+    """
+
+    kind: str
+    sent_bytes: int
+    steps: int
+    done: int | None
+
+    def seconds(self, interconnect: Interconnect) -> float:
+        """For how long it occupies the interconnect."""
+        steps_s = self.steps * interconnect.step_latency_s
+        return steps_s + self.sent_bytes / interconnect.bytes_per_s
+
+
+def collectives(module: Module) -> Mapping[int, Collective]:
+    """Returns the collectives of every computation that runs on its own, by the id of the
+    instruction that starts them. Those in groups of one device are left out. O(instructions).
+    """
+    return _Finder(module).all()
+
+
+class _Finder:
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        wrapped = (
+            i.called_computation_ids
+            for i in module.instructions.values()
+            if i.opcode in ("async-start", "async-update", "async-done")
+        )
+        self._wrapped = {computation for ids in wrapped for computation in ids}
+
+    def all(self) -> Mapping[int, Collective]:
+        found: dict[int, Collective] = {}
+        for computation in self._module.computations.values():
+            if not computation.is_fusion and computation.id not in self._wrapped:
+                found.update(self._of(computation))
+        return found
+
+    def _of(self, computation: Computation) -> Iterator[tuple[int, Collective]]:
+        waits = self._waits(computation)
+        for i in computation.instructions:
+            inner = self._inner(i)
+            if inner is None:
+                continue
+            n = self._group_size(inner)
+            if n > 1:
+                kind = inner.opcode.removesuffix("-start")
+                sent, steps = _ring(kind, n, self._operand_bytes(inner))
+                yield i.id, Collective(kind, sent, steps, waits.get(i.id))
+
+    def _inner(self, i: Instruction) -> Instruction | None:
+        """The collective that `i` starts or is."""
+        if i.opcode.removesuffix("-start") in _KINDS:
+            return i
+        if i.opcode == "async-start":
+            return self._collective_in(i)
+        if i.opcode == "fusion" and self._fused_target(i) == _FUSED_START:
+            return self._collective_in(i)
+        return None
+
+    def _collective_in(self, caller: Instruction) -> Instruction | None:
+        (body,) = (self._module.computations[c] for c in caller.called_computation_ids)
+        return next((i for i in body.instructions if i.opcode in _KINDS), None)
+
+    def _fused_target(self, fusion: Instruction) -> str:
+        (body,) = (self._module.computations[c] for c in fusion.called_computation_ids)
+        return body.root.custom_call_target
+
+    def _waits(self, computation: Computation) -> Mapping[int, int]:
+        """The id of what waits for each asynchronous start, by the start's id."""
+        found: dict[int, int] = {}
+        chains: dict[str, int] = {}
+        for i in computation.instructions:
+            if i.opcode == "fusion":
+                target = self._fused_target(i)
+                if target == _FUSED_START:
+                    chains[self._chain(i)] = i.id
+                elif target == _FUSED_DONE and self._chain(i) in chains:
+                    found[chains[self._chain(i)]] = i.id
+            elif i.opcode.endswith("-done") and i.operand_ids:
+                start = self._module.instructions[i.operand_ids[0]]
+                while start.opcode.endswith("-update"):
+                    start = self._module.instructions[start.operand_ids[0]]
+                found[start.id] = i.id
+        return found
+
+    def _chain(self, fusion: Instruction) -> str:
+        inner = self._collective_in(fusion)
+        return "" if inner is None else inner.proto.frontend_attributes.map.get(_CHAIN, "")
+
+    def _operand_bytes(self, inner: Instruction) -> int:
+        # A permutation may be given the place of its result, as further operands.
+        ids = inner.operand_ids[:1] if "permute" in inner.opcode else inner.operand_ids
+        shapes = (self._module.instructions[operand].shape for operand in ids)
+        return sum(leaf.byte_size for shape in shapes for _, leaf in shape.leaves())
+
+    def _group_size(self, inner: Instruction) -> int:
+        """How many devices a group has; without groups all of them are one."""
+        proto = inner.proto
+        if "permute" in inner.opcode:
+            return 2
+        if proto.iota_collective_device_list.num_devices_per_group:
+            return proto.iota_collective_device_list.num_devices_per_group
+        if axes := proto.mesh_axes_replica_group_list.axes:
+            sizes = [axis.size for axis in proto.mesh_axes_replica_group_list.mesh.axes]
+            return math.prod(a.sub_axis.size or sizes[a.mesh_axis_index] for a in axes)
+        listed = proto.collective_device_list.replica_groups or proto.replica_groups
+        return max((len(g.replica_ids) for g in listed), default=0) or self._devices
+
+    @cached_property
+    def _devices(self) -> int:
+        assigned = self._module.to_proto().device_assignment
+        return max(1, assigned.replica_count * assigned.computation_count)
+
+
+def _ring(kind: str, n: int, operand_bytes: int) -> tuple[int, int]:
+    """Bytes that a device sends, and steps."""
+    match kind:
+        case "all-gather":
+            return (n - 1) * operand_bytes, n - 1
+        case "all-reduce":
+            return round(2 * (n - 1) / n * operand_bytes), 2 * (n - 1)
+        case "collective-permute":
+            return operand_bytes, 1
+        case _:
+            return round((n - 1) / n * operand_bytes), n - 1
