@@ -287,8 +287,8 @@ step_latency_s = 0
 def test_a_machine_may_have_an_interconnect(write):
     assert load_machine(write(SMALL)).interconnect is None
     machine = load_machine(write(SMALL + WIRES))
-    assert machine.interconnect == Interconnect("wires", 50, 0.5, 0)
-    assert machine.interconnect.bytes_per_s == 25
+    wires = Interconnect("wires", 50, 0.5, 0)
+    assert (machine.interconnect, wires.bytes_per_s) == (wires, 25)
     assert dict(machine.sources)["interconnect.nominal_bytes_per_s"] == "the vendor"
     assert machine_from_dict(machine.to_dict()) == machine
     with pytest.raises(MachineFileError, match=r"interconnect\.efficiency: expected a fraction"):
