@@ -352,24 +352,25 @@ class _Stalls:
 def plan_events(
     tick_seconds: Sequence[float], transfers: Iterable[Transfer]
 ) -> Iterator[TimelineEvent]:
-    """Yields the events of a plan: at a tick its starts, in the plan's order, then its dones,
-    then the tick's compute.
+    """Yields the events of a plan: at a tick the starts of its evictions, in the plan's order,
+    then their dones; then those of its fetches; then the tick's compute.
 
     Args:
       tick_seconds: the cost of ``c0, c1, ...``.
       transfers: ``Plan.transfers``. One may be done at the tick behind the last, when the
         step ends.
     """
-    starts: dict[int, list[Transfer]] = defaultdict(list)
-    dones: dict[int, list[Transfer]] = defaultdict(list)
+    starts: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+    dones: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        starts[transfer.start].append(transfer)
-        dones[transfer.done].append(transfer)
+        starts[transfer.start, transfer.kind].append(transfer)
+        dones[transfer.done, transfer.kind].append(transfer)
     for tick in range(len(tick_seconds) + 1):
-        for t in starts[tick]:
-            yield Start(t.id, t.size, t.source, t.destination)
-        for t in dones[tick]:
-            yield Done(t.id)
+        for kind in ("evict", "prefetch"):
+            for t in starts[tick, kind]:
+                yield Start(t.id, t.size, t.source, t.destination)
+            for t in dones[tick, kind]:
+                yield Done(t.id)
         if tick < len(tick_seconds):
             yield Compute(f"c{tick}", tick_seconds[tick])
 

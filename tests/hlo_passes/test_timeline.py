@@ -274,21 +274,24 @@ def test_fifty_thousand_events_take_less_than_a_second():
     assert time.process_time() - began < 1.0
 
 
-def test_at_a_tick_a_plan_starts_then_waits_then_computes():
+def test_at_a_tick_a_plan_evicts_then_fetches_then_computes():
     transfers = [
         Transfer(0, "v", "host", "hbm", 10, start=0, done=1, end=2),
         Transfer(1, "w", "host", "hbm", 20, start=1, done=1, end=2),
-        Transfer(2, "x", "hbm", "host", 30, start=1, done=2, end=2, kind="evict"),
+        Transfer(2, "x", "hbm", "host", 30, start=1, done=1, end=2, kind="evict"),
+        Transfer(3, "y", "hbm", "host", 40, start=1, done=2, end=2, kind="evict"),
     ]
     assert list(plan_events([1.0, 2.0], transfers)) == [
         Start(0, 10, "host", "hbm"),
         Compute("c0", 1.0),
-        Start(1, 20, "host", "hbm"),
         Start(2, 30, "hbm", "host"),
+        Start(3, 40, "hbm", "host"),
+        Done(2),
+        Start(1, 20, "host", "hbm"),
         Done(0),
         Done(1),
         Compute("c1", 2.0),
-        Done(2),
+        Done(3),
     ]
 
 
