@@ -24,7 +24,7 @@ from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Computation, Instruction, Module, ShapeIndex
 from hlo_passes.plan import LoopSchedule, LoopTransfer
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.verify_replay import check_scheduled, describe, view_of
+from hlo_passes.verify_hlo import check_scheduled, describe, view_of
 
 LOOP_TRANSFER_ATTRIBUTE = "memplan.loop_transfer"
 """Frontend attribute of both halves: ``<index in Plan.loops>.<transfer id>``."""

@@ -1,4 +1,4 @@
-"""What the checker knows of a program: ticks, values, reads. See `verify`.
+"""What the checker knows of a program: values, and who reads them when. See `verify`.
 
     entry        p   start  a   done  b = fusion(done, a)   bitcast(b)   c
     tick                    c0        c1                    c2           c3
@@ -7,8 +7,9 @@
 
 One walk along the schedule carries a table from every position (an instruction, or an
 element of its tuple) to the value whose bytes lie there. Instructions that only show bytes
-under another name hand the entry on; whatever else has a result starts a value. A fetched
-argument is no one value: each user meets the copy that serves its tick.
+under another name hand the entry on; whatever else has a result starts a value. What is
+fetched is no one value: each user meets the copy that serves its tick. An eviction reads what
+it takes away until it is done, and its copy in host memory is read by those that bring it back.
 """
 
 from __future__ import annotations
@@ -16,18 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hlo_passes.errors import VerificationError
-from hlo_passes.ir import (
-    DEVICE_MEMORY_SPACE,
-    HOST_MEMORY_SPACE,
-    Instruction,
-    Module,
-    Shape,
-    ShapeIndex,
-)
-from hlo_passes.plan import Event, LogicalTime, Plan, Slot, Transfer
+from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
+from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
+from hlo_passes.verify_hlo import describe, position_name, view_of
+from hlo_passes.verify_program import Program, on_device, serving_transfer, unserved
 
 # Show an operand's bytes under another name and touch none of them.
 _VIEWS = frozenset(
@@ -44,70 +39,24 @@ _OUT_OF_PLACE = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The entry in ticks, and the values that transfers bring to it.
-
-    Attributes:
-      compute: c0, c1, ...
-      fetched: id of the instruction that users read, to the parameter it is a copy of: of
-        XLA's `copy-done`; on CPU, where there is none, of the parameter itself.
-    """
-
-    module: Module
-    compute: tuple[Instruction, ...]
-    fetched: Mapping[int, Instruction]
-
-    @classmethod
-    def of(cls, module: Module, plan: Plan) -> Program:
-        moved = {t.buffer for t in plan.transfers}
-        # A donated argument may be overwritten before the program ends: no transfer's copy of
-        # it stands for it, and the program's own copies are compute.
-        donated = {a.parameter for a in module.input_output_aliases}
-        steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
-        fetched = {p.id: p for p in steady if p.name in moved and _on_device(p.shape)}
-        copies: set[int] = set()
-        for done in module.entry.instructions:
-            if done.opcode != "copy-done":
-                continue
-            start = module.instructions[done.operand_ids[0]]
-            source = module.instructions[start.operand_ids[0]]
-            if (
-                source in steady
-                and source.shape.memory_space == HOST_MEMORY_SPACE
-                and _on_device(done.shape)
-            ):
-                fetched[done.id] = source
-                copies |= {start.id, done.id}
-        compute = tuple(
-            i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in copies
-        )
-        return cls(module, compute, fetched)
-
-    @property
-    def end(self) -> LogicalTime:
-        return len(self.compute)
-
-    def at(self, tick: LogicalTime) -> str:
-        """Names a tick's instruction, for an error."""
-        return f"tick {tick}, {describe(self.module, self.compute[tick])}"
-
-
 @dataclass(slots=True, eq=False)
 class Value:
     """Bytes that one instruction or one transfer writes.
 
     Attributes:
       name: what its slot is called.
-      writer: the instruction that defines it; of a transfer the parameter it copies.
+      writer: the instruction that defines it; of a transfer what it copies.
       written: the tick from which its bytes change.
-      last_read: tick of the last instruction that needs them; the writer's, if none does.
+      last_read: the last tick at which they are needed; the writer's, if nothing needs them.
+      last_used: of these the last at which an instruction writes or reads them; −1 if none
+        does.
       first_use: of a transfer: tick of the first instruction that names it.
       needs_slot: it lies in device memory and nothing gives it a place there but a slot.
       over: the values that it may have been written over, if it has no slot of its own.
       is_taken: nothing may be written over it.
       home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
+      readers: transfers that read them between their start and their done.
     """
 
     name: str
@@ -115,6 +64,7 @@ class Value:
     size: int
     written: LogicalTime
     last_read: LogicalTime
+    last_used: LogicalTime = -1
     transfer: Transfer | None = None
     first_use: LogicalTime | None = None
     needs_slot: bool = True
@@ -122,22 +72,39 @@ class Value:
     home: Value | None = None
     over: Sequence[Value] = ()
     slots: list[Slot] = field(default_factory=list[Slot])
+    readers: list[Transfer] = field(default_factory=list[Transfer])
     _reads: dict[int | None, LogicalTime] = field(default_factory=dict[int | None, LogicalTime])
 
     def read(self, tick: LogicalTime, start: int | None = None) -> None:
         """Takes note that the bytes are needed at `tick`; by the operation in flight that
         began with instruction `start`, if one is named."""
         self.last_read = max(self.last_read, tick)
+        self.last_used = max(self.last_used, tick)
         self._reads[start] = max(self._reads.get(start, tick), tick)
+
+    def leave(self, transfer: Transfer) -> None:
+        """Takes note that `transfer` reads the bytes; at its done they are no longer needed."""
+        self.last_read = max(self.last_read, transfer.done - 1)
+        self.readers.append(transfer)
+
+    def hold(self, above: Value) -> None:
+        """Takes note that `above` lies in the bytes, and needs them as long as it is needed."""
+        self.is_taken = True
+        self.last_read = max(self.last_read, above.last_read)
+        self.read(above.last_used)
+        self.readers += above.readers
 
     def last_read_beside(self, writer: Instruction) -> LogicalTime:
         """When all have read the bytes but `writer`, if it reads them while it writes."""
+        # A transfer is not done reading before the tick of its done.
+        moved = max((t.done for t in self.readers), default=0)
         if writer.opcode != "async-start":
-            return self.last_read
-        return max((t for start, t in self._reads.items() if start != writer.id), default=0)
+            return max(self.last_read, moved)
+        reads = (t for start, t in self._reads.items() if start != writer.id)
+        return max(moved, *reads, 0)
 
     def is_read_at(self, tick: LogicalTime) -> bool:
-        return tick in self._reads.values()
+        return tick in self._reads.values() or any(t.done > tick for t in self.readers)
 
 
 class Replay:
@@ -160,12 +127,13 @@ class Replay:
         for slot in plan.slots:
             self._slots[slot.buffer].append(slot)
         self._copies: defaultdict[str, list[Value]] = defaultdict(list)
-        parameters = {p.name: p for p in self.module.entry.parameters}
         for t in plan.transfers:
-            name = f"{t.buffer}#{t.id}"
-            copy = Value(name, parameters[t.buffer], t.size, t.start, t.start, transfer=t)
+            name, source = f"{t.buffer}#{t.id}", program.moving(t.buffer)
+            assert source is not None  # `verify` has looked at the transfers.
+            copy = Value(name, source, t.size, t.start, t.start, transfer=t)
             copy.slots += self._slots[name]
-            self._copies[t.buffer].append(copy)
+            if t.kind == "prefetch":
+                self._copies[t.buffer].append(copy)
             self.values.append(copy)
         self._held: dict[int, Mapping[ShapeIndex, Value]] = {}
         finish, self._began = _asynchronous_ends(program), _asynchronous_starts(program)
@@ -174,7 +142,12 @@ class Replay:
         for tick, i in enumerate(program.compute):
             self._step(i, tick, finish.get(i.id, tick))
         self._return()
-        for copy in self.values:
+        self._evict(plan)
+        for copies in self._copies.values():
+            self._check_used(copies)
+
+    def _check_used(self, copies: Sequence[Value]) -> None:
+        for copy in copies:
             if copy.transfer is not None and copy.first_use is None:
                 raise VerificationError(
                     f"transfer {copy.transfer.id} serves no use of %{copy.transfer.buffer}",
@@ -204,13 +177,13 @@ class Replay:
     def _look_up(
         self, operand: int, user: Instruction, tick: LogicalTime
     ) -> Mapping[ShapeIndex, Value]:
-        parameter = self.program.fetched.get(operand)
-        if parameter is None:
+        source = self.program.fetched.get(operand)
+        if source is None:
             return self._held[operand]
-        transfers = [c.transfer for c in self._copies[parameter.name] if c.transfer is not None]
+        transfers = [c.transfer for c in self._copies[source.name] if c.transfer is not None]
         serving = serving_transfer(transfers, tick)
         if serving is None:
-            raise unserved(self.program, parameter, transfers, tick)
+            raise unserved(self.program, source, transfers, tick)
         copy = self.values[serving.id]
         copy.first_use = tick if copy.first_use is None else copy.first_use
         copy.read(tick, self._began.get(user.id))
@@ -220,7 +193,7 @@ class Replay:
         # The caller may look at an argument again, unless it gave it away.
         is_donated = (p.parameter_number, index) in self._donated
         last = 0 if is_donated else self.program.end - 1
-        value = Value(position_name(p, index), p, shape.byte_size, 0, last)
+        value = Value(position_name(p, index), p, shape.byte_size, 0, last, last)
         value.needs_slot = p.parameter_number in self._on_device and _needs_bytes(p, shape)
         value.is_taken = not is_donated
         self.argument_bytes += value.size if value.needs_slot else 0
@@ -237,12 +210,13 @@ class Replay:
         tick: LogicalTime,
         operands: Sequence[Mapping[ShapeIndex, Value]],
     ) -> Value:
-        value = Value(position_name(i, index), i, shape.byte_size, tick, tick)
+        value = Value(position_name(i, index), i, shape.byte_size, tick, tick, tick)
         value.needs_slot = _needs_bytes(i, shape)
         for name in _defining_names(self.module, i, index):
             value.slots += self._slots.get(name, ())
         if i.opcode == "constant":
-            value.last_read, value.needs_slot, value.is_taken = self.program.end, False, True
+            value.needs_slot, value.is_taken = False, True
+            value.read(self.program.end)
             self.apart.add(value)
         if value.needs_slot and _may_work_in_place(self.module, i):
             # A sort leaves each result in the operand that it sorts, and in no other.
@@ -274,6 +248,17 @@ class Replay:
             argument = self._held[parameters[alias.parameter].id][alias.parameter_index]
             if not value.slots and value is not argument:
                 value.home = argument
+
+    def _evict(self, plan: Plan) -> None:
+        """Takes note of what transfers read: an eviction a value, what fetches it again the
+        copy in host memory."""
+        away: dict[str, Value] = {}
+        for t in plan.transfers:
+            if t.kind == "evict":
+                away[t.buffer] = self.values[t.id]
+                self._held[self.program.evicted[t.buffer].source.id][()].leave(t)
+            elif t.buffer in away:
+                away[t.buffer].leave(t)
 
 
 def _asynchronous_ends(program: Program) -> dict[int, LogicalTime]:
@@ -309,48 +294,6 @@ def _may_work_in_place(module: Module, i: Instruction) -> bool:
     return len(work) == 1 and work[0].opcode not in _OUT_OF_PLACE | {"sort"}
 
 
-class View(NamedTuple):
-    operand: int
-    part: ShapeIndex
-
-
-def view_of(i: Instruction, index: ShapeIndex) -> View | None:
-    """The part of an operand whose bytes lie at `index` of `i`; None where `i` defines them.
-
-    Only what XLA guarantees (xla/hlo/analysis/hlo_dataflow_analysis.cc, the Update...
-    functions): a loop's carry is in place, an asynchronous pair hands its operands on.
-    """
-    match i.opcode, index:
-        case (("add-dependency" | "bitcast" | "domain" | "opt-barrier" | "while"), _):
-            return View(0, index)
-        case (("async-update" | "all-reduce-done"), _):
-            return View(0, index)
-        case "all-reduce-start", _:  # XLA runs it in place.
-            return View(index[0] if index else 0, ())
-        case "collective-permute-start", (1,) if len(i.operand_ids) == 4:
-            return View(1, ())  # Its destination is an operand.
-        case "tuple", _:
-            return View(index[0], index[1:])
-        case "get-tuple-element", _:
-            return View(0, (i.tuple_index, *index))
-        case "copy-start", (1,):
-            return View(0, ())
-        case (("send" | "all-gather-start" | "collective-permute-start"), (0,)):
-            return View(0, ())
-        case (("async-start" | "all-gather-start" | "collective-permute-start"), (0, k, *rest)):
-            return View(k, tuple(rest))
-        case (("copy-done" | "recv-done"), () | (0,)):
-            return View(0, (0,))
-        case (("async-done" | "all-gather-done" | "collective-permute-done"), _):
-            return View(0, (1, *index))
-        case (("async-start" | "custom-call" | "fusion"), _):
-            aliases = {a.output_index: a for a in i.output_operand_aliasing}
-            alias = aliases.get(index)
-            return None if alias is None else View(alias.operand, alias.operand_index)
-        case _:
-            return None
-
-
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:
     """Yields every name of what `i` defines: its own, then those that a callee has for it."""
     while (view := view_of(i, index)) is not None:
@@ -365,77 +308,8 @@ def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterat
 
 def _needs_bytes(i: Instruction, shape: Shape) -> bool:
     """Whether a result takes up device memory that XLA's buffer assignment gives out."""
-    if not _on_device(shape) or shape.byte_size == 0:
+    if not on_device(shape) or shape.byte_size == 0:
         return False
     # The last elements of a start's tuple are semaphores, not data.
     is_start = i.opcode.endswith("-start") or i.opcode in ("send", "recv")
     return not (is_start and i.shape.is_tuple and str(shape) in ("u32[]", "s32[]"))
-
-
-def _on_device(shape: Shape) -> bool:
-    return shape.memory_space == DEVICE_MEMORY_SPACE
-
-
-def position_name(i: Instruction, index: ShapeIndex) -> str:
-    return f"{i.name}{{{','.join(map(str, index))}}}" if index else i.name
-
-
-def describe(module: Module, i: Instruction) -> str:
-    line = module.source_line(i)
-    return f"{i}, {line}" if line else str(i)
-
-
-def serving_transfer(transfers: Sequence[Transfer], tick: LogicalTime) -> Transfer | None:
-    """The transfer whose copy a use at `tick` reads: the latest that is there."""
-    there = [t for t in transfers if t.done <= tick < t.end]
-    return max(there, key=lambda t: (t.done, t.id), default=None)
-
-
-def unserved(
-    program: Program, parameter: Instruction, transfers: Sequence[Transfer], tick: LogicalTime
-) -> VerificationError:
-    where = program.at(tick) if tick < program.end else describe(program.module, parameter)
-    late = [t for t in transfers if t.done > tick]
-    gone = [t for t in transfers if t.end <= tick]
-    if late and not gone:
-        first = min(late, key=lambda t: t.done)
-        return VerificationError(
-            f"%{parameter.name} is read at tick {tick}, before its data: "
-            f"transfer {first.id} is done at tick {first.done}",
-            where,
-            f"Wait for it at tick {tick} or before.",
-        )
-    if gone:
-        last = max(gone, key=lambda t: t.end)
-        return VerificationError(
-            f"%{parameter.name} is read at tick {tick}, but no copy is there: that of "
-            f"transfer {last.id} ended at tick {last.end}",
-            where,
-            "Fetch it again before this use, or hold the copy until after it.",
-        )
-    return VerificationError(
-        f"%{parameter.name} lives off the device and is read at tick {tick}, but no transfer "
-        "brings it",
-        where,
-        "Add a transfer that is done by then.",
-    )
-
-
-def issue_rank(plan: Plan, event: Event) -> tuple[LogicalTime, int, int]:
-    """Sorts events as the plan issues them: of one tick starts, dones, then compute."""
-    match event.kind:
-        case "start":
-            return plan.transfers[event.index].start, 0, event.index
-        case "done":
-            return plan.transfers[event.index].done, 1, event.index
-        case "compute":
-            return event.index, 2, 0
-
-
-def check_scheduled(module: Module) -> None:
-    if not module.is_scheduled:
-        raise VerificationError(
-            "the module has no schedule, so there is no order to check against",
-            f"module {module.name}",
-            "Give the module as it is after XLA's scheduler.",
-        )

@@ -21,15 +21,11 @@ from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.plan import Event, LogicalTime, Plan, Transfer
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.verify_around import check_around_entry, check_sequence, serialized
 from hlo_passes.verify_followed import follow_loops, longest_ascent
-from hlo_passes.verify_replay import (
-    Program,
-    check_scheduled,
-    describe,
-    issue_rank,
-    serving_transfer,
-    unserved,
-)
+from hlo_passes.verify_hlo import check_scheduled, describe
+from hlo_passes.verify_overwrites import EntryMemory
+from hlo_passes.verify_program import Program, issue_rank, serving_transfer, unserved
 
 TRANSFER_ATTRIBUTE = "memplan.transfer"
 """Frontend attribute of both halves of a transfer in a rewritten module: the id."""
@@ -54,8 +50,8 @@ def verify_rewrite(original: Module, plan: Plan, rewritten: Module) -> None:
       VerificationError: at the first difference.
     """
     check_scheduled(rewritten)
-    _check_around_entry(original, rewritten)
-    _check_sequence(original, rewritten)
+    check_around_entry(original, rewritten)
+    check_sequence(original, rewritten)
     program = Program.of(original, plan)
     rewrite = _Rewrite.of(original, rewritten)
     image = _check_compute_order(program, rewrite)
@@ -63,6 +59,7 @@ def verify_rewrite(original: Module, plan: Plan, rewritten: Module) -> None:
     _check_ticks(plan, rewrite)
     _check_operands(program, plan, rewrite, image)
     _check_fences(plan, rewrite)
+    EntryMemory(rewritten).check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,9 @@ def verify_reordering(original: Module, reordered: Module) -> None:
     """
     if reordered is original:
         return
-    _check_around_entry(original, reordered)
-    before = {i.id: _serialized(i.proto) for i in original.entry.instructions}
-    after = {i.id: _serialized(i.proto) for i in reordered.entry.instructions}
+    check_around_entry(original, reordered)
+    before = {i.id: serialized(i.proto) for i in original.entry.instructions}
+    after = {i.id: serialized(i.proto) for i in reordered.entry.instructions}
     for n in (*before, *after):
         if before.get(n) != after.get(n):
             raise VerificationError(
@@ -112,7 +109,7 @@ def verify_reordering(original: Module, reordered: Module) -> None:
                 f"module {reordered.name}",
                 "A reordering changes no instruction.",
             )
-    _check_sequence(original, reordered)
+    check_sequence(original, reordered)
     donated = {a.parameter for a in original.input_output_aliases}
     harmless: set[int] = set()
     for i in original.entry.instructions:
@@ -234,70 +231,6 @@ def _event(i: Instruction) -> Event | None:
     return None
 
 
-def _check_around_entry(original: Module, rewritten: Module) -> None:
-    """Checks that everything but the entry's instructions is as it was."""
-    before, after = _without_entry(original), _without_entry(rewritten)
-    old = {c.name: _serialized(c) for c in before.computations}
-    new = {c.name: _serialized(c) for c in after.computations}
-    for name in (*old, *new):
-        if old.get(name) != new.get(name):
-            raise VerificationError(
-                f"computation %{name} differs from the original's",
-                f"module {rewritten.name}",
-                "Only the entry computation may be rewritten.",
-            )
-    del before.computations[:], after.computations[:]
-    if _serialized(before) != _serialized(after):
-        raise VerificationError(
-            "the module differs outside its computations",
-            f"module {rewritten.name}",
-            "Layouts, aliases and the schedules of other computations must stay.",
-        )
-
-
-def _without_entry(module: Module) -> hlo_pb2.HloModuleProto:
-    proto = module.to_proto()
-    proto.name, proto.id = "", 0
-    proto.ClearField("frontend_attributes")
-    proto.schedule.sequences.pop(proto.entry_computation_id, None)
-    entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
-    del entry.instructions[:]
-    entry.ClearField("root_id")
-    return proto
-
-
-def _serialized(
-    message: hlo_pb2.HloModuleProto | hlo_pb2.HloComputationProto | hlo_pb2.HloInstructionProto,
-) -> bytes:
-    # Not ==: that leaves out fields which hlo.proto does not declare.
-    return message.SerializeToString(deterministic=True)
-
-
-def _check_sequence(original: Module, rewritten: Module) -> None:
-    """Checks that the schedule is an order in which the instructions can run."""
-    entry = rewritten.entry
-    # XLA numbers (computation id << 32) | local id; older modules number as they like.
-    is_numbered = all(i.id >> 32 == entry.id for i in original.entry.instructions)
-    ran: set[int] = set()
-    for i in entry.instructions:
-        if is_numbered and i.id >> 32 != entry.id:
-            raise VerificationError(
-                f"%{i.name} has id {i.id}, which is not of computation {entry.id}",
-                describe(rewritten, i),
-                "Ids are (computation id << 32) | local id.",
-            )
-        if i.id in ran:
-            raise VerificationError(f"%{i.name} is scheduled twice", describe(rewritten, i))
-        for needed in (*i.operand_ids, *i.control_predecessor_ids):
-            if needed not in ran:
-                raise VerificationError(
-                    f"%{i.name} is scheduled before what it needs, "
-                    f"%{rewritten.instructions[needed].name}",
-                    describe(rewritten, i),
-                )
-        ran.add(i.id)
-
-
 def _check_compute_order(program: Program, rewrite: _Rewrite) -> dict[int, int]:
     """Checks that the compute instructions are the same ones, in the same order.
 
@@ -337,11 +270,17 @@ def _check_pairs(program: Program, plan: Plan, rewrite: _Rewrite, image: Mapping
                 f"{event} is none of the plan's {len(plan.transfers)} transfers",
                 describe(rewrite.module, i),
             )
-    shapes = {p.name: program.module.instructions[i].shape for i, p in program.fetched.items()}
-    parameters = {p.name: p for p in program.module.entry.parameters}
+    arriving = {p.name: program.module.instructions[i].shape for i, p in program.fetched.items()}
+    away: dict[str, int] = {}
     for t in plan.transfers:
         start, done = rewrite.half("start", t), rewrite.half("done", t)
-        source, shape = image[parameters[t.buffer].id], shapes[t.buffer]
+        moving = program.moving(t.buffer)
+        assert moving is not None  # `verify_plan` has looked at it.
+        source = away[t.buffer] if t.buffer in away else image[moving.id]
+        if t.kind == "evict":
+            shape, away[t.buffer] = program.evicted[t.buffer].away.shape, done.id
+        else:
+            shape = arriving[t.buffer]
         is_call = start.opcode == "custom-call"
         # XLA:CPU ends the life of a source at the start, unless the done names it too.
         of_start, of_done = [source], [start.id, source] if is_call else [start.id]
@@ -390,7 +329,8 @@ def _check_ticks(plan: Plan, rewrite: _Rewrite) -> None:
                 f"{event} of %{plan.transfers[event.index].buffer} stands out of order in tick "
                 f"{tick}",
                 where,
-                "Of one tick the starts come first, in the order of the plan.",
+                "Of one tick evictions come first; of them, and of fetches, the starts, in the "
+                "order of the plan.",
             )
         previous = rank
 
@@ -401,16 +341,24 @@ def _check_operands(
     """Checks that compute is as it was, but for the copies that it reads."""
     copies: defaultdict[str, list[Transfer]] = defaultdict(list)
     for t in plan.transfers:
-        copies[t.buffer].append(t)
+        if t.kind == "prefetch":
+            copies[t.buffer].append(t)
 
     def read_instead(operand: int, tick: LogicalTime) -> int:
-        parameter = program.fetched.get(operand)
-        if parameter is None:
+        source = program.fetched.get(operand)
+        if source is None:
             return image[operand]
-        serving = serving_transfer(copies[parameter.name], tick)
+        serving = serving_transfer(copies[source.name], tick)
         if serving is None:
-            raise unserved(program, parameter, copies[parameter.name], tick)
-        return rewrite.half("done", serving).id
+            raise unserved(program, source, copies[source.name], tick)
+        done, shape = rewrite.half("done", serving), program.module.instructions[operand].shape
+        if done.shape != shape:
+            raise VerificationError(
+                f"%{done.name}, read at tick {tick}, has not the layout and shape {shape} of what "
+                "it stands for",
+                describe(rewrite.module, done),
+            )
+        return done.id
 
     for tick, (before, after) in enumerate(zip(program.compute, rewrite.compute, strict=True)):
         where = describe(rewrite.module, after)
@@ -432,7 +380,7 @@ def _check_operands(
         expected.id = after.id
         expected.operand_ids[:] = operands
         expected.control_predecessor_ids[:] = after.control_predecessor_ids
-        if _serialized(expected) != _serialized(after.proto):
+        if serialized(expected) != serialized(after.proto):
             raise VerificationError(
                 f"%{after.name} at tick {tick} is not the instruction that it was",
                 where,

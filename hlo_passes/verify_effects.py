@@ -1,0 +1,130 @@
+"""What else an instruction does but give a result. See `verify`.
+
+    fusion ─► all-gather        what an instruction calls, it does
+    while  ─► body ─► infeed
+
+    all-gather-start ─ c0 ─ c1 ─ all-gather-done         c0 and c1 hide the collective
+
+On some TPUs an asynchronous collective is a chain of fusions, the first with a custom call
+AsyncCollectiveStart in it, the last with an AsyncCollectiveDone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hlo_passes.ir import Computation, Instruction, Module
+
+_COLLECTIVES = frozenset(
+    """all-gather all-reduce all-to-all collective-broadcast collective-permute
+    ragged-all-to-all recv reduce-scatter send""".split()
+)
+_EFFECTS = frozenset("infeed outfeed rng rng-get-and-update-state".split())
+_COPIES = frozenset(("copy-start", "copy-done"))
+_HALVES = ("-start", "-update", "-done")
+
+# What begins and what ends an asynchronous collective inside a fusion.
+_BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+_VIEWS = frozenset(
+    ("add-dependency", "bitcast", "domain", "get-tuple-element", "opt-barrier", "tuple")
+)
+_TIMELESS = _VIEWS | _COPIES | {"after-all", "constant", "parameter", "partition-id", "replica-id"}
+
+
+class Effects:
+    """The effects of a module's instructions, those of what they call included."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._inside: dict[int, frozenset[str]] = {}
+
+    def obstacle(self, i: Instruction) -> str:
+        """Why `i` may not run a second time; ``""`` when it may."""
+        reasons = {
+            "effect": "has a side effect",
+            "random": "may give another result the second time",
+            "collective": "takes other devices",
+            "asynchronous": "is asynchronous",
+        }
+        kinds = self._kinds(i)
+        if i.opcode == "parameter":
+            return "is an argument"
+        return next((reason for kind, reason in reasons.items() if kind in kinds), "")
+
+    def is_ordered(self, i: Instruction) -> bool:
+        """Whether `i` keeps its place among all others of which this is true."""
+        if i.opcode in _COPIES:
+            return False
+        return i.opcode.endswith(_HALVES) or not self._kinds(i).isdisjoint(("effect", "collective"))
+
+    def open_collectives(self, computation: Computation) -> Mapping[str, frozenset[str]]:
+        """Maps each instruction that takes time to the asynchronous collectives that it stands
+        inside of, all by name."""
+        is_open: frozenset[str] = frozenset()
+        found: dict[str, frozenset[str]] = {}
+        for i in computation.instructions:
+            if self._ends(i):
+                is_open -= {start.name for start in self._starts_of(i)}
+            elif self._begins(i):
+                is_open |= {i.name}
+            elif i.opcode not in _TIMELESS and not i.opcode.endswith(_HALVES):
+                found[i.name] = is_open
+        return found
+
+    def _begins(self, i: Instruction) -> bool:
+        kinds = self._kinds(i)
+        is_start = i.opcode.endswith("-start") or i.opcode in ("send", "recv")
+        return (is_start and "collective" in kinds) or _BEGINS in kinds
+
+    def _ends(self, i: Instruction) -> bool:
+        kinds = self._kinds(i)
+        return (i.opcode.endswith("-done") and i.opcode not in _COPIES) or _ENDS in kinds
+
+    def _starts_of(self, done: Instruction) -> Iterator[Instruction]:
+        """The starts of the collectives that end with `done`."""
+        pending, seen = [done], {done.id}
+        while pending:
+            for operand in pending.pop().operand_ids:
+                i = self._module.instructions[operand]
+                if operand in seen:
+                    continue
+                seen.add(operand)
+                if self._begins(i):
+                    yield i
+                elif i.opcode in _VIEWS or i.opcode.endswith("-update") or self._carries_on(i):
+                    pending.append(i)
+
+    def _carries_on(self, i: Instruction) -> bool:
+        """Whether `i` computes while a collective inside of it goes on."""
+        return i.opcode == "fusion" and "collective" in self._kinds(i) and not self._ends(i)
+
+    def _kinds(self, i: Instruction) -> frozenset[str]:
+        return self._own(i).union(*(self._inside_of(c) for c in i.called_computation_ids))
+
+    def _inside_of(self, computation_id: int) -> frozenset[str]:
+        if computation_id not in self._inside:
+            found: set[str] = set()
+            for i in self._module.computations[computation_id].instructions:
+                found |= self._kinds(i)
+            self._inside[computation_id] = frozenset(found)
+        return self._inside[computation_id]
+
+    def _own(self, i: Instruction) -> frozenset[str]:
+        found: set[str] = set()
+        work = i.opcode
+        for half in _HALVES:
+            work = work.removesuffix(half)
+        if work != i.opcode:
+            found.add("asynchronous")
+        if work in _COLLECTIVES:
+            found.add("collective")
+        if i.opcode in _EFFECTS or i.proto.custom_call_has_side_effect:
+            found.add("effect")
+        if any(leaf.dtype == "token" for _, leaf in i.shape.leaves()):
+            found.add("effect")  # A token orders effects.
+        if i.opcode.startswith("rng"):
+            found.add("random")
+        if i.custom_call_target in (_BEGINS, _ENDS):
+            found |= {"collective", i.custom_call_target}
+        return frozenset(found)

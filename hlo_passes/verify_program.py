@@ -1,0 +1,221 @@
+"""The entry in ticks, without the transfers that are the plan's to place. See `verify`.
+
+    entry    p  start  a  done  b(a, done)  e = evict(a)  c  r = refetch(e)  d(r)
+    tick               c0       c1                        c2                 c3
+    fetched                done ─► p                             r ─► a
+
+Each copy is a pair, a start and a done. The plan's are those that bring an argument from host
+memory, and those that edits have marked: they take the result of an instruction there, and
+bring it back. Whoever reads what came reads the transfer that serves its tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hlo_passes.errors import VerificationError
+from hlo_passes.ir import (
+    DEVICE_MEMORY_SPACE,
+    HOST_MEMORY_SPACE,
+    Instruction,
+    Module,
+    Shape,
+)
+from hlo_passes.plan import Event, LogicalTime, Plan, Transfer
+from hlo_passes.verify_hlo import describe
+
+EVICTION_ATTRIBUTE = "memplan.evict"
+"""Frontend attribute of the copies of a temporary that are the plan's to place."""
+
+
+class Evicted(NamedTuple):
+    """A result of the entry that leaves the device.
+
+    Attributes:
+      source: the instruction that gives it.
+      away: its copy in host memory.
+    """
+
+    source: Instruction
+    away: Instruction
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The entry in ticks, and the values that transfers bring to it.
+
+    Attributes:
+      compute: c0, c1, ...
+      fetched: id of the instruction that users read, to what it is a copy of: of XLA's
+        `copy-done` the parameter, or what was evicted; on CPU, where there is no copy, of the
+        parameter to itself.
+      evicted: by the name of what leaves the device.
+    """
+
+    module: Module
+    compute: tuple[Instruction, ...]
+    fetched: Mapping[int, Instruction]
+    evicted: Mapping[str, Evicted]
+
+    @classmethod
+    def of(cls, module: Module, plan: Plan) -> Program:
+        """Raises VerificationError when a marked pair is no eviction, or none of the host."""
+        moved = {t.buffer for t in plan.transfers}
+        # A donated argument may be overwritten before the program ends: no transfer's copy of
+        # it stands for it, and the program's own copies are compute.
+        donated = {a.parameter for a in module.input_output_aliases}
+        steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
+        fetched = {p.id: p for p in steady if p.name in moved and on_device(p.shape)}
+        copies: set[int] = set()
+        evictions = _Evictions(module)
+        for done in module.entry.instructions:
+            if done.opcode != "copy-done":
+                continue
+            start = module.instructions[done.operand_ids[0]]
+            source = module.instructions[start.operand_ids[0]]
+            if EVICTION_ATTRIBUTE in start.proto.frontend_attributes.map:
+                evictions.add(source, start, done)
+            elif (
+                source in steady
+                and source.shape.memory_space == HOST_MEMORY_SPACE
+                and on_device(done.shape)
+            ):
+                fetched[done.id] = source
+            else:
+                continue
+            copies |= {start.id, done.id}
+        evictions.check(copies)
+        compute = tuple(
+            i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in copies
+        )
+        return cls(module, compute, fetched | evictions.back, evictions.found)
+
+    @property
+    def end(self) -> LogicalTime:
+        return len(self.compute)
+
+    @cached_property
+    def tick_of(self) -> Mapping[int, LogicalTime]:
+        """The ticks of compute, by id."""
+        return {i.id: tick for tick, i in enumerate(self.compute)}
+
+    def moving(self, buffer: str) -> Instruction | None:
+        """What a transfer of `buffer` moves: an argument, or what is evicted."""
+        evicted = self.evicted.get(buffer)
+        return self._parameters.get(buffer) if evicted is None else evicted.source
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, Instruction]:
+        return {p.name: p for p in self.module.entry.parameters}
+
+    def at(self, tick: LogicalTime) -> str:
+        """Names a tick's instruction, for an error."""
+        return f"tick {tick}, {describe(self.module, self.compute[tick])}"
+
+
+class _Evictions:
+    """The marked pairs of the entry, in the order of its schedule.
+
+    Attributes:
+      found: of every pair that goes to the host, by the name of what it copies.
+      back: of every pair that comes back, its done's id to what was copied.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.found: dict[str, Evicted] = {}
+        self.back: dict[int, Instruction] = {}
+        self._module = module
+        self._away: dict[int, Instruction] = {}
+
+    def add(self, source: Instruction, start: Instruction, done: Instruction) -> None:
+        spaces = source.shape.memory_space, done.shape.memory_space
+        if spaces == (DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE) and source.opcode != "parameter":
+            if source.name in self.found:
+                raise VerificationError(
+                    f"%{source.name} is evicted twice",
+                    describe(self._module, done),
+                    "One copy in host memory serves all that fetch it again.",
+                )
+            self.found[source.name] = Evicted(source, done)
+            self._away[done.id] = source
+        elif spaces == (HOST_MEMORY_SPACE, DEVICE_MEMORY_SPACE) and source.id in self._away:
+            self.back[done.id] = self._away[source.id]
+        else:
+            raise VerificationError(
+                f"%{done.name} is marked as an eviction, but copies %{source.name} from memory "
+                f"space {spaces[0]} to {spaces[1]}",
+                describe(self._module, start),
+                "A result goes from the device to host memory, and its copy comes back.",
+            )
+
+    def check(self, copies: set[int]) -> None:
+        """Checks that a copy in host memory is read by copies only, and made of compute."""
+        for user in self._module.entry.instructions:
+            for operand in user.operand_ids:
+                if operand in self._away and user.id not in copies:
+                    raise VerificationError(
+                        f"%{user.name} reads %{self._away[operand].name} in host memory",
+                        describe(self._module, user),
+                        "What is evicted is read when it is back on the device.",
+                    )
+        for source, away in self.found.values():
+            if source.id in copies:
+                raise VerificationError(
+                    f"%{source.name} is a transfer's copy, and evicted",
+                    describe(self._module, away),
+                    "Drop the copy and fetch it again.",
+                )
+
+
+def on_device(shape: Shape) -> bool:
+    return shape.memory_space == DEVICE_MEMORY_SPACE
+
+
+def serving_transfer(transfers: Sequence[Transfer], tick: LogicalTime) -> Transfer | None:
+    """The transfer whose copy a use at `tick` reads: the latest that is there."""
+    there = [t for t in transfers if t.done <= tick < t.end]
+    return max(there, key=lambda t: (t.done, t.id), default=None)
+
+
+def unserved(
+    program: Program, source: Instruction, transfers: Sequence[Transfer], tick: LogicalTime
+) -> VerificationError:
+    """Says why no transfer's copy of `source` is there at `tick`."""
+    where = program.at(tick) if tick < program.end else describe(program.module, source)
+    late = [t for t in transfers if t.done > tick]
+    gone = [t for t in transfers if t.end <= tick]
+    if late and not gone:
+        first = min(late, key=lambda t: t.done)
+        return VerificationError(
+            f"%{source.name} is read at tick {tick}, before its data: "
+            f"transfer {first.id} is done at tick {first.done}",
+            where,
+            f"Wait for it at tick {tick} or before.",
+        )
+    if gone:
+        last = max(gone, key=lambda t: t.end)
+        return VerificationError(
+            f"%{source.name} is read at tick {tick}, but no copy is there: that of "
+            f"transfer {last.id} ended at tick {last.end}",
+            where,
+            "Fetch it again before this use, or hold the copy until after it.",
+        )
+    return VerificationError(
+        f"%{source.name} lives off the device and is read at tick {tick}, but no transfer "
+        "brings it",
+        where,
+        "Add a transfer that is done by then.",
+    )
+
+
+def issue_rank(plan: Plan, event: Event) -> tuple[LogicalTime, int, int]:
+    """Sorts events as the plan issues them: of one tick evictions, starts before dones; then
+    fetches, starts before dones; then compute."""
+    if event.kind == "compute":
+        return event.index, 4, 0
+    t = plan.transfers[event.index]
+    late = 0 if t.kind == "evict" else 2
+    return (t.start, late, t.id) if event.kind == "start" else (t.done, late + 1, t.id)

@@ -1,0 +1,160 @@
+"""Which slot is whose: every value has bytes of its own for as long as it is needed. See `verify`.
+
+    slot of a   [──────────────────────)
+    a           written   read   read
+    b                            written over a ─────── read
+    slot of a, if b has none   [─────────────────────────────)
+
+A value without a slot may lie in an operand that dies where it is written, and what it needs
+its host then needs. The plan does not say which one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hlo_passes.errors import VerificationError
+from hlo_passes.ir import Module
+from hlo_passes.plan import LogicalTime, Plan, Slot
+from hlo_passes.verify_hlo import describe
+from hlo_passes.verify_replay import Replay, Value
+
+
+def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
+    """Finds the slot of every value; one without may lie in bytes that it was written over.
+
+    From the last value to the first, so that a slot is known to be needed until the last
+    read of whatever came to lie in it.
+    """
+    tiers = {a.name: a.tier for a in plan.allocations}
+    holders: dict[Slot, Value] = {}
+    for value in reversed(replay.values):
+        # A name inside a computation that is called twice stands for two values.
+        value.slots = [s for s in value.slots if s not in holders]
+        if value.home is not None:
+            _settle(replay.module, value, value.home)
+        elif not value.needs_slot:
+            holders.update(dict.fromkeys(value.slots, value))
+        elif value.slots:
+            holders[_fitting_slot(replay.module, value, tiers, plan)] = value
+        else:
+            under = _overwritten(replay.module, value)
+            under.hold(value)
+            if value in replay.apart:
+                replay.apart.add(under)  # An output's bytes, before the output is there.
+    return holders
+
+
+def _settle(module: Module, value: Value, home: Value) -> None:
+    """Finds how a value comes to lie in the bytes of `home`, an argument that was given away.
+
+        home     ░░░░░░░ read                    free from here on
+        copy             │        ▒▒▒▒▒▒▒        has no operand to lie in: lies in home, too
+        value                     │      ▒▒▒▒▒   written over the copy, and returned
+
+    It is written over the argument itself; or over an operand that comes to lie there, as one
+    does that is written over the argument or has no other place; or after the argument has
+    been read for the last time.
+    """
+    free = [v for v in value.over if _is_free_for(value, v)]
+    under = home
+    if home not in free:
+        origins = {v: _origins(v) for v in free if v.needs_slot}
+        under = next((v for v, found in origins.items() if home in found or not found), home)
+        is_read = home.last_read > value.written or home.is_read_at(value.written)
+        if under is not home:
+            under.home = home
+        elif home.is_taken or is_read:
+            raise VerificationError(
+                f"%{value.name} takes the place of %{home.name} at tick {value.written}, which "
+                f"is read until tick {home.last_read}",
+                describe(module, value.writer),
+                "A donated argument is overwritten after its last read.",
+            )
+    under.is_taken = True
+    if under is not home:
+        under.hold(value)
+
+
+def _overwritten(module: Module, value: Value) -> Value:
+    """The operand in whose bytes a value without a slot lies.
+
+    The plan does not say which one it means. It must have been read for the last time, and
+    have a slot that lasts as long as the value, or lie itself in an operand that has one: of
+    these the one that lasts least longer, so that what else the instruction writes, and lives
+    longer, finds the others.
+    """
+
+    def until(under: Value) -> LogicalTime:
+        ends = (s.live_range.end for v in _origins(under) for s in v.slots)
+        return min((end for end in ends if end > value.last_read), default=0)
+
+    lasting = {v: until(v) for v in value.over if _is_free_for(value, v)}
+    free = [v for v, end in lasting.items() if end]
+    if not free:
+        raise VerificationError(
+            f"%{value.name} has no slot",
+            describe(module, value.writer),
+            f"Expected one of {value.size} bytes during ticks [{value.written}, "
+            f"{value.last_read + 1}), or an operand that dies here and has one.",
+        )
+    return min(free, key=lambda v: (lasting[v], not v.slots))
+
+
+def _is_free_for(value: Value, under: Value) -> bool:
+    """Whether an operand dies where `value` is written, and has not been written over yet."""
+    return not under.is_taken and under.last_read_beside(value.writer) <= value.written
+
+
+def _origins(value: Value) -> list[Value]:
+    """The values with slots in whose bytes one without may lie, over others without."""
+    found: list[Value] = []
+    pending, seen = [value], {value}
+    for v in pending:
+        if v.slots:
+            found.append(v)
+            continue
+        new = [u for u in v.over if u not in seen and _is_free_for(v, u)]
+        pending += new
+        seen.update(new)
+    return found
+
+
+def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: Plan) -> Slot:
+    where, hint = describe(module, value.writer), ""
+    t = value.transfer
+    tier = plan.device_tier if t is None else t.destination
+    if t is not None and value.last_read >= t.end:
+        raise VerificationError(
+            f"the copy that transfer {t.id} makes of %{t.buffer} ends at tick {t.end}, but what "
+            f"its users make of it is read until tick {value.last_read}",
+            where,
+            f"Hold it until tick {value.last_read + 1}.",
+        )
+    for slot in value.slots:
+        start, end = slot.live_range
+        if slot.size < value.size:
+            hint = f"expected {value.size} bytes, found {slot.size}"
+        elif tiers[slot.allocation] != tier:
+            hint = f"expected tier {tier}, found {tiers[slot.allocation]}"
+        elif t is not None and slot.live_range != (t.start, t.end):
+            hint = f"expected ticks [{t.start}, {t.end}), found {ticks_of(slot)}"
+        elif start > value.written or end <= value.last_read:
+            hint = (
+                f"expected ticks [{value.written}, {value.last_read + 1}), found {ticks_of(slot)}"
+            )
+        else:
+            return slot
+    raise VerificationError(
+        f"the slot of %{value.name} does not hold it: {hint}",
+        where,
+        "A slot is its buffer's from the first write to the last read.",
+    )
+
+
+def ticks_of(slot: Slot) -> str:
+    return f"ticks [{slot.live_range.start}, {slot.live_range.end})"
+
+
+def bytes_of(slot: Slot) -> str:
+    return f"bytes [{slot.offset}, {slot.offset + slot.size})"
