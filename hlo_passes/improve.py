@@ -25,11 +25,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from hlo_passes.choice_bytes import device_bytes, has_options
 from hlo_passes.choices import Choices, Gap, Selection, Weight
-from hlo_passes.relaxation import Model, Relaxation, build, device_bytes, relax
+from hlo_passes.relaxation import Relaxation, relax
+from hlo_passes.relaxed_program import Floats, Model, build
 
 # Links are taken to be so much of what they are.
 _PACES = (1.0, 0.85, 0.7)
@@ -302,7 +303,7 @@ class _Programs:
             taken = shares[i] > 0.01
             return not (is_torn and taken), not (taken or i in chosen), -search.choices.gaps[i].size
 
-        gaps = [i for i, g in enumerate(search.choices.gaps) if g.is_evictable or g.recipes]
+        gaps = [i for i, g in enumerate(search.choices.gaps) if has_options(g)]
         ranked = sorted(gaps, key=interest)
         self._first = ranked[:_FREE]
         self._kept = sorted({*ranked[:_GAPS], *chosen})
@@ -367,7 +368,7 @@ class _Programs:
             kept = set(self._kept)
             for i, gap in enumerate(choices.gaps):
                 # `build` gives away what it is not to choose about: these are kept.
-                if i not in kept and (gap.is_evictable or gap.recipes):
+                if i not in kept and has_options(gap):
                     load[gap.start : gap.end] += gap.size
             slower = replace(
                 choices,
@@ -377,9 +378,6 @@ class _Programs:
             )
             self._models[pace] = build(slower, self._search.capacity, self._samples, self._kept)
         return self._models[pace]
-
-
-Floats = npt.NDArray[np.float64]
 
 
 def _held(
