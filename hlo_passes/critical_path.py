@@ -56,8 +56,8 @@ class Binding:
       engine: what has most of the path. ``"link in"`` carries bytes to the device's memory;
         ``"memory"`` stands for fetches that are issued too late to be hidden.
       seconds: of the path, by engine; they add up to the step.
-      at: of ``"memory"`` the compute behind which the dearest of those fetches is issued,
-        `transfer` its name; else ``""`` and None.
+      at: where memory has a part, the compute behind which the dearest of its fetches is
+        issued, `transfer` the fetch; else ``""`` and None.
     """
 
     engine: Engine
@@ -66,10 +66,11 @@ class Binding:
     transfer: TransferId | None = None
 
     @property
-    def share(self) -> float:
-        """The engine's fraction of the step."""
+    def shares(self) -> Mapping[Engine, float]:
+        """`seconds` as fractions of the step, largest first."""
         step_s = sum(self.seconds.values())
-        return self.seconds[self.engine] / step_s if step_s else 1.0
+        ordered = sorted(self.seconds.items(), key=lambda item: -item[1])
+        return {engine: s / step_s if step_s else 1.0 for engine, s in ordered}
 
 
 def critical_path(timeline: Timeline) -> tuple[Stretch, ...]:
@@ -105,10 +106,10 @@ def binding(timeline: Timeline, machine: Machine) -> Binding:
     if not seconds:
         return Binding("compute", {"compute": 0.0})
     most = max(seconds, key=seconds.__getitem__)
-    if most != "memory":
+    if not late:
         return Binding(most, dict(seconds))
     dearest = max(late, key=late.__getitem__)
-    return Binding("memory", dict(seconds), behind[dearest], dearest)
+    return Binding(most, dict(seconds), behind[dearest], dearest)
 
 
 def _engine(head: TransferSpan, by: TransferSpan, machine: Machine) -> Engine:

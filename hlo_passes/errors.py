@@ -306,3 +306,14 @@ class LoopMismatchError(MemplanError, ValueError):
             f"the plan's schedule of computation %{computation} does not fit the module: "
             f"{problem}. Make the plan again for this module."
         )
+
+
+class UnknownBufferError(MemplanError, LookupError):
+    """A plan says nothing of what was asked about."""
+
+    def __init__(self, found: str, close: Sequence[str], known: int) -> None:
+        suggestion = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+        super().__init__(
+            f"explain: no buffer of the plan is called {found!r}. {suggestion}It names {known} "
+            "buffers, by HLO name and by the argument's path; '*' matches any part of a name."
+        )

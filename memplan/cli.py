@@ -244,8 +244,8 @@ def _report(runs: Sequence[RunView], machine: Machine | None, budget: int | None
 
 def _show(options: argparse.Namespace, report: Report) -> None:
     from memplan.report.html import render_html
+    from memplan.report.sections import report_tables
     from memplan.report.summary import summarize
-    from memplan.report.tables import report_tables
     from memplan.report.trace import render_trace
 
     if options.html:

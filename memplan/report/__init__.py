@@ -2,5 +2,5 @@
 
 Module, Plan, Machine ─ build ─► Report ─┬─ html    one self-contained page
                                          ├─ trace   opens in Perfetto
-                                         └─ tables  a terminal, or plain text in a pipe
+                                         └─ sections  tables on a terminal, or plain text in a pipe
 """

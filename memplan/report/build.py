@@ -18,7 +18,9 @@ import numpy.typing as npt
 from custom_calls.targets import COPY_DONE, COPY_START
 from hlo_passes import timeline
 from hlo_passes.allocations import HeapRange, find_allocations
+from hlo_passes.collectives import collectives
 from hlo_passes.cost import instruction_costs
+from hlo_passes.critical_path import binding
 from hlo_passes.dataflow import Position, Value, analyze_dataflow
 from hlo_passes.host_transfers import Nest, nests
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
@@ -29,6 +31,7 @@ from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
 from hlo_passes.sharing import Target
 from hlo_passes.timeline import TransferId
 from hlo_passes.traffic import traffic
+from memplan.report.edited import recomputed, split_temporaries
 from memplan.report.view import (
     BAND_KINDS,
     Band,
@@ -41,6 +44,7 @@ from memplan.report.view import (
     RunView,
     Step,
     TierUsage,
+    TransferKind,
     TransferSpan,
     TransferView,
 )
@@ -133,6 +137,7 @@ class _Builder:
         self.sequence = self.ranges.sequence
         self.tick_of = {i.name: tick for tick, i in enumerate(self.sequence)}
         self.steps = tuple(map(self._step, self.sequence))
+        self.recomputed = recomputed(self.sequence, plan)
 
     def run(self, name: str, compiled: CompiledBytes | None) -> RunView:
         simulated = self._simulated()
@@ -151,6 +156,11 @@ class _Builder:
             streams=() if self.plan is None else self.plan.streams,
             left_alone={} if self.plan is None else self.plan.left_alone,
             compiler_options={} if self.plan is None else self.plan.compiler_options,
+            collectives=tuple(self._collectives(simulated)),
+            recomputed=self.recomputed,
+            is_reordered=self.plan is not None and bool(self.plan.edits.order),
+            split=() if self.plan is None else split_temporaries(self.plan),
+            decisions=() if self.plan is None else self.plan.decisions,
         )
 
     def _step(self, instruction: Instruction) -> Step:
@@ -395,14 +405,23 @@ class _Builder:
         if simulated is None:
             yield from self._unpriced()
             return
+        yield from self._timed(simulated.transfers)
+
+    def _collectives(self, simulated: timeline.Timeline | None) -> Iterator[TransferView]:
+        if simulated is not None:
+            for seen in self._timed(simulated.collectives):
+                yield replace(seen, kind="collective", label="")
+
+    def _timed(self, spans: Iterable[timeline.TransferSpan]) -> Iterator[TransferView]:
+        """The spans put together by what is executed."""
         executions: dict[str, list[timeline.TransferSpan]] = defaultdict(list)
-        for span in simulated.transfers:
+        for span in spans:
             executions[_without_iteration(span.transfer)].append(span)
-        for name, spans in executions.items():
-            first = spans[0]
+        for name, found in executions.items():
+            first = found[0]
             seen = self._transfer(self.tick_of[name], first.source, first.destination, first.size)
-            timed = (TransferSpan(s.issue, s.begin, s.end, s.hidden_s) for s in spans)
-            yield replace(seen, executions=len(spans), spans=tuple(timed))
+            timed = (TransferSpan(s.issue, s.begin, s.end, s.hidden_s) for s in found)
+            yield replace(seen, executions=len(found), spans=tuple(timed))
 
     def _unpriced(self) -> Iterator[TransferView]:
         """What no machine is known for."""
@@ -433,6 +452,7 @@ class _Builder:
         return TransferView(
             buffer=instruction.name,
             label=self._label(instruction),
+            kind=self._kind(instruction, source, destination),
             source=source,
             destination=destination,
             size=size,
@@ -442,6 +462,21 @@ class _Builder:
             done=done,
             computes_between=int(self._working[done] - self._working[start]),
         )
+
+    def _kind(self, start: Instruction, source: str, destination: str) -> TransferKind:
+        if self._tier_names.get(ON_CHIP_MEMORY_SPACE) in (source, destination):
+            return "copy"
+        near = next(iter(self._capacities))
+        if destination != near:
+            return "evict"
+        # What was on the device before was brought to the host by a copy from there.
+        operands = [self.module.instructions[o] for o in start.operand_ids[:1]]
+        while operands and operands[0].opcode == "copy-done":
+            before = self.module.instructions[operands[0].operand_ids[0]]
+            operands = [self.module.instructions[o] for o in before.operand_ids]
+            if operands and operands[0].shape.memory_space == DEVICE_MEMORY_SPACE:
+                return "refetch"
+        return "fetch"
 
     @cached_property
     def _working(self) -> npt.NDArray[np.int64]:
@@ -471,12 +506,16 @@ class _Builder:
     def _done_ticks(self) -> Mapping[int, LogicalTime]:
         """The tick at which what an instruction starts is waited for, by its id."""
         found: dict[int, LogicalTime] = {}
+        ticks: dict[int | None, LogicalTime] = {i.id: t for t, i in enumerate(self.sequence)}
         for tick, i in enumerate(self.sequence):
             if i.opcode in _DONES or i.custom_call_target == COPY_DONE:
                 start = self.module.instructions[i.operand_ids[0]]
                 while start.opcode == "async-update":
                     start = self.module.instructions[start.operand_ids[0]]
                 found[start.id] = tick
+        for start, collective in collectives(self.module).items():
+            if collective.done in ticks:
+                found[start] = ticks[collective.done]
         return found
 
     def _clock(self, simulated: timeline.Timeline) -> Clock:
@@ -490,16 +529,23 @@ class _Builder:
             step_time_s=simulated.step_time_s,
             lower_bound_s=max(simulated.compute_s, moving),
             compute_s=simulated.compute_s,
+            recompute_s=sum(
+                span.end - span.begin
+                for span in simulated.computes
+                if _without_iteration(span.name) in self.recomputed
+            ),
             stall_s=simulated.stall_s,
             link_s=busy,
             link="→".join(ends),
+            interconnect_s=simulated.interconnect_s,
+            binding=binding(simulated, self.machine),
             spans=tuple(self._spans(simulated)),
         )
 
     def _spans(self, simulated: timeline.Timeline) -> Iterator[ComputeSpan]:
         """The computes, with a stall in each gap between them."""
         waits: dict[float, LogicalTime] = {}
-        for t in simulated.transfers:
+        for t in (*simulated.transfers, *simulated.collectives):
             start = self.tick_of[_without_iteration(t.transfer)]
             if t.waited:
                 waits[t.end] = self._done_ticks.get(self.sequence[start].id, start)

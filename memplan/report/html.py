@@ -12,7 +12,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from memplan.report.tables import loop_tables
+from memplan.report.sections import edit_tables, loop_tables
 from memplan.report.view import Report, RunView, Step, figures
 
 _CARDS = ("temp", "total", "Overlapped", "Step time, predicted")
@@ -61,9 +61,11 @@ def _run(run: RunView, strings: _Strings) -> dict[str, Any]:
             for tier in run.tiers
         ],
         "transfers": [
-            {**asdict(t), "name": t.name, "route": t.route, "on_chip": t.on_chip}
-            for t in run.transfers
+            {**asdict(t), "name": t.name, "route": t.route}
+            for t in (*run.transfers, *run.collectives)
         ],
+        "recomputed": dict(run.recomputed),
+        "edits": [table._asdict() for table in edit_tables("", run)],
         "loops": [table._asdict() for table in loop_tables("", run)],
         "clock": None if run.clock is None else asdict(run.clock),
     }

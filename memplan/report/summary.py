@@ -2,7 +2,25 @@
 
 It holds the figures, the peaks, the transfers and the loops, and leaves out what is only
 drawn (the bytes at every tick, the span of every instruction and of every execution of a
-transfer).
+transfer). All names are those of `memplan.report.view` and `hlo_passes.plan`, where each is
+explained; bytes, seconds and ticks, `null` where there is nothing to say.
+
+    {"format": "memplan.report", "version": 3, "memplan", "title", "machine", "budget_bytes",
+     "note", "runs": [{
+        "name", "module", "is_planned", "instructions",
+        "device": {...},              DeviceBytes, with "total"
+        "tiers": [{...}],             TierUsage, with the peak, without the bands
+        "moved_bytes", "overlapped",
+        "transfers": [{...}],         TransferView, with "moved_bytes", "hidden_bytes", "busy_s"
+        "collectives": [{...}],       the same, to other devices
+        "is_reordered",
+        "recomputed": {clone: original},
+        "split": [{...}],             SplitView: temporaries away from the device for a while
+        "decisions": [{...}],         Decision: what was weighed for each
+        "loops", "streams", "left_alone", "compiler_options", "order",
+        "predicted": {...}}]}         Clock, with "gap" and what binds, without the spans
+
+Version 3 added collectives, kinds of transfers, edits, decisions and what binds.
 """
 
 from __future__ import annotations
@@ -13,7 +31,7 @@ from typing import Any
 from hlo_passes.plan import LoopStreams
 from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def summarize(report: Report) -> dict[str, Any]:
@@ -32,8 +50,10 @@ def summarize(report: Report) -> dict[str, Any]:
 
 def _run(run: RunView) -> dict[str, Any]:
     clock = None if run.clock is None else asdict(run.clock)
-    if clock is not None:
+    if clock is not None and run.clock is not None:
         del clock["spans"]
+        clock["gap"] = run.clock.gap
+        clock["binding"]["shares"] = dict(run.clock.binding.shares)
     return {
         "name": run.name,
         "module": run.module,
@@ -44,6 +64,11 @@ def _run(run: RunView) -> dict[str, Any]:
         "moved_bytes": run.moved_bytes,
         "overlapped": run.overlapped,
         "transfers": [_transfer(transfer) for transfer in run.transfers],
+        "collectives": [_transfer(collective) for collective in run.collectives],
+        "is_reordered": run.is_reordered,
+        "recomputed": dict(run.recomputed),
+        "split": [asdict(split) for split in run.split],
+        "decisions": [asdict(decision) for decision in run.decisions],
         "loops": [{**asdict(loop), "step": loop.step._asdict()} for loop in run.loops],
         "streams": [_streams(streams) for streams in run.streams],
         "left_alone": dict(run.left_alone),

@@ -1,12 +1,20 @@
 """A trace that opens in Perfetto and chrome://tracing: a process for each run.
 
     compute     │ c0 │ c1 │ waits │ c2 │       spans of the compute engine
-    host→hbm      ╰─►├────w2──────┤ ╰─►        a thread for each link; arrows from the start
-    hbm bytes   ▁▁▂▂▅▅▅▅▃▃                     to the bytes, and from the bytes to the done
+    host→hbm      ╰─►├────w2──────┤ ╰─►        a thread for each direction of a link, and for
+    hbm→host            ├──a───┤               the interconnect; arrows from the start to the
+    hbm bytes   ▁▁▂▂▅▅▅▅▃▃                     bytes, and from the bytes to the done
 
 Times are predictions of a machine model, in microseconds from the start of the step. The
 format is Google's "Trace Event Format" (Duffy and others, 2016): ``X`` is a span, ``C`` a
 counter, ``s`` and ``f`` the ends of an arrow, ``M`` a name.
+
+    thread      cat         args
+    compute     compute     op_name, source, tick
+                recompute   the same, and "again": the HLO name of the first instruction
+                stall       those of the instruction that waits
+    a route     fetch, evict, refetch, copy or collective (`TransferKind`)
+                            buffer, bytes, execution, loop, hidden_us, start_tick, done_tick
 """
 
 from __future__ import annotations
@@ -61,7 +69,7 @@ def _names(process: int, run: RunView) -> Iterator[_Event]:
 
 
 def _threads(run: RunView) -> dict[str, int]:
-    routes = dict.fromkeys(t.route for t in run.transfers)
+    routes = dict.fromkeys(t.route for t in (*run.transfers, *run.collectives))
     return {route: thread for thread, route in enumerate(routes, _COMPUTE_THREAD + 1)}
 
 
@@ -83,17 +91,20 @@ def _spans(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
         event = _span(process, _COMPUTE_THREAD, name, span.start_s, span.end_s)
         event["cat"] = "stall" if span.stall else "compute"
         event["args"] = {"op_name": step.op_name, "source": step.source_line, "tick": span.tick}
+        if not span.stall and step.instruction in run.recomputed:
+            event["cat"] = "recompute"
+            event["args"]["again"] = run.recomputed[step.instruction]
         yield event
 
 
 def _transfers(process: int, run: RunView, clock: Clock) -> Iterator[_Event]:
     threads = _threads(run)
     when = _Clock(clock)
-    for number, transfer in enumerate(run.transfers):
+    for number, transfer in enumerate((*run.transfers, *run.collectives)):
         thread = threads[transfer.route]
         for execution, moving in enumerate(transfer.spans):
             event = _span(process, thread, transfer.name, moving.begin_s, moving.end_s)
-            event["cat"] = "transfer"
+            event["cat"] = transfer.kind
             event["args"] = {
                 "buffer": transfer.buffer,
                 "bytes": transfer.size,

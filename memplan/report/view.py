@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from hlo_passes.plan import LiveRange, LogicalTime, LoopStreams
+from hlo_passes.critical_path import Binding
+from hlo_passes.plan import Decision, LiveRange, LogicalTime, LoopStreams
 from hlo_passes.units import format_bytes, format_seconds
 
 BandKind = Literal["arguments", "outputs", "constants", "transferred", "temporaries"]
@@ -172,14 +173,21 @@ class TransferSpan(NamedTuple):
     hidden_s: float
 
 
+TransferKind = Literal["fetch", "evict", "refetch", "copy", "collective"]
+"""``"fetch"`` brings what the host had, ``"evict"`` takes away what the device made, and
+``"refetch"`` brings that back; ``"copy"`` stays on the device, between its memory and the chip;
+a ``"collective"`` goes to other devices."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """An asynchronous copy between two tiers; in a loop one for all iterations.
+    """An asynchronous copy between two tiers, or a collective; in a loop one for all iterations.
 
     Attributes:
       buffer: HLO name of what moves.
       label: the user's name for it, or ``""``.
-      source, destination: tier names.
+      kind: where it comes from, and where it goes.
+      source, destination: tier names; a collective's destination is the interconnect.
       size: bytes that one execution moves.
       executions: how often it runs in a step; a loop of unknown count is counted once.
       loop: HLO name of the innermost loop that it is in, or ``""``.
@@ -191,6 +199,7 @@ class TransferView:
 
     buffer: str
     label: str
+    kind: TransferKind
     source: str
     destination: str
     size: int
@@ -208,7 +217,7 @@ class TransferView:
     @property
     def on_chip(self) -> bool:
         """Whether it fills or drains on-chip memory, and does not leave the device."""
-        return "vmem" in (self.source, self.destination)
+        return self.kind == "copy"
 
     @property
     def route(self) -> str:
@@ -254,6 +263,27 @@ class LoopView:
     iterations: int
 
 
+Return = Literal["fetched", "computed again"]
+"""How a temporary comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitView:
+    """A temporary that is not on the device all the time that it is needed.
+
+    Attributes:
+      buffer: HLO name of the instruction that makes it.
+      size: bytes.
+      returns: how it comes back.
+      held: the plan's ticks in which a slot on the device holds it, in order.
+    """
+
+    buffer: str
+    size: int
+    returns: Return
+    held: tuple[LiveRange, ...]
+
+
 class ComputeSpan(NamedTuple):
     """Seconds during which the instruction at `tick` runs, or waits.
 
@@ -276,9 +306,12 @@ class Clock:
       step_time_s: of one step.
       lower_bound_s: no schedule of the run's own transfers can be faster on this machine
         model; of a plan, no schedule within its budget.
-      compute_s: the sum of the instructions' costs.
+      compute_s: the sum of the instructions' costs, `recompute_s` of it for what is computed
+        again.
       stall_s: of the step, how long the compute engine waits for transfers.
       link_s: how long the busiest link is busy; `link` is its route, ``""`` without any.
+      interconnect_s: how long asynchronous collectives are under way.
+      binding: what holds the step's time.
       spans: of the compute engine, in order, without overlap.
     """
 
@@ -286,10 +319,18 @@ class Clock:
     step_time_s: float
     lower_bound_s: float
     compute_s: float
+    recompute_s: float
     stall_s: float
     link_s: float
     link: str
+    interconnect_s: float
+    binding: Binding
     spans: tuple[ComputeSpan, ...]
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step is, as a fraction of the bound."""
+        return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -310,6 +351,11 @@ class RunView:
       streams: what was decided about loops over stacks before XLA saw them.
       left_alone: why an argument that a loop reads is on the device, by the user's path.
       compiler_options: the XLA options that the streams need.
+      collectives: asynchronous ones, each once; none without a machine that has wires for them.
+      recomputed: HLO name of an instruction that runs again to that of the first one.
+      is_reordered: whether its plan changes the order of XLA's instructions.
+      split: the temporaries that leave the device and come back.
+      decisions: what was decided about temporaries that are idle while memory is short.
     """
 
     name: str
@@ -325,6 +371,11 @@ class RunView:
     streams: tuple[LoopStreams, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
+    collectives: tuple[TransferView, ...] = ()
+    recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_reordered: bool = False
+    split: tuple[SplitView, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def off_device(self) -> tuple[TransferView, ...]:
@@ -445,7 +496,32 @@ def _figures(report: Report) -> Iterator[Figure]:
         format_seconds,
         "for the same transfers; with a plan, for any of its program within the budget",
     )
+    yield figure(
+        "Gap to the lower bound, predicted",
+        timed(lambda c: c.gap),
+        lambda fraction: f"{fraction:.1%}",
+        "how much longer than the bound a step is",
+    )
+    yield Figure(
+        "Bound by, predicted",
+        tuple("–" if run.clock is None else binding_in_words(run) for run in report.runs),
+        tuple(None if run.clock is None else 1.0 for run in report.runs),
+        "parts of the chain of events of which each waits for the one before",
+    )
+    reordered = any(run.is_reordered for run in report.runs)
+    yield Figure(
+        "Order of instructions",
+        tuple("memplan's" if run.is_reordered else "XLA's" for run in report.runs),
+        tuple(float(run.is_reordered) if reordered else None for run in report.runs),
+        "",
+    )
     yield figure("Compute, predicted", timed(lambda c: c.compute_s), format_seconds)
+    yield figure(
+        "Computed again, predicted",
+        timed(lambda c: c.recompute_s or None),
+        format_seconds,
+        "of the compute, so that it need not be kept",
+    )
     yield figure(
         "Stalls, predicted", timed(lambda c: c.stall_s), format_seconds, "waiting for transfers"
     )
@@ -455,3 +531,19 @@ def _figures(report: Report) -> Iterator[Figure]:
         lambda fraction: f"{fraction:.1%}",
         "of the step; at 100% the link is what holds it",
     )
+    yield figure(
+        "Collectives, predicted",
+        timed(lambda c: c.interconnect_s or None),
+        format_seconds,
+        "asynchronous ones, on the interconnect",
+    )
+
+
+def binding_in_words(run: RunView) -> str:
+    """``compute 86.6%, memory at act.3 13.4%``: parts of less than a percent are left out."""
+    assert run.clock is not None
+    held = run.clock.binding
+    # XLA's own order may start a fetch late for no reason.
+    late = f"{'memory' if run.is_planned else 'late start'} at {held.at or 'the beginning'}"
+    parts = ((late if engine == "memory" else engine, s) for engine, s in held.shares.items())
+    return ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= 0.01)

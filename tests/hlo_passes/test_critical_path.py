@@ -33,7 +33,11 @@ def test_hidden_transfers_are_not_on_the_path():
     events = [fetch("w", 10), Compute("a", 3.0), Done("w"), Compute("b", 1.0)]
     assert path_of(events) == [("a", 0.0, 3.0), ("b", 3.0, 4.0)]
     held = bound(events)
-    assert (held.engine, held.seconds, held.share) == ("compute", {"compute": 4.0}, 1.0)
+    assert (held.engine, held.seconds, held.shares) == (
+        "compute",
+        {"compute": 4.0},
+        {"compute": 1.0},
+    )
 
 
 def test_the_path_follows_a_queue_to_its_first_start():
@@ -47,7 +51,7 @@ def test_the_path_follows_a_queue_to_its_first_start():
     assert path_of(events) == [("v", 0.0, 1.0), ("w", 1.0, 3.0), ("b", 3.0, 4.0)]
     held = bound(events)
     assert (held.engine, held.seconds) == ("link in", {"link in": 3.0, "compute": 1.0})
-    assert held.share == 0.75
+    assert list(held.shares.items()) == [("link in", 0.75), ("compute", 0.25)]
 
 
 def test_a_fetch_that_starts_late_is_memory_s():
@@ -68,6 +72,11 @@ def test_a_fetch_that_starts_late_is_memory_s():
     held = bound(events)
     assert (held.engine, held.at, held.transfer) == ("memory", "a", "v")
     assert held.seconds == {"compute": 1.5, "memory": 3.0}
+
+
+def test_a_late_fetch_is_named_even_where_compute_holds_the_step():
+    held = bound([Compute("a", 5.0), fetch("v", 10), Done("v")])
+    assert (held.engine, held.at, held.transfer) == ("compute", "a", "v")
 
 
 def test_what_leaves_last_is_waited_for():
@@ -93,7 +102,7 @@ def test_a_latency_is_the_transfer_s():
 
 def test_nothing_happens():
     assert path_of([]) == []
-    assert (bound([]).engine, bound([]).share) == ("compute", 1.0)
+    assert (bound([]).engine, bound([]).shares) == ("compute", {"compute": 1.0})
 
 
 @given(programs(), MACHINES)

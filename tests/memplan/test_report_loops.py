@@ -15,8 +15,9 @@ from hlo_passes.machine import Tier
 from hlo_passes.pipeline import plan_module, rewrite_module
 from hlo_passes.plan import LoopStack, LoopStreams, Plan
 from memplan.report.build import view_run
+from memplan.report.sections import report_tables
 from memplan.report.summary import summarize
-from memplan.report.tables import plain_text, report_tables
+from memplan.report.tables import plain_text
 from memplan.report.trace import render_trace
 from memplan.report.view import Report, RunView
 from tests.hlo_passes.rings import SLOT_BYTES, TRIPS, Ring, ring_machine
@@ -143,7 +144,7 @@ def events(report: Report) -> list[dict]:
 
 
 def test_the_trace_has_every_execution(events: list[dict]):
-    moves = [e for e in events if e.get("cat") == "transfer" and e["ph"] == "X"]
+    moves = [e for e in events if e.get("cat") in ("fetch", "evict") and e["ph"] == "X"]
     assert len(moves) == 1 + 4 * TRIPS
     assert {e["args"]["execution"] for e in moves if e["name"] == "result 4[i]"} == {
         f"{n} of {TRIPS}" for n in range(1, TRIPS + 1)

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from memplan.report.tables import Column, Table, plain_text, report_tables, write_tables
+from memplan.report.sections import report_tables
+from memplan.report.tables import Column, Table, plain_text, write_tables
 
 TABLE = Table(
     "what moves",
@@ -63,7 +64,7 @@ def test_what_is_left_out_is_counted(report):
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_long_lists_say_how_much_more_there_is(report, monkeypatch, limit):
-    monkeypatch.setattr("memplan.report.tables.TRANSFER_LIMIT", limit)
+    monkeypatch.setattr("memplan.report.sections.TRANSFER_LIMIT", limit)
     (table, *_) = (t for t in report_tables(report) if "least hidden" in t.title)
     assert len(table.rows) == limit
     assert table.note == f"and {3 - limit} more"

@@ -1,0 +1,82 @@
+"""What a plan decided, as tables: about temporaries, and about arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from hlo_passes.plan import Decision, Plan
+from hlo_passes.units import format_bytes, format_seconds
+from memplan.report.tables import Column, Table
+
+LIMIT = 20
+"""How many rows a table has."""
+
+_WORDS = {"keep": "kept", "evict": "evicted", "recompute": "computed again"}
+
+
+def decision_tables(plan: Plan) -> Iterator[Table]:
+    """Yields the largest decisions about temporaries, and about arguments."""
+    yield temporaries_table("", plan.decisions)
+    yield _arguments_table(plan)
+
+
+def temporaries_table(of_run: str, decisions: Sequence[Decision]) -> Table:
+    """Returns the largest decisions about temporaries.
+
+    Args:
+      of_run: the beginning of the title.
+    """
+    shown = sorted(decisions, key=lambda d: -d.size)
+    return Table(
+        f"{of_run}temporaries that are idle while memory is short",
+        (
+            Column("bytes", right=True),
+            Column("is"),
+            Column("idle for", right=True),
+            Column("out and back", right=True),
+            Column("making it", right=True),
+            Column("buffer"),
+            Column("between"),
+        ),
+        tuple(
+            (
+                format_bytes(d.size),
+                _WORDS[d.action],
+                format_seconds(d.idle_s),
+                _seconds_or_dash(d.transfer_s),
+                _seconds_or_dash(d.recompute_s),
+                f"%{d.buffer}",
+                f"%{d.after} and %{d.before}",
+            )
+            for d in shown[:LIMIT]
+        ),
+        _more(len(shown)) if shown else "none",
+    )
+
+
+def _arguments_table(plan: Plan) -> Table:
+    fetched = Counter(transfer.buffer for transfer in plan.transfers)
+    shown = sorted(plan.placements, key=lambda p: (p.tier == plan.device_tier, -p.size))
+    return Table(
+        "arguments",
+        (Column("bytes", right=True), Column("in"), Column("fetched", right=True), Column("path")),
+        tuple(
+            (
+                format_bytes(p.size),
+                p.tier,
+                str(fetched[p.buffer]) if fetched[p.buffer] else "–",
+                plan.labels.get(p.buffer, f"%{p.buffer}"),
+            )
+            for p in shown[:LIMIT]
+        ),
+        _more(len(shown)),
+    )
+
+
+def _more(count: int) -> str:
+    return f"and {count - LIMIT} more" if count > LIMIT else ""
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)
