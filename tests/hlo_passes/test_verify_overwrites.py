@@ -1,0 +1,207 @@
+"""A read after its bytes were written over is found, whatever writes over them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hlo_passes.errors import VerificationError
+from hlo_passes.ir import Module
+from hlo_passes.verify_overwrites import EntryMemory
+from tests import corpus
+from tests.hlo_passes.streamed import entry
+from tests.hlo_passes.toys import module_of
+
+FUSED = """
+%updating {
+  %p = f32[64]{0} parameter(0)
+  %one = f32[1]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %u = f32[64]{0} dynamic-update-slice(%p, %one, %zero)
+  ROOT %root = f32[64]{0} RESULT(%u)
+}""".strip()
+
+BODY = """
+%condition {
+  %c = (s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%body {
+  %b = (s32[], f32[64]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%b), index=0
+  %x.1 = f32[64]{0} get-tuple-element(%b), index=1
+  %y.1 = f32[64]{0} RESULT(%x.1)
+  ROOT %t.1 = (s32[], f32[64]{0}) tuple(%i.1, %y.1)
+}""".strip()
+
+LOOP = """
+    %zero = s32[] constant(0)
+    %t = (s32[], f32[64]{0}) tuple(%zero, %v)
+    %loop = (s32[], f32[64]{0}) while(%t), condition=%condition, body=%body
+    %w = f32[64]{0} get-tuple-element(%loop), index=1
+"""
+
+CALLED = """
+%called {
+  %p = f32[64]{0} parameter(0)
+  %one = f32[1]{0} slice(%p), slice={[0:1]}
+  %zero.1 = s32[] constant(0)
+  %u = f32[64]{0} WORK
+  ROOT %root = f32[64]{0} negate(%u)
+}""".strip()
+
+BRANCHES = """
+%left {
+  ROOT %p = f32[64]{0} parameter(0)
+}
+
+%right {
+  %p.1 = f32[64]{0} parameter(0)
+  ROOT %n = f32[64]{0} RESULT(%p.1)
+}""".strip()
+
+WRAPPED = """
+%wrapped {
+  %p.2 = f32[64]{0} parameter(0)
+  %one.2 = f32[1]{0} parameter(1)
+  ROOT %updated = f32[64]{0} fusion(%p.2, %one.2), kind=kLoop, calls=%updating
+}""".strip()
+
+ONE = "%one = f32[1]{0} slice(%v), slice={[0:1]}\n"
+ZERO = "%zero = s32[] constant(0)\n"
+UPDATE = "dynamic-update-slice(%p, %one, %zero.1)"
+IN_FLIGHT = "%go = ((f32[64]{0}, f32[1]{0}), f32[64]{0}, s32[]) async-start(%v, %one), "
+
+# How v is worked on, and what is called for it.
+IN_PLACE = {
+    "update": (ONE + ZERO + "%w = f32[64]{0} dynamic-update-slice(%v, %one, %zero)", ()),
+    "fused update": (
+        ONE + "%w = f32[64]{0} fusion(%v, %one), kind=kLoop, calls=%updating",
+        (FUSED.replace("RESULT", "bitcast"),),
+    ),
+    "declared": (
+        '%w = f32[64]{0} custom-call(%v), custom_call_target="f", '
+        "output_to_operand_aliasing={{}: (0, {})}",
+        (),
+    ),
+    "loop": (LOOP, (BODY.replace("RESULT", "negate"),)),
+    "call": (
+        "%w = f32[64]{0} call(%v), to_apply=%called",
+        (CALLED.replace("WORK", UPDATE),),
+    ),
+    "branches": (
+        "%flag = pred[] constant(true)\n"
+        "%w = f32[64]{0} conditional(%flag, %v, %v), true_computation=%left, "
+        "false_computation=%right",
+        (BRANCHES.replace("RESULT", "negate"),),
+    ),
+    "in flight": (
+        ONE + IN_FLIGHT + "calls=%wrapped\n%w = f32[64]{0} async-done(%go)",
+        (FUSED.replace("RESULT", "bitcast"), WRAPPED),
+    ),
+}
+
+NOT_IN_PLACE = {
+    "negate": ("%w = f32[64]{0} negate(%v)", ()),
+    "fused and read again": (
+        ONE + "%w = f32[64]{0} fusion(%v, %one), kind=kLoop, calls=%updating",
+        (FUSED.replace("RESULT", "negate"),),
+    ),
+    "handed through": (LOOP, (BODY.replace("RESULT", "bitcast"),)),
+    "call": (
+        "%w = f32[64]{0} call(%v), to_apply=%called",
+        (CALLED.replace("WORK", "negate(%p)"),),
+    ),
+    "branches": (
+        "%flag = pred[] constant(true)\n"
+        "%w = f32[64]{0} conditional(%flag, %v, %v), true_computation=%left, "
+        "false_computation=%right",
+        (BRANCHES.replace("RESULT", "bitcast"),),
+    ),
+}
+
+
+def program(work: str, called: tuple[str, ...], first: str, last: str) -> Module:
+    """v is worked on, with a line in front and one behind, and both results are returned."""
+    lines = f"""
+        %x = f32[64]{{0}} parameter(0)
+        %v = f32[64]{{0}} abs(%x)
+        {first}
+        {work}
+        {last}
+        ROOT %r = (f32[64]{{0}}, f32[64]{{0}}) tuple(%w, %late)
+        """
+    return entry("\n".join(line for line in lines.splitlines() if line.strip()), *called)
+
+
+READ = "%late = f32[64]{0} negate(%v)"
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_what_works_in_place_comes_after_all_readers(kind: str):
+    work, called = IN_PLACE[kind]
+    EntryMemory(program(work, called, READ, "")).check()
+    with pytest.raises(
+        VerificationError, match=r"writes over what %v left, which %late reads later"
+    ):
+        EntryMemory(program(work, called, "", READ)).check()
+
+
+@pytest.mark.parametrize("kind", NOT_IN_PLACE)
+def test_what_has_a_result_of_its_own_may_stand_anywhere(kind: str):
+    work, called = NOT_IN_PLACE[kind]
+    EntryMemory(program(work, called, READ, "")).check()
+    EntryMemory(program(work, called, "", READ)).check()
+
+
+def test_a_read_in_flight_lasts_until_its_done():
+    update, _ = IN_PLACE["update"]
+    copy = "%s = (f32[64]{0:S(5)}, f32[64]{0}, u32[]) copy-start(%v)"
+    done = "%late = f32[64]{0:S(5)} copy-done(%s)"
+    EntryMemory(program(update, (), f"{copy}\n{done}", "")).check()
+    with pytest.raises(VerificationError, match="which %s reads later"):
+        EntryMemory(program(update, (), copy, done)).check()
+
+
+def test_a_result_is_read_at_the_end():
+    update, _ = IN_PLACE["update"]
+    EntryMemory(program(update, (), "%late = f32[64]{0} copy(%v)", "")).check()
+    with pytest.raises(VerificationError, match="which %r reads later"):
+        EntryMemory(program(update, (), "%late = f32[64]{0} bitcast(%v)", "")).check()
+
+
+def donated(*lines: str) -> Module:
+    """A program that gives x away to its result."""
+    body = "\n".join(("%x = f32[64]{0} parameter(0)", *lines))
+    alias = "input_output_alias={ {}: (0, {}) }"
+    return module_of(f"HloModule m, is_scheduled=true, {alias}\n\nENTRY %main {{\n{body}\n}}\n")
+
+
+def test_a_donated_argument_is_read_before_its_successor_is_written():
+    n, r = "%n = f32[64]{0} negate(%x)", "ROOT %r = f32[64]{0} add(%w, %m)"
+    first, last = "%w = f32[64]{0} copy(%n)", "%m = f32[64]{0} abs(%x)"
+    EntryMemory(donated(n, first, last, r)).check()
+    over = f"{ZERO}{ONE.replace('%v', '%w')}ROOT %r = f32[64]{{0}} dynamic-update-slice(%w, "
+    over += "%one, %zero)"
+    # The result lies where the copy lay, and that where the argument was.
+    with pytest.raises(VerificationError, match="%w writes over what %x left, which %m reads"):
+        EntryMemory(donated(n, first, last, over)).check()
+    EntryMemory(donated(n, last, first, over)).check()
+
+
+def test_says_who_writes_over_what():
+    update, _ = IN_PLACE["update"]
+    module = program(update, (), READ, "")
+    named = {i.name: i for i in module.entry.instructions}
+    memory = EntryMemory(module)
+    assert memory.overwriter(named["v"]) is named["w"]
+    assert memory.overwriter(named["late"]) is None
+
+
+@pytest.mark.parametrize("key", corpus.memory())
+def test_programs_as_xla_leaves_them_are_accepted(key: str):
+    module = corpus.read(key)
+    assert module.is_scheduled
+    EntryMemory(module).check()

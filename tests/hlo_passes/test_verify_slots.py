@@ -1,0 +1,372 @@
+"""What a copy is read through, and where values lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hlo_passes.ir import Module
+from hlo_passes.plan import (
+    Allocation,
+    Event,
+    Fence,
+    LiveRange,
+    Placement,
+    Plan,
+    Prediction,
+    Slot,
+    Transfer,
+)
+from hlo_passes.verify import verify_plan
+from tests.hlo_passes.streamed import (
+    SIZE,
+    entry,
+    rejection,
+    with_transfer,
+)
+from tests.hlo_passes.toys import module_of
+
+FETCH = """
+    %x = f32[64]{0} parameter(0)
+    %w0 = f32[64]{0:S(5)} parameter(1)
+    %start = (f32[64]{0}, f32[64]{0:S(5)}, u32[]) copy-start(%w0)
+    %done = f32[64]{0} copy-done(%start)
+"""
+
+LOOP = """
+%condition {
+  %c = (s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%body {
+  ROOT %b = (s32[], f32[64]{0}) parameter(0)
+}""".strip()
+
+WRAPPED = """
+%wrapped {
+  %p = f32[64]{0} parameter(0)
+  ROOT %negated = f32[64]{0} negate(%p)
+}""".strip()
+
+
+def fetched(module: Module, last: int, end: int, *slots: Slot) -> Plan:
+    """One transfer of w0 at tick 0, read until `last`; its own slots at 0, others as given."""
+    sizes = {"arena": SIZE, "outputs": 0, "arguments": SIZE}
+    for slot in slots:
+        sizes[slot.allocation] = max(sizes[slot.allocation], slot.offset + slot.size)
+    return Plan(
+        module_fingerprint=module.fingerprint,
+        machine="toy",
+        budget_bytes=10**6,
+        placements=(Placement(0, "x", "hbm", SIZE), Placement(1, "w0", "host", SIZE)),
+        allocations=tuple(Allocation(name, "hbm", size) for name, size in sizes.items()),
+        slots=(
+            Slot("x", "arguments", 0, SIZE, LiveRange(0, end)),
+            Slot("w0#0", "arena", 0, SIZE, LiveRange(0, last + 1)),
+            *slots,
+        ),
+        transfers=(Transfer(0, "w0", "host", "hbm", SIZE, 0, 0, last + 1),),
+        fences=(Fence(Event("done", 0), Event("compute", 0), "data"),),
+        prediction=Prediction(SIZE, SIZE, 0, SIZE, SIZE, 0.0, 0.0, 0.0, 0.0, 0.0),
+    )
+
+
+def assert_last_read(module: Module, last: int, end: int, *slots: Slot) -> None:
+    """A copy held until after `last` is accepted, one that ends before is rejected."""
+    verify_plan(module, fetched(module, last, end, *slots))
+    assert f"is read until tick {last}" in rejection(fetched(module, last - 1, end, *slots), module)
+
+
+def test_a_copy_is_read_through_tuples_and_barriers():
+    module = entry(
+        FETCH
+        + """
+        %t = (f32[64]{0}, f32[64]{0}) tuple(%x, %done)
+        %o = (f32[64]{0}, f32[64]{0}) opt-barrier(%t)
+        %g = f32[64]{0} get-tuple-element(%o), index=1
+        ROOT %r = f32[64]{0} negate(%g)
+        """
+    )
+    assert_last_read(module, 3, 4, Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)))
+
+
+def test_a_copy_is_read_through_a_loop_that_carries_it():
+    module = entry(
+        FETCH
+        + """
+        %zero = s32[] constant(0)
+        %t = (s32[], f32[64]{0}) tuple(%zero, %done)
+        %loop = (s32[], f32[64]{0}) while(%t), condition=%condition, body=%body
+        %g = f32[64]{0} get-tuple-element(%loop), index=1
+        ROOT %r = f32[64]{0} negate(%g)
+        """,
+        LOOP,
+    )
+    # The first user is the tuple, at tick 1.
+    plan = fetched(module, 4, 5, Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)))
+    verify_plan(module, plan)
+    short = with_transfer(plan, replace(plan.transfers[0], end=4))
+    assert "is read until tick 4" in rejection(short, module)
+
+
+def test_a_copy_is_read_until_an_asynchronous_call_is_done():
+    module = entry(
+        FETCH
+        + """
+        %go = ((f32[64]{0}), f32[64]{0}, s32[]) async-start(%done), calls=%wrapped
+        %a = f32[64]{0} negate(%x)
+        %here = f32[64]{0} async-done(%go)
+        ROOT %r = f32[64]{0} add(%a, %here)
+        """,
+        WRAPPED,
+    )
+    slots = (
+        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
+        Slot("a", "arena", SIZE, SIZE, LiveRange(1, 4)),
+        Slot("go{1}", "arena", 2 * SIZE, SIZE, LiveRange(0, 4)),
+    )
+    assert_last_read(module, 2, 4, *slots)
+    # The callee's name for the result is as good.
+    named = (*slots[:2], replace(slots[2], buffer="negated"))
+    verify_plan(module, fetched(module, 2, 4, *named))
+    assert "%go{1} has no slot" in rejection(fetched(module, 2, 4, *slots[:2]), module)
+
+
+UPDATE = (
+    FETCH
+    + """
+    %zero = s32[] constant(0)
+    %one = f32[1]{0} slice(%x), slice={[0:1]}
+    %u = f32[64]{0} dynamic-update-slice(%done, %one, %zero)
+    %s = f32[64]{0} negate(%x)
+    ROOT %r = f32[64]{0} add(%u, %s)
+    """
+)
+
+
+def test_an_update_in_place_holds_the_copy_or_has_a_slot():
+    module = entry(UPDATE)
+    slots = (
+        Slot("one", "arena", SIZE, 4, LiveRange(1, 3)),
+        Slot("s", "arena", 2 * SIZE, SIZE, LiveRange(3, 5)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+    )
+    verify_plan(module, fetched(module, 4, 5, *slots))
+    assert "%u has no slot" in rejection(fetched(module, 3, 5, *slots), module)
+    own = Slot("u", "arena", 3 * SIZE, SIZE, LiveRange(2, 5))
+    verify_plan(module, fetched(module, 2, 5, *slots, own))
+
+
+UPDATING = """
+%updating {
+  %p = f32[64]{0} parameter(0)
+  %one = f32[1]{0} parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[64]{0} dynamic-update-slice(%p, %one, %zero)
+}
+
+%wrapped {
+  %p.1 = f32[64]{0} parameter(0)
+  %one.1 = f32[1]{0} parameter(1)
+  ROOT %updated = f32[64]{0} fusion(%p.1, %one.1), kind=kLoop, calls=%updating
+}""".strip()
+
+UPDATE_IN_FLIGHT = (
+    FETCH
+    + """
+    %some = f32[1]{0} slice(%x), slice={[0:1]}
+    %go = ((f32[64]{0}, f32[1]{0}), f32[64]{0}, s32[]) async-start(%done, %some), calls=%wrapped
+    %a = f32[64]{0} negate(%x)
+    %here = f32[64]{0} async-done(%go)
+    ROOT %r = f32[64]{0} add(%a, %here)
+    """
+)
+
+
+def test_an_update_in_flight_may_be_in_place():
+    slots = (
+        Slot("some", "arena", SIZE, 4, LiveRange(0, 4)),
+        Slot("a", "arena", 2 * SIZE, SIZE, LiveRange(2, 5)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+    )
+    module = entry(UPDATE_IN_FLIGHT, UPDATING)
+    verify_plan(module, fetched(module, 4, 5, *slots))
+    assert "%go{1} has no slot" in rejection(fetched(module, 3, 5, *slots), module)
+    over = Slot("go{1}", "arena", 0, SIZE, LiveRange(1, 5))
+    verify_plan(module, fetched(module, 3, 5, *slots, over))
+    # Nobody else may read the copy once the update has begun.
+    module = entry(UPDATE_IN_FLIGHT.replace("negate(%x)", "negate(%done)"), UPDATING)
+    assert "%go{1} has no slot" in rejection(fetched(module, 4, 5, *slots), module)
+    assert "the slots of %w0#0 and %go{1} overlap" in rejection(
+        fetched(module, 3, 5, *slots, over), module
+    )
+
+
+def test_what_reads_after_it_writes_is_not_in_place_in_flight():
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(1, 4)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
+    )
+    text = """
+        %go = ((f32[64]{0}), f32[64]{0}, s32[]) async-start(%done), calls=%wrapped
+        %a = f32[64]{0} negate(%x)
+        %here = f32[64]{0} async-done(%go)
+        ROOT %r = f32[64]{0} add(%a, %here)
+        """
+    module = entry(FETCH + text, WRAPPED)
+    verify_plan(module, fetched(module, 3, 4, *slots))
+    reverse = entry(FETCH + text, WRAPPED.replace("negate(%p)", "reverse(%p), dimensions={0}"))
+    assert "%go{1} has no slot" in rejection(fetched(reverse, 3, 4, *slots), reverse)
+
+
+def test_a_result_may_have_the_slot_of_an_operand_that_dies():
+    module = entry(UPDATE)
+    slots = (
+        Slot("one", "arena", SIZE, 4, LiveRange(1, 3)),
+        Slot("s", "arena", 2 * SIZE, SIZE, LiveRange(3, 5)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+    )
+    over = Slot("u", "arena", 0, SIZE, LiveRange(2, 5))
+    verify_plan(module, fetched(module, 2, 5, *slots, over))
+    early = replace(over, live_range=LiveRange(1, 5))
+    assert "the slots of %w0#0 and %u overlap" in rejection(
+        fetched(module, 2, 5, *slots, early), module
+    )
+    swapped = replace(slots[1], offset=0)
+    assert "overlap" in rejection(fetched(module, 3, 5, swapped, *slots[::2], over), module)
+
+
+def test_an_argument_is_not_written_over_unless_it_is_donated():
+    lines = FETCH + "ROOT %r = f32[64]{0} add(%x, %done)"
+    kept = entry(lines)
+    slot = Slot("r", "arguments", 0, SIZE, LiveRange(0, 1))
+    assert "the slots of %x and %r overlap in allocation 'arguments'" in rejection(
+        fetched(kept, 0, 1, slot), kept
+    )
+    given = donated(lines)
+    verify_plan(given, fetched(given, 0, 1, slot))
+    verify_plan(given, fetched(given, 0, 1))
+    # Argument and output are one buffer: they are counted once.
+    assert "it needs 512 bytes of hbm, the budget is 511" in rejection(
+        replace(fetched(given, 0, 1), budget_bytes=511), given
+    )
+
+
+def donated(lines: str) -> Module:
+    """A program that gives x away to its result."""
+    return module_of(
+        f"HloModule by_hand, is_scheduled=true, input_output_alias={{ {{}}: (0, {{}}) }}\n\n"
+        f"ENTRY %main {{{lines}\n}}\n"
+    )
+
+
+def test_what_a_result_is_written_over_lies_in_the_donated_argument():
+    # Nothing but the argument has bytes for the copy: the result is written over it.
+    module = donated(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        %b = f32[64]{0} negate(%c)
+        ROOT %r = f32[64]{0} add(%b, %a)
+        """
+    )
+    slot = Slot("a", "arena", SIZE, SIZE, LiveRange(0, 4))
+    verify_plan(module, fetched(module, 0, 4, slot))
+    short = replace(slot, live_range=LiveRange(0, 3))
+    assert "the slot of %a does not hold it" in rejection(fetched(module, 0, 4, short), module)
+
+
+def test_an_argument_is_read_before_what_takes_its_place_is_written():
+    lines = (
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        %n = f32[64]{0} negate(%LATE)
+        ROOT %r = f32[64]{0} add(%c, %n)
+        """
+    )
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(0, 3)),
+        Slot("n", "arena", 2 * SIZE, SIZE, LiveRange(2, 4)),
+    )
+    right = donated(lines.replace("LATE", "a"))
+    verify_plan(right, fetched(right, 0, 4, *slots))
+    wrong = donated(lines.replace("LATE", "x"))
+    assert "%c takes the place of %x at tick 1, which is read until tick 2" in rejection(
+        fetched(wrong, 0, 4, *slots), wrong
+    )
+
+
+def test_a_copy_that_is_not_returned_does_not_lie_in_a_donated_argument():
+    module = donated(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %c = f32[64]{0} copy(%a)
+        ROOT %r = f32[64]{0} reverse(%c), dimensions={0}
+        """
+    )
+    slot = Slot("a", "arena", SIZE, SIZE, LiveRange(0, 2))
+    assert "%c has no slot" in rejection(fetched(module, 0, 3, slot), module)
+    own = Slot("c", "arena", 2 * SIZE, SIZE, LiveRange(1, 3))
+    verify_plan(module, fetched(module, 0, 3, slot, own))
+
+
+def test_each_result_of_an_instruction_has_an_operand_of_its_own():
+    # The first result lives long, and only b lasts so; the second has to be in u, and that
+    # in a, although b has a slot itself and u has none.
+    module = entry(
+        FETCH
+        + """
+        %a = f32[64]{0} multiply(%x, %done)
+        %b = f32[64]{0} negate(%x)
+        %u = f32[64]{0} negate(%a)
+        %f = (f32[64]{0}, f32[64]{0}) custom-call(%u, %b), custom_call_target="both"
+        %one = f32[64]{0} get-tuple-element(%f), index=1
+        %s = f32[64]{0} reverse(%one), dimensions={0}
+        %two = f32[64]{0} get-tuple-element(%f), index=0
+        ROOT %r = f32[64]{0} subtract(%two, %s)
+        """
+    )
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(0, 6)),
+        Slot("b", "arena", 2 * SIZE, SIZE, LiveRange(1, 8)),
+        Slot("s", "arena", 3 * SIZE, SIZE, LiveRange(5, 8)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(7, 8)),
+        Slot("f", "arena", 4 * SIZE, 16, LiveRange(3, 7)),
+    )
+    verify_plan(module, fetched(module, 0, 8, *slots))
+    short = replace(slots[1], live_range=LiveRange(1, 7))
+    assert "%f{0} has no slot" in rejection(
+        fetched(module, 0, 8, slots[0], short, *slots[2:]), module
+    )
+
+
+def test_a_donated_argument_is_not_fetched():
+    lines = FETCH + "ROOT %r = f32[64]{0} add(%x, %done)"
+    module = module_of(
+        f"HloModule by_hand, is_scheduled=true, input_output_alias={{ {{}}: (1, {{}}) }}\n\n"
+        f"ENTRY %main {{{lines}\n}}\n"
+    )
+    assert "transfer 0 serves no use of %w0" in rejection(fetched(module, 0, 1), module)
+
+
+def test_a_placement_agrees_with_the_module():
+    module = entry(FETCH + "ROOT %r = f32[64]{0} add(%x, %done)")
+    plan = fetched(module, 0, 1, Slot("r", "outputs", 0, SIZE, LiveRange(0, 1)))
+    verify_plan(module, plan)
+    on_device = (plan.placements[0], replace(plan.placements[1], tier="hbm"))
+    assert "%w0 is placed in hbm, but the module takes it from host memory" in rejection(
+        replace(plan, placements=on_device), module
+    )
+    wrong = (plan.placements[0], replace(plan.placements[1], size=8))
+    assert (
+        "parameter 1: expected a placement of %w0 with 256 bytes, found ('w0', 8)"
+    ) in rejection(replace(plan, placements=wrong), module)
+    assert "3 placements for 2 parameters" in rejection(
+        replace(plan, placements=(*plan.placements, Placement(2, "z", "hbm", 0))), module
+    )
