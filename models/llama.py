@@ -19,6 +19,7 @@ float32.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +195,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """One decoder layer: attention, then the MLP, each on a normalised residual stream."""
 
-    mlp_type: type[nnx.Module] = Mlp
+    mlp_type: Callable[..., nnx.Module] = Mlp
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.norm_eps = config.norm_eps

@@ -30,7 +30,7 @@ from models.llama import Block, Llama, init_weight, next_token_loss, with_shardi
 
 
 class MoeMlp(nnx.Module):
-    """Routed SwiGLU experts; each call leaves its load-balancing loss as an `nnx.Intermediate`."""
+    """Routed SwiGLU experts, whose load-balancing loss `nnx.capture` finds."""
 
     def __init__(self, config: MoeConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -44,7 +44,7 @@ class MoeMlp(nnx.Module):
         """[batch, len, embed_dim] to the same."""
         scores = jnp.einsum("btm,me->bte", x, self.router[...], preferred_element_type=jnp.float32)
         weights, experts = best_experts(scores, self.config.experts_per_token)
-        self.sow(nnx.Intermediate, "balance", balance_loss(scores, experts))
+        self.sow(nnx.Intermediate, "balance", balance_loss(scores, experts), capture_noop=True)
         capacity = self.config.capacity(x.shape[1])
         slots = assign_slots(experts, self.config.num_experts, capacity).astype(x.dtype)
         combine = jnp.einsum("btkec,btk->btec", slots, weights.astype(x.dtype))
@@ -114,14 +114,14 @@ class MoeLlama(Llama):
     """`Llama` with experts in every layer."""
 
     block_type = MoeBlock
+    config: MoeConfig
 
 
 def loss_fn(graphdef: nnx.GraphDef[MoeLlama], params: nnx.State, tokens: jax.Array) -> jax.Array:
     """`models.llama.loss_fn`, and the layers' mean `balance_loss` by `balance_weight`."""
     model = nnx.merge(graphdef, params)
-    loss = next_token_loss(model, tokens)
-    balance = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))
-    return loss + model.config.balance_weight * jnp.mean(jnp.stack(balance))
+    loss, balance = nnx.capture(next_token_loss, nnx.Intermediate)(model, tokens)
+    return loss + model.config.balance_weight * jnp.mean(jnp.stack(jax.tree.leaves(balance)))
 
 
 def abstract_model(config: MoeConfig, sharding: Sharding | None = None) -> MoeLlama:

@@ -161,10 +161,20 @@ def _step[Batch](
     """`kept` says where gradients and the next state are to be."""
     value, gradients = _loss_and_gradients(loss, state.params, batch, options.microbatches)
     gradients = _widened(kept(gradients))
+    metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
+    return kept(apply_gradients(options, state, gradients)), metrics
+
+
+def apply_gradients(options: TrainOptions, state: TrainState, gradients: nnx.State) -> TrainState:
+    """The optimizer's part of a step.
+
+    Args:
+      state: donatable; every array of the result takes the place of one of its own.
+      gradients: float32, in the structure of the parameters.
+    """
     updates, optimizer = options.optimizer.update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), state.params, updates)
-    metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
-    return kept(TrainState(params, optimizer)), metrics
+    return TrainState(params, optimizer)
 
 
 def abstract_state(

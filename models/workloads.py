@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import models.dit as dit
 import models.llama as llama
+import models.moe as moe
 import models.scanned as scanned
-from models.configs import CONFIGS
+import models.unet as unet
+import models.vit as vit
+from models.configs import CONFIGS, MOE_CONFIGS, LlamaConfig, MoeConfig
+from models.dit import DitConfig
 from models.sharding import CACHE, TOKENS, AnyMesh, named, placed, weight_shardings
-from models.training import TrainOptions, abstract_state, train_step
+from models.training import (
+    Loss,
+    TrainOptions,
+    TrainState,
+    abstract_state,
+    apply_gradients,
+    gradient_step,
+    init_state,
+    rounded,
+    train_step,
+)
+from models.unet import UNetConfig
+from models.vit import VitConfig
 
 type Workload = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function to compile, and its arguments as `jax.ShapeDtypeStruct`."""
@@ -25,7 +43,7 @@ def decode(model: str, *, batch: int, cache_length: int, tokens: int = 1) -> Wor
     """A step of `models.llama.decode_step`: `tokens` new tokens for each of `batch` sequences.
 
     Args:
-      model: a key of `models.configs.CONFIGS`.
+      model: a key of `models.configs.CONFIGS`, or of `MOE_CONFIGS` there.
       cache_length: tokens that the cache has room for.
       tokens: 1 to decode; more to append a chunk of a prompt.
 
@@ -33,11 +51,23 @@ def decode(model: str, *, batch: int, cache_length: int, tokens: int = 1) -> Wor
       The step, a function of (params, tokens, cache) whose cache can be donated, and the
       arguments as `jax.ShapeDtypeStruct`.
     """
-    config = CONFIGS[model]
-    graphdef, params = nnx.split(llama.abstract_model(config))
-    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
-    cache = llama.abstract_cache(config, batch, cache_length)
-    return functools.partial(llama.decode_step, graphdef), (params, ids, cache)
+    graphdef, *args = _unrolled(model, batch, tokens, cache_length)
+    return functools.partial(llama.decode_step, graphdef), tuple(args)
+
+
+def prefill(model: str, *, batch: int, tokens: int, cache_length: int) -> Workload:
+    """`models.llama.prefill`: `batch` prompts of `tokens` into a cache.
+
+    Args:
+      model: as of `decode`.
+      cache_length: tokens that the cache has room for, `tokens` or more.
+
+    Returns:
+      A function of (params, tokens, cache) whose cache can be donated, and the arguments as
+      `jax.ShapeDtypeStruct`.
+    """
+    graphdef, *args = _unrolled(model, batch, tokens, cache_length)
+    return functools.partial(llama.prefill, graphdef), tuple(args)
 
 
 def scanned_decode(
@@ -93,6 +123,116 @@ def train(
     graphdef = nnx.graphdef(scanned.abstract_model(config, remat=remat, mesh=mesh))
     state = abstract_state(config, options, param_dtype=param_dtype, mesh=mesh)
     return functools.partial(train_step, graphdef, options), (state, _ids(batch, tokens + 1, mesh))
+
+
+def unrolled_train(
+    model: str, *, batch: int, tokens: int, options: TrainOptions | None = None
+) -> Workload:
+    """A step on `batch` rows of `tokens` predictions each; float32 master weights, no remat.
+
+    Args:
+      model: as of `decode`.
+      options: of the step; None for the usual ones.
+
+    Returns:
+      A function of (state, batch) whose state can be donated, and the arguments as
+      `jax.ShapeDtypeStruct`.
+    """
+    config = _config(model)
+    graphdef = nnx.graphdef(_abstract_model(config))
+    loss_fn = moe.loss_fn if isinstance(config, MoeConfig) else llama.loss_fn
+    loss = rounded(functools.partial(loss_fn, graphdef), config.dtype)
+    params = nnx.state(_abstract_model(dataclasses.replace(config, dtype=jnp.float32)))
+    return _train(loss, params, _ids(batch, tokens + 1, None), options)
+
+
+def vit_forward(config: VitConfig, *, batch: int) -> Workload:
+    """`models.vit.forward`, a function of (params, images), on `batch` images."""
+    graphdef, params = nnx.split(_abstract(vit.VisionTransformer, config))
+    images, _ = _labelled_images(config, batch)
+    return functools.partial(vit.forward, graphdef), (params, images)
+
+
+def vit_train(config: VitConfig, *, batch: int, options: TrainOptions | None = None) -> Workload:
+    """A step on `models.vit.loss_fn`, a function of (state, batch), on `batch` images."""
+    graphdef, params = nnx.split(_abstract(vit.VisionTransformer, config))
+    loss = functools.partial(vit.loss_fn, graphdef)
+    return _train(loss, params, _labelled_images(config, batch), options)
+
+
+def dit_train(config: DitConfig, *, batch: int, options: TrainOptions | None = None) -> Workload:
+    """A step on `models.dit.loss_fn`, a function of (state, batch), on `batch` latents."""
+    graphdef, params = nnx.split(_abstract(dit.DiffusionTransformer, config))
+    examples = jax.eval_shape(lambda: dit.empty_batch(config, batch))
+    return _train(functools.partial(dit.loss_fn, graphdef), params, examples, options)
+
+
+def unet_train(
+    config: UNetConfig, *, batch: int, size: int, options: TrainOptions | None = None
+) -> Workload:
+    """A step on `models.unet.loss_fn`, a function of (state, batch), on `batch` images of
+    `size` × `size` pixels."""
+    graphdef, params = nnx.split(_abstract(unet.UNet, config))
+    images = jax.ShapeDtypeStruct((batch, size, size, config.channels), config.dtype)
+    labels = jax.ShapeDtypeStruct((batch, size, size), jnp.int32)
+    return _train(functools.partial(unet.loss_fn, graphdef), params, (images, labels), options)
+
+
+def update(model: str, *, options: TrainOptions | None = None) -> Workload:
+    """The optimizer's part of a training step: `models.training.apply_gradients`.
+
+    Args:
+      model: as of `decode`; each weight of each layer is an array of its own.
+
+    Returns:
+      A function of (state, gradients), all of it float32, whose state can be donated, and the
+      arguments as `jax.ShapeDtypeStruct`.
+    """
+    options = options or TrainOptions()
+    params = nnx.state(_abstract_model(dataclasses.replace(_config(model), dtype=jnp.float32)))
+    return functools.partial(apply_gradients, options), (_state(params, options), params)
+
+
+def _config(model: str) -> LlamaConfig:
+    return MOE_CONFIGS[model] if model in MOE_CONFIGS else CONFIGS[model]
+
+
+def _abstract_model(config: LlamaConfig) -> llama.Llama:
+    if isinstance(config, MoeConfig):
+        return moe.abstract_model(config)
+    return llama.abstract_model(config)
+
+
+def _abstract[Model: nnx.Module](kind: Callable[..., Model], config: Any) -> Model:
+    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+
+
+def _unrolled(
+    model: str, batch: int, tokens: int, cache_length: int
+) -> tuple[nnx.GraphDef[llama.Llama], nnx.State, jax.ShapeDtypeStruct, llama.Cache]:
+    config = _config(model)
+    graphdef, params = nnx.split(_abstract_model(config))
+    cache = llama.abstract_cache(config, batch, cache_length)
+    return graphdef, params, _ids(batch, tokens, None), cache
+
+
+def _train(
+    loss: Loss[Any], params: nnx.State, batch: Any, options: TrainOptions | None
+) -> Workload:
+    options = options or TrainOptions()
+    return functools.partial(gradient_step, loss, options), (_state(params, options), batch)
+
+
+def _state(params: nnx.State, options: TrainOptions) -> TrainState:
+    return jax.eval_shape(lambda params: init_state(params, options), params)
+
+
+def _labelled_images(
+    config: VitConfig, batch: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    shape = (batch, config.image_size, config.image_size, 3)
+    images = jax.ShapeDtypeStruct(shape, config.dtype)
+    return images, jax.ShapeDtypeStruct((batch,), jnp.int32)
 
 
 def _scanned(
