@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         MemoryBudgetError,
         MemplanError,
         PlanMismatchError,
+        UnknownBufferError,
         VerificationError,
     )
     from hlo_passes.machine import Machine, load_machine, machine_names
     from hlo_passes.plan import Plan
     from hlo_passes.reader import read_module
     from memplan.api import jit
+    from memplan.explaining import explain
     from memplan.replaying import replay
     from memplan.stages import PlacementWarning
     from memplan.topologies import Topology, topology
@@ -40,7 +42,9 @@ _HOME = {
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
     "Topology": "memplan.topologies",
+    "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
+    "explain": "memplan.explaining",
     "jit": "memplan.api",
     "load_machine": "hlo_passes.machine",
     "machine_names": "hlo_passes.machine",
@@ -57,7 +61,9 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Topology",
+    "UnknownBufferError",
     "VerificationError",
+    "explain",
     "jit",
     "load_machine",
     "machine_names",

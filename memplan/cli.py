@@ -13,13 +13,15 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hlo_passes.errors import MemplanError
 from memplan import __version__
 
 if TYPE_CHECKING:
+    from hlo_passes.ir import Module
     from hlo_passes.machine import Machine
     from hlo_passes.plan import Plan
     from memplan.report.tables import Table
@@ -31,6 +33,22 @@ REFUSED = 2
 
 class UsageError(MemplanError, ValueError):
     """Options that do not go together."""
+
+
+class Planned(NamedTuple):
+    """What ``memplan plan`` found.
+
+    Attributes:
+      plan: None where XLA's own program keeps to the budget.
+      module: the program as it will run: the rewritten module, or XLA's executable.
+      machine: the one planned for.
+      runs: XLA alone and memplan, or one of them.
+    """
+
+    plan: Plan | None
+    module: Module
+    machine: Machine
+    runs: list[RunView]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    plan.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="BUFFER",
+        help="say why a buffer is kept, evicted, computed again or streamed, by HLO name or "
+        "argument path, * for any part; without one, list the largest decisions",
+    )
     _add_outputs(plan)
     plan.set_defaults(run=_plan)
 
@@ -137,19 +163,22 @@ def _plan(options: argparse.Namespace) -> None:
 
     budget = parse_bytes(options.hbm)
     if is_reference(options.source):
-        plan, machine, runs = _plan_function(options.source, options.machine, budget)
+        planned = _plan_function(options.source, options.machine, budget)
     else:
-        plan, machine, runs = _plan_file(Path(options.source), options.machine, budget)
+        planned = _plan_file(Path(options.source), options.machine, budget)
     if options.out:
-        if plan is None:
+        if planned.plan is None:
             raise UsageError("no plan to write: XLA's own program keeps to the budget")
-        plan.save(options.out)
-    _show(options, _report(runs, machine, budget))
+        planned.plan.save(options.out)
+    report = _report(planned.runs, planned.machine, budget)
+    if options.explain is None:
+        _show(options, report)
+    else:
+        _write_files(options, report)
+        _explain(options, planned)
 
 
-def _plan_file(
-    path: Path, machine_name: str, budget: int
-) -> tuple[Plan | None, Machine, list[RunView]]:
+def _plan_file(path: Path, machine_name: str, budget: int) -> Planned:
     from hlo_passes import pipeline
     from hlo_passes.machine import load_machine
     from hlo_passes.reader import read_module
@@ -161,14 +190,11 @@ def _plan_file(
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
         plan = pipeline.plan_module(module, machine, budget, labels=labels)
         rewritten = pipeline.rewrite_module(module, plan, machine)
-        return (
-            plan,
-            machine,
-            [
-                view_run("XLA alone", module, machine),
-                view_run("memplan", rewritten, machine, plan=plan),
-            ],
-        )
+        runs = [
+            view_run("XLA alone", module, machine),
+            view_run("memplan", rewritten, machine, plan=plan),
+        ]
+    return Planned(plan, rewritten, machine, runs)
 
 
 def _passes(options: argparse.Namespace) -> None:
@@ -207,9 +233,7 @@ def _demo(options: argparse.Namespace) -> None:
     demo.main(json=options.json)
 
 
-def _plan_function(
-    source: str, machine_name: str, budget: int
-) -> tuple[Plan | None, Machine, list[RunView]]:
+def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
     from hlo_passes.machine import load_machine
     from memplan.compare import view_planned, view_unscheduled
     from memplan.reference import load_reference
@@ -232,7 +256,7 @@ def _plan_function(
         with _progress("Compiling what XLA does alone"):
             alone = view_unscheduled(compiled, machine)
         views = views if alone is None else [alone, *views]
-    return compiled.plan, machine, views
+    return Planned(compiled.plan, compiled.module, machine, views)
 
 
 def _report(runs: Sequence[RunView], machine: Machine | None, budget: int | None) -> Report:
@@ -243,19 +267,43 @@ def _report(runs: Sequence[RunView], machine: Machine | None, budget: int | None
 
 
 def _show(options: argparse.Namespace, report: Report) -> None:
-    from memplan.report.html import render_html
     from memplan.report.sections import report_tables
     from memplan.report.summary import summarize
+
+    _write_files(options, report)
+    if options.json:
+        _print_json(summarize(report))
+    else:
+        _print_tables(report_tables(report))
+
+
+def _write_files(options: argparse.Namespace, report: Report) -> None:
+    from memplan.report.html import render_html
     from memplan.report.trace import render_trace
 
     if options.html:
         options.html.write_text(render_html(report), encoding="utf-8")
     if options.trace:
         options.trace.write_text(render_trace(report), encoding="utf-8")
-    if options.json:
-        _print_json(summarize(report))
+
+
+def _explain(options: argparse.Namespace, planned: Planned) -> None:
+    """Prints sentences, or tables where no buffer is named; as JSON always the sentences."""
+    from memplan.explaining import NO_PLAN, explanations
+    from memplan.report.decisions import decision_tables
+
+    plan = planned.plan
+    if plan is None:
+        _print_json([]) if options.json else print(NO_PLAN)
+    elif options.explain or options.json:
+        pattern = options.explain or "*"
+        found = explanations(plan, pattern, module=planned.module, machine=planned.machine)
+        if options.json:
+            _print_json([asdict(explanation) for explanation in found])
+        else:
+            print(*(explanation.sentence for explanation in found), sep="\n")
     else:
-        _print_tables(report_tables(report))
+        _print_tables(decision_tables(plan))
 
 
 def _print_json(data: object) -> None:

@@ -20,6 +20,7 @@ COLUMNS = (
     Column("link busy", right=True),
     Column("step, predicted", right=True),
     Column("lower bound", right=True),
+    Column("gap", right=True),
 )
 """What is compared; `cells` fills them."""
 
@@ -58,4 +59,5 @@ def cells(run: RunView | None) -> tuple[str, ...]:
         f"{run.clock.link_s / run.clock.step_time_s:.1%}",
         format_seconds(run.clock.step_time_s),
         format_seconds(run.clock.lower_bound_s),
+        f"{run.clock.gap:.1%}",
     )

@@ -50,7 +50,7 @@ _FIXED = {
 }
 _FREE = "is on the device while it is live", ": it is not idle where memory is short"
 
-_NO_PLAN = "XLA's own program keeps to the budget: nothing is moved and nothing computed again.\n"
+NO_PLAN = "XLA's own program keeps to the budget: nothing is moved and nothing computed again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def explain(subject: Compiled | Plan, buffer: str | None = None) -> str:
     """
     plan, module = (subject, None) if isinstance(subject, Plan) else (subject.plan, subject.module)
     if plan is None:
-        return _NO_PLAN
+        return f"{NO_PLAN}\n"
     if buffer is None:
         return "\n".join(map(plain_text, decision_tables(plan)))
     found = explanations(plan, buffer, module=module, machine=_machine_of(plan))

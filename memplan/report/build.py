@@ -522,18 +522,19 @@ class _Builder:
         assert self.machine is not None
         busy, ends = max(((s, ends) for ends, s in simulated.link_s.items()), default=(0.0, ()))
         # A plan may keep other weights on the device, and so move fewer bytes; its kernels,
-        # as the final module prices them, run whatever it moves.
+        # as the final module prices them, run whatever it moves, but not twice.
+        again = sum(
+            span.end - span.begin
+            for span in simulated.computes
+            if _without_iteration(span.name) in self.recomputed
+        )
         moving = busy if self.plan is None else self.plan.prediction.lower_bound_s
         return Clock(
             machine=self.machine.name,
             step_time_s=simulated.step_time_s,
-            lower_bound_s=max(simulated.compute_s, moving),
+            lower_bound_s=max(simulated.compute_s - again, moving),
             compute_s=simulated.compute_s,
-            recompute_s=sum(
-                span.end - span.begin
-                for span in simulated.computes
-                if _without_iteration(span.name) in self.recomputed
-            ),
+            recompute_s=again,
             stall_s=simulated.stall_s,
             link_s=busy,
             link="→".join(ends),
@@ -557,7 +558,7 @@ class _Builder:
             yield ComputeSpan(tick, span.begin, span.end, stall=False)
             now = span.end
         if simulated.step_time_s > now:
-            last = len(self.sequence) - 1
+            last = waits.get(simulated.step_time_s, len(self.sequence) - 1)
             yield ComputeSpan(last, now, simulated.step_time_s, stall=True)
 
     def _order(self) -> Iterator[str]:

@@ -95,6 +95,30 @@ def test_plan_keeps_to_the_budget_and_saves(run, streamed_file, tmp_path):
     assert page.exists()
 
 
+def test_plan_explains_a_buffer(run, streamed_file, tmp_path):
+    words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB")
+    text = run(*words, "--explain", "params['w'][1]", "--html", tmp_path / "report.html")
+    assert text.startswith("params['w'][1] (%w.1, 256.0 KiB) is an argument in host memory")
+    assert "takes the link 263 µs" in text
+    assert text.count("\n") == 1
+    assert (tmp_path / "report.html").exists()
+    (told,) = json.loads(run(*words, "--explain", "w.1", "--json"))
+    assert (told["buffer"], told["action"], told["sentence"] + "\n") == ("w.1", "stream", text)
+
+
+def test_plan_lists_its_decisions(run, streamed_file):
+    words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB", "--explain")
+    text = run(*words)
+    assert "temporaries that are idle while memory is short" in text
+    assert "params['w'][2]" in text
+    assert {"w.0", "w.1", "w.2"} <= {told["buffer"] for told in json.loads(run(*words, "--json"))}
+
+
+def test_plan_refuses_to_explain_what_is_not_there(refused, streamed_file):
+    words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB")
+    assert "Did you mean 'dot.2'" in refused(*words, "--explain", "dot.22")
+
+
 def test_plan_of_a_function(run, tmp_path, monkeypatch):
     (tmp_path / "toy_program.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -109,6 +133,10 @@ def test_plan_of_a_function(run, tmp_path, monkeypatch):
     assert data["runs"][0]["device"]["source"] == "xla"
     assert data["note"] == "XLA's own program keeps to the budget: no plan was needed"
     assert not data["runs"][0]["is_planned"]
+    assert run(*words[:-1], "--explain").startswith(
+        "XLA's own program keeps to the budget: nothing"
+    )
+    assert json.loads(run(*words, "--explain", "x")) == []
 
 
 def test_plan_of_a_function_with_a_loop(run, tmp_path, monkeypatch):
