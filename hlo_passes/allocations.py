@@ -2,24 +2,25 @@
 
     parameters, constants, outputs        one allocation each
     a temporary that fits an output's     lies in that allocation while it is not yet, or
-    or a donated argument's allocation    no longer, needed
+    or a donated argument's allocation    no longer, needed (see `guests`)
     a temporary whose operand dies        lies where the operand lay (see `sharing`)
     every other temporary                 the heap: `assignment` finds its offset
 
-The order of these decisions is that of xla/service/buffer_assignment.cc (buffers by
-decreasing size, BufferAssigner::AssignSingleHloBuffer), and the heap is replayed as in
-xla/service/heap_simulator/heap_simulator.cc (HeapSimulator::RunComputation).
+The order of these decisions is that of xla/service/buffer_assignment.cc, and the heap is
+replayed as in xla/service/heap_simulator/heap_simulator.cc (HeapSimulator::RunComputation).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hlo_passes.dataflow import Buffer, Dataflow, Value
+from hlo_passes.dataflow import Buffer, Value
+from hlo_passes.guests import find_guests
 from hlo_passes.live_ranges import LiveRanges
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target, can_share
 
 
@@ -57,98 +58,10 @@ def find_allocations(
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
     # The TPU compiler leaves the caller's allocations alone (seen with libtpu of jax 0.12).
-    reused = _reuse_allocations(ranges, target, buffers, apart) if target != "tpu" else {}
+    reused = find_guests(ranges, target, buffers, apart) if target != "tpu" else {}
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     heap = _replay_heap(ranges, target, on_heap, apart)
     return Allocations(_held_throughout(heap) if target == "tpu" else heap, reused)
-
-
-def _reuse_allocations(
-    ranges: LiveRanges, target: Target, buffers: list[Buffer], apart: Collection[int]
-) -> dict[int, int]:
-    """Finds the temporaries and outputs that fit into an allocation that exists anyway."""
-    dataflow = ranges.dataflow
-    held: dict[int, list[Value]] = {}  # buffer with an allocation → the values in it
-    reusable: list[Buffer] = []
-    placed_in: dict[int, int] = {}
-    # The proto lists callees first, and XLA goes through the callers first.
-    computation = {c: -n for n, c in enumerate(dataflow.module.computations)}
-    place = {i: n for n, i in enumerate(dataflow.module.instructions)}
-
-    def order(b: Buffer) -> tuple[int, bool, tuple[int, int]]:
-        definers = (v.instruction for v in b.values)
-        first = min((computation[i.computation_id], place[i.id]) for i in definers)
-        return -b.size, not b.live_out, first
-
-    ordered = sorted(buffers, key=order)
-    for b in ordered:
-        if b.kind in ("constant", "tuple"):
-            continue
-        if b.kind == "parameter":
-            held[b.id] = list(b.values)
-            if b.live_out:
-                reusable.append(b)
-            continue
-        if any(v.id in apart for v in b.values):
-            continue
-        for owner in (*_operand_allocations(dataflow, b, placed_in, reusable), *reversed(reusable)):
-            if _fits(ranges, target, b, owner, held[owner.id]):
-                held[owner.id].extend(b.values)
-                placed_in[b.id] = owner.id
-                break
-        else:
-            if b.live_out:
-                held[b.id] = list(b.values)
-                reusable.append(b)
-    return placed_in
-
-
-def _operand_allocations(
-    dataflow: Dataflow, b: Buffer, placed_in: dict[int, int], reusable: list[Buffer]
-) -> list[Buffer]:
-    found: list[Buffer] = []
-    for v in b.values:
-        if v.index == ():
-            for operand in v.instruction.operand_ids:
-                held = dataflow.buffer_at(dataflow.module.instructions[operand])
-                owner = dataflow.buffers[placed_in.get(held.id, held.id)]
-                if owner in reusable:
-                    found.append(owner)
-    return found
-
-
-def _fits(ranges: LiveRanges, target: Target, b: Buffer, owner: Buffer, held: list[Value]) -> bool:
-    if b.size > owner.size or (b.live_out and b.size != owner.size):
-        return False
-    for new in b.values:
-        for old in held:
-            if _interfere(ranges, target, new, old):
-                return False
-            if new.instruction.opcode == "copy" and any(
-                p.instruction.id in new.instruction.operand_ids for p in old.positions
-            ):
-                return False
-    return True
-
-
-def _interfere(ranges: LiveRanges, target: Target, a: Value, b: Value) -> bool:
-    one, two = ranges.of_value[a.id], ranges.of_value[b.id]
-    if not one.overlaps(two):
-        return False
-    if one.end == two.start + 1:
-        return not _may_take_over(ranges, target, a, b)
-    if two.end == one.start + 1:
-        return not _may_take_over(ranges, target, b, a)
-    return True
-
-
-def _may_take_over(ranges: LiveRanges, target: Target, dying: Value, born: Value) -> bool:
-    last = max(dying.positions, key=lambda p: ranges.time_of[p.instruction.id])
-    return (
-        born.instruction.opcode != "copy"
-        and last.instruction.id in born.instruction.operand_ids
-        and can_share(ranges.dataflow, target, last, born.instruction, born.index)
-    )
 
 
 def _replay_heap(
@@ -158,37 +71,37 @@ def _replay_heap(
     dataflow = ranges.dataflow
     values = [v for b in buffers for v in b.values]
     values.sort(key=lambda v: (*ranges.of_value[v.id], v.id))
-    tracked = {v.id for v in values}
-    defined: dict[int, list[Value]] = {}
-    freed: dict[int, list[Value]] = {}
-    last_time = {v.id: ranges.of_value[v.id].end - 1 for v in values}
+    size_of = {v.id: b.size for b in buffers for v in b.values}
+    alone = {b.values[0].id for b in buffers if len(b.values) == 1}
+    defined: defaultdict[LogicalTime, list[Value]] = defaultdict(list)
+    freed: defaultdict[LogicalTime, dict[int, Value]] = defaultdict(dict)
+    last_time: dict[int, LogicalTime] = {}
     for v in values:
-        defined.setdefault(ranges.of_value[v.id].start, []).append(v)
-        freed.setdefault(last_time[v.id], []).append(v)
+        start, end = ranges.of_value[v.id]
+        last_time[v.id] = end - 1
+        defined[start].append(v)
+        freed[end - 1][v.id] = v
     clock = 0
     born: dict[int, int] = {}
     died: dict[int, int] = {}
     group: dict[int, int] = {}
-    first_of: dict[int, Value] = {}
+    group_of_buffer: dict[int, int] = {}
 
     def release(v: Value) -> None:
         nonlocal clock
         died[v.id] = clock
         clock += 1
 
-    def dying_operand(v: Value, time: int) -> Value | None:
-        if len(dataflow.buffer_of(v).values) > 1 or v.id in apart:
-            return None
-        if v.instruction.opcode == "copy":
+    def dying_operand(v: Value, time: LogicalTime) -> Value | None:
+        if v.id not in alone or v.id in apart or v.instruction.opcode == "copy":
             return None
         for operand in v.instruction.operand_ids:
             o = dataflow.value_at(dataflow.module.instructions[operand])
             if (
-                o.id in tracked
-                and o.id not in apart
+                o.id in freed[time]
                 and last_time[o.id] == time
-                and o in freed.get(time, ())
-                and len(dataflow.buffer_of(o).values) == 1
+                and o.id in alone
+                and o.id not in apart
                 and o.instruction.id in v.instruction.operand_ids
                 and can_share(dataflow, target, o.positions[0], v.instruction, v.index)
             ):
@@ -196,25 +109,24 @@ def _replay_heap(
         return None
 
     for time in sorted({*defined, *freed}):
-        for v in defined.get(time, ()):
+        for v in defined[time]:
             buffer = dataflow.buffer_of(v)
-            if buffer.id in first_of:
-                group[v.id] = group[first_of[buffer.id].id]
+            if buffer.id in group_of_buffer:
+                group[v.id] = group_of_buffer[buffer.id]
             elif (operand := dying_operand(v, time)) is not None:
                 release(operand)
-                freed[time].remove(operand)
+                del freed[time][operand.id]
                 group[v.id] = group[operand.id]
                 last_time[operand.id] = last_time[v.id]
             else:
-                group[v.id] = v.id
-                first_of[buffer.id] = v
+                group[v.id] = group_of_buffer[buffer.id] = v.id
             born[v.id] = clock
             clock += 1
-        for v in freed.get(time, ()):
+        for v in freed[time].values():
             release(v)
     size: dict[int, int] = {}
     for v in values:
-        size[group[v.id]] = max(size.get(group[v.id], 0), dataflow.buffer_of(v).size)
+        size[group[v.id]] = max(size.get(group[v.id], 0), size_of[v.id])
     return tuple(
         HeapRange(v, group[v.id], size[group[v.id]], LiveRange(born[v.id], died[v.id] + 1))
         for v in values
@@ -230,8 +142,8 @@ def _held_throughout(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
     """
     upcoming: dict[int, int] = {}
     held: list[HeapRange] = []
-    for h in sorted(heap, key=lambda h: h.events, reverse=True):
-        start, end = h.events
-        held.append(h._replace(events=LiveRange(start, max(end, upcoming.get(h.group, end)))))
-        upcoming[h.group] = start
+    for value, group, size, (start, end) in sorted(heap, key=lambda h: h.events, reverse=True):
+        events = LiveRange(start, max(end, upcoming.get(group, end)))
+        held.append(HeapRange(value, group, size, events))
+        upcoming[group] = start
     return tuple(sorted(held, key=lambda h: (h.events.start, h.value.id)))
