@@ -1,0 +1,136 @@
+"""How do analyses and planning grow with a module? Synthetic training steps up to 100,000
+instructions.
+
+    python -m experiments.scale [--targets v5e h200 cpu] [--sizes 12500 50000 100000]
+
+Seconds are of processor time, so that a busy machine makes little difference. The last column
+is what the largest module took over what the smallest did, as a multiple of what n log n
+would have: at 1 or below, the stage scales. Each module is measured in a process of its own,
+for its peak of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from experiments.synthetic import training_step_text
+from hlo_passes import pipeline, sharing
+from hlo_passes.allocations import find_allocations
+from hlo_passes.assignment import assign_offsets
+from hlo_passes.cost import instruction_costs
+from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.loop_schedule import schedule_loops
+from hlo_passes.machine import load_machine
+from hlo_passes.memory import BACKENDS
+from hlo_passes.prefetch import least_capacity
+from hlo_passes.problem import fetches, pose
+from hlo_passes.reader import read_module
+from hlo_passes.sink import sink_weight_work
+from hlo_passes.ticks import entry_ticks
+from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.xla import hlo_text_to_proto
+from memplan.report.tables import Column, Table, write_tables
+
+_MACHINES = {"cpu": "cpu_cxl"}
+
+# Of what streaming every weight needs at the least, so that there is something to choose.
+_BUDGET = 1.25
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", default=["v5e", "h200", "cpu"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[12_500, 50_000, 100_000])
+    options = parser.parse_args(arguments)
+    write_tables([_table(target, options.sizes) for target in options.targets], sys.stdout)
+
+
+def _table(target: str, sizes: list[int]) -> Table:
+    columns = [_measured_apart(target, n) for n in sizes]
+    ends = sizes[0], sizes[-1]
+    grown = (ends[1] * math.log(ends[1])) / (ends[0] * math.log(ends[0]))
+    rows = [
+        (
+            stage,
+            *(format_seconds(seconds[stage]) for seconds, _ in columns),
+            f"{columns[-1][0][stage] / columns[0][0][stage] / grown:.2f}",
+        )
+        for stage in columns[0][0]
+    ]
+    rows.append(("peak of memory", *(format_bytes(peak) for _, peak in columns), ""))
+    return Table(
+        f"Training steps on {target}, by instructions of the entry",
+        (
+            Column("stage"),
+            *(Column(f"{n:,}", right=True) for n in sizes),
+            Column("growth / n log n", right=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _measured_apart(target: str, instructions: int) -> tuple[dict[str, float], int]:
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.pb"
+        platform = load_machine(_MACHINES.get(target, target)).platform
+        path.write_bytes(hlo_text_to_proto(training_step_text(instructions, platform)))
+        with ProcessPoolExecutor(1, spawn) as process:
+            return process.submit(_measure, target, path).result()
+
+
+def _measure(target: str, path: Path) -> tuple[dict[str, float], int]:
+    """Returns the seconds of each stage, and the process's peak of memory in bytes."""
+    machine = load_machine(_MACHINES.get(target, target))
+    platform: sharing.Target = machine.platform
+    seconds: dict[str, float] = {}
+
+    def timed[T](stage: str, run: Callable[[], T]) -> T:
+        begin = time.process_time()
+        result = run()
+        seconds[stage] = time.process_time() - begin
+        return result
+
+    read = timed("read", lambda: read_module(path))
+    timed("fingerprint", lambda: read.fingerprint)
+    module = timed("sink", lambda: sink_weight_work(read))
+    timed("loop schedule", lambda: schedule_loops(module, machine))
+    dataflow = timed("dataflow", lambda: analyze_dataflow(module))
+    ranges = timed("live ranges", lambda: compute_live_ranges(dataflow))
+    heap = timed("allocations", lambda: find_allocations(ranges, platform)).heap
+    backend = BACKENDS[platform]
+    timed(
+        "assignment",
+        lambda: assign_offsets(
+            [h.size for h in heap],
+            [h.events for h in heap],
+            backend.alignment,
+            groups=[h.group for h in heap],
+            strategies=backend.strategies,
+        ),
+    )
+    weights = [p.parameter_number for p in module.entry.parameters if p.name.startswith("w")]
+    hosted = weights if platform == "cpu" else None
+    timed("ticks", lambda: entry_ticks(ranges, platform, hosted))
+    timed("cost", lambda: instruction_costs(module, machine))
+    posed = timed("problem", lambda: pose(module, machine, weights))
+    streamed = fetches(posed.movables, posed.clock, 0.0)
+    timed("arena", lambda: posed.arena.pack(streamed, [f.reads.start for f in streamed]))
+    capacity, _ = least_capacity(streamed, posed.arena.load)
+    budget = posed.fixed_bytes + posed.arena.base + int(_BUDGET * capacity)
+    timed("plan", lambda: pipeline.plan_module(read, machine, budget, host_parameters=weights))
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
