@@ -148,6 +148,9 @@ class _Teller:
         self._transfers = _by_buffer(plan.transfers)
         self._slots = {slot.buffer: slot for slot in plan.slots}
         self._evictions = {eviction.buffer: eviction for eviction in plan.edits.evictions}
+        self._streamed = {
+            stack.name for loop in plan.streams for stack in (*loop.fetched, *loop.stored)
+        }
 
     def all(self) -> Iterator[Explanation]:
         for placement in self._plan.placements:
@@ -182,7 +185,9 @@ class _Teller:
         else:
             fetches = self._transfers.get(placement.buffer, [])
             sentence = f"{named} is an argument in {placement.tier} memory"
-            sentence += self._fetches(fetches) or ", which the plan's own transfers do not fetch"
+            sentence += self._fetches(fetches)
+            if label in self._streamed:
+                sentence += ", of which loops move slices"
         return Explanation(placement.buffer, label, placement.size, action, f"{sentence}.")
 
     def _fetches(self, fetches: list[Transfer]) -> str:

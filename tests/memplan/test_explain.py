@@ -67,6 +67,21 @@ def test_an_argument_on_the_device():
     assert sentence("x", left_alone={}).endswith("stays on the device for the whole step.")
 
 
+def test_an_argument_that_loops_stream():
+    plan = edited_plan()
+    (placement,) = plan.placements
+    hosted = replace(plan, placements=(replace(placement, tier="host"),))
+    loops = tuple(replace(s, fetched=(replace(s.fetched[0], name="x"),)) for s in plan.streams)
+    told = explanations(replace(hosted, streams=loops), "x")
+    assert [e.sentence.partition(" is ")[2] for e in told] == [
+        "an argument in host memory, of which loops move slices.",
+        "fetched layer by layer into 2 slots for 6 layers of the loop at model.py:20.",
+    ]
+    in_place = replace(plan, placements=(replace(placement, tier="cxl", in_place=True),))
+    (told,) = explanations(in_place, "x")
+    assert told.sentence.endswith("is an argument in cxl memory, read there by the slice.")
+
+
 @pytest.mark.parametrize(
     ("stack", "said"),
     [
