@@ -92,6 +92,11 @@ class Arena:
         return replace(self, temporaries=tuple(held), load=load)
 
     @property
+    def smallest(self) -> int:
+        """Bytes below which a temporary lies in the base."""
+        return _SMALL_TEMPORARY if self.in_order else 0
+
+    @property
     def alignment(self) -> int:
         return BACKENDS[self.machine.platform].alignment
 

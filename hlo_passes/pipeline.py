@@ -6,7 +6,7 @@ Each pass reads what stands before it and gives one thing; nothing flows back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hlo_passes import (
@@ -15,6 +15,8 @@ from hlo_passes import (
     cost,
     dataflow,
     dependences,
+    edit_choice,
+    edits,
     fences,
     host_transfers,
     live_ranges,
@@ -31,12 +33,15 @@ from hlo_passes import (
     ticks,
     timeline,
     verify,
+    verify_edits,
 )
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
+    Decision,
+    Edits,
     LiveRange,
     LoopSchedule,
     Placement,
@@ -46,6 +51,15 @@ from hlo_passes.plan import (
     Transfer,
 )
 from hlo_passes.problem import Problem
+
+# A choice replaces another one when it is faster by more than this factor.
+_WORTH_IT = 0.99
+
+# From the least load on, budgets are tried in steps of this share of it, then twice that, ...
+_LEAST_STEPS = 64
+
+# What packing may lose of the arena, as a share of it, until nothing fits.
+_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +106,14 @@ PASSES = (
 
 
 def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
-    """Says what stands at the tick that needs most when every weight is streamed."""
-    least, tick = placement.least_budget(posed, slots)
+    """Says what stands at the tick that needs most when every weight is streamed, and all that
+    can be is evicted or computed again."""
+    least = edit_choice.least_load(posed)
+    tick = least.tick
     live = [
         (r.size, r.name)
         for r in posed.arena.temporaries
-        if r.live_range.start <= tick < r.live_range.end
+        if r.live_range.start <= tick < r.live_range.end and r.name not in least.away
     ]
     live += [
         (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
@@ -110,7 +126,7 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
     at = posed.ticks.instructions[tick] if posed.ticks.end else None
     return MemoryBudgetError(
         budget=budget,
-        least=least,
+        least=_least_budget(posed, slots, least.load),
         instruction=at.name if at is not None else "",
         op_name=at.op_name if at is not None else "",
         source_line=posed.module.source_line(at) if at is not None else "",
@@ -118,6 +134,16 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
         fixed=posed.fixed_bytes,
         slots=slots,
     )
+
+
+def _least_budget(posed: Problem, slots: int | None, load: int) -> int:
+    """The least budget for which a plan is found, from the least load that edits can reach."""
+    without_edits, _ = placement.least_budget(posed, slots)
+    least = posed.fixed_bytes + posed.arena.base + load
+    step = max(posed.arena.alignment, load // _LEAST_STEPS)
+    while least < without_edits and _fit(posed, least, slots) is None:
+        least, step = least + step, 2 * step  # Packing takes some bytes more.
+    return min(least, without_edits)
 
 
 def choose_stay(
@@ -147,10 +173,33 @@ def choose_stay(
     """
     module, _ = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
-    choice = placement.choose_placement(posed, budget, slots)
-    if choice is None:
+    stay = _choose_stay(posed, budget, slots)
+    if stay is None:
         raise _budget_error(posed, budget, slots)
-    return frozenset(m.parameter for m in posed.movables if m.buffer in choice.stay)
+    return frozenset(m.parameter for m in posed.movables if m.buffer in stay)
+
+
+def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
+    """Which weights stay when the others are streamed, and temporaries evicted or computed
+    again where that is faster, or nothing else fits."""
+    choice = placement.choose_placement(posed, budget, slots)
+    if choice is not None and _is_hidden(choice, posed):
+        return choice.stay
+    best = (choice.step_time_s, choice.stay) if choice is not None else None
+    for stay in placement.shares(posed):
+        streamed = replace(posed, movables=tuple(m for m in posed.movables if m.buffer not in stay))
+        capacity = placement.capacity_beside(posed, budget, stay)
+        if capacity <= 0:
+            continue
+        chosen = edit_choice.choose_edits(streamed, capacity, slots)
+        if chosen is not None and (best is None or chosen.step_time_s < best[0] * _WORTH_IT):
+            best = chosen.step_time_s, stay
+    return best[1] if best is not None else None
+
+
+def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
+    """Whether compute hides all transfers, as far as counts."""
+    return choice.step_time_s * _WORTH_IT <= float(posed.clock[-1])
 
 
 def least_budget(
@@ -168,9 +217,8 @@ def least_budget(
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
     module, _ = _order_loops(sink.sink_weight_work(module), machine)
-    return placement.least_budget(
-        problem.pose(module, machine, host_parameters, sliced_parameters), slots
-    )[0]
+    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
+    return _least_budget(posed, slots, edit_choice.least_load(posed).load)
 
 
 def plan_module(
@@ -193,8 +241,8 @@ def plan_module(
       labels: HLO parameter name to the user's name.
 
     Returns:
-      A verified plan; its ticks are those of the module after `sink.sink_weight_work` and
-      `loop_rewrite.rewrite_loops`.
+      A verified plan; its ticks are those of the module after `sink.sink_weight_work`,
+      `loop_rewrite.rewrite_loops` and `edits.apply`.
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
@@ -203,10 +251,11 @@ def plan_module(
     """
     module, loops = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
-    choice = placement.fit(posed, frozenset(), budget, slots)
-    if choice is None:
+    found = _fit(posed, budget, slots)
+    if found is None:
         raise _budget_error(posed, budget, slots)
-    plan = _assemble(posed, budget, choice, labels or {}, loops)
+    plan = _assemble(found, budget, labels or {}, loops)
+    module = found.posed.module
     slow = machine.tier(posed.link.source)
     stored = _stored_bytes(module, plan, slow.name, machine)
     if sum(stored.values()) > slow.capacity_bytes:
@@ -228,9 +277,74 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     verify.verify_reordering(module, sunk)
     ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
     verify.verify_loops(sunk, plan.loops, ordered)
-    rewritten = rewrite.rewrite(ordered, plan, custom_calls=on_cpu)
-    verify.verify_rewrite(ordered, plan, rewritten)
+    edited = edits.apply(ordered, plan.edits)
+    verify_edits.verify_edits(ordered, edited)
+    rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
+    verify.verify_rewrite(edited, plan, rewritten)
     return rewritten
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A module that was edited, if it had to be, and how its budget is shared.
+
+    Attributes:
+      posed: the edited module.
+      edited: what was done to it.
+      decisions: see `Plan`.
+    """
+
+    posed: Problem
+    choice: placement.Choice
+    edited: Edits = field(default_factory=Edits)
+    decisions: tuple[Decision, ...] = ()
+
+
+def _fit(posed: Problem, budget: int, slots: int | None) -> _Found | None:
+    """Finds a plan for a module whose weights are placed: by streaming them alone, if that
+    hides their transfers, else the fastest of that, another order, and other edits."""
+    choice = placement.fit(posed, frozenset(), budget, slots)
+    plain = _Found(posed, choice) if choice is not None else None
+    if choice is not None and _is_hidden(choice, posed):
+        return plain
+    if plain is None:
+        capacity = budget - posed.fixed_bytes - posed.arena.base
+        order = Edits()  # Edits(reorder.lower_peak(posed.module, posed.machine, capacity))
+        posed = _edited(posed, order)
+        choice = placement.fit(posed, frozenset(), budget, slots)
+        if choice is not None:
+            return _Found(posed, choice, order)
+    else:
+        order = Edits()
+    found = _edit(posed, order, budget, slots)
+    if plain is None or found is None:
+        return found or plain
+    return min(plain, found, key=lambda f: f.choice.step_time_s)
+
+
+def _edit(posed: Problem, order: Edits, budget: int, slots: int | None) -> _Found | None:
+    """Evicts and recomputes until the packed arena fits."""
+    capacity = budget - posed.fixed_bytes - posed.arena.base
+    for share in _FRAGMENTATION:
+        chosen = edit_choice.choose_edits(posed, int(capacity * (1 - share)), slots)
+        if chosen is None:
+            return None
+        again = _edited(posed, chosen.edits)
+        choice = placement.fit(again, frozenset(), budget, slots)
+        if choice is not None:
+            done = replace(chosen.edits, order=order.order)
+            return _Found(again, choice, done, chosen.decisions)
+    return None
+
+
+def _edited(posed: Problem, what: Edits) -> Problem:
+    """Poses the module anew, with edits."""
+    if not what:
+        return posed
+    module = edits.apply(posed.module, what)
+    verify_edits.verify_edits(posed.module, module)
+    on_host = [m.parameter for m in posed.movables]
+    return problem.pose(module, posed.machine, on_host, posed.in_place)
 
 
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:
@@ -311,12 +425,9 @@ def _host_slots(transfers: tuple[Transfer, ...]) -> tuple[Slot, ...]:
 
 
 def _assemble(
-    posed: Problem,
-    budget: int,
-    choice: placement.Choice,
-    labels: Mapping[str, str],
-    loops: tuple[LoopSchedule, ...],
+    found: _Found, budget: int, labels: Mapping[str, str], loops: tuple[LoopSchedule, ...]
 ) -> Plan:
+    posed, choice = found.posed, found.choice
     transfers = _transfers(posed, choice)
     packing = choice.packing
     arena_slots = _arena_slots(posed, transfers, choice)
@@ -385,6 +496,8 @@ def _assemble(
         prediction=prediction,
         device_tier=device,
         loops=loops,
+        edits=found.edited,
+        decisions=found.decisions,
         labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
         provenance={"planner": "weights", "keep_s": repr(choice.keep_s)},
     )

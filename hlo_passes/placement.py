@@ -168,7 +168,7 @@ def _search(
                 push(seconds, attempt, schedule)
                 continue
         packing = problem.arena_until(schedule.departures).pack(attempt.fetches, schedule.starts)
-        over = packing.total - problem.arena.base - _capacity(problem, budget, attempt.stay)
+        over = packing.total - problem.arena.base - capacity_beside(problem, budget, attempt.stay)
         if over <= 0:
             return Choice(
                 attempt.stay,
@@ -207,7 +207,7 @@ def _attempts(
         return tuple(f for f in known[keep_s] if f.buffer not in stay)
 
     for stay in candidates:
-        capacity = _capacity(problem, budget, stay)
+        capacity = capacity_beside(problem, budget, stay)
         dropped = streamed(stay, 0.0)
         least, _ = least_capacity(dropped, load)
         if least > capacity:
@@ -219,7 +219,7 @@ def _attempts(
             yield _Attempt(stay, longest, kept, capacity, least_capacity(kept, load)[0])
 
 
-def _capacity(problem: Problem, budget: int, stay: frozenset[str]) -> int:
+def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
     """Bytes of the arena above its base when the weights of `stay` lie on the device."""
     staying = sum(m.size for m in problem.movables if m.buffer in stay)
     return budget - problem.fixed_bytes - staying - problem.arena.base
@@ -322,7 +322,7 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
             frozenset, (s for k in range(len(names) + 1) for s in combinations(names, k))
         )
         return
-    room = _capacity(problem, budget, frozenset())
+    room = capacity_beside(problem, budget, frozenset())
     fetched = Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
     seen: set[frozenset[str]] = set()
     for pinned in _pinned(problem.movables, room):
@@ -337,6 +337,18 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
                 if stay not in seen:
                     seen.add(stay)
                     yield stay
+
+
+def shares(problem: Problem) -> Iterator[frozenset[str]]:
+    """Yields some ways to divide the weights between the device and the host, whatever the
+    budget: none stay, a quarter of the bytes, evenly spread, and so on to all."""
+    total = sum(m.size for m in problem.movables)
+    seen: set[frozenset[str]] = set()
+    for quarters in range(5):
+        stay = _spread(problem.movables, total * quarters // 4) if total else frozenset[str]()
+        if stay not in seen:
+            seen.add(stay)
+            yield stay
 
 
 def _run_ahead(sizes: Sequence[int]) -> list[int]:

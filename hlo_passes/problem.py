@@ -94,6 +94,7 @@ class Problem:
     """One module on one machine.
 
     Attributes:
+      ranges, ticks: of the module.
       arena: what transferred weights share their memory with.
       load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
         compute before each tick; costs: float64[ticks], seconds of each. A loop that moves
@@ -107,6 +108,7 @@ class Problem:
 
     module: Module
     machine: Machine
+    ranges: LiveRanges
     ticks: EntryTicks
     boundary: Boundary
     arena: Arena
@@ -175,6 +177,7 @@ def pose(
     return Problem(
         module,
         machine,
+        ranges,
         ticks,
         _boundary(module, on_host),
         Arena.of(temporaries, ticks.end, machine),

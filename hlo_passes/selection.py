@@ -1,0 +1,386 @@
+"""Which idle temporaries leave the device, and which are computed again.
+
+    load      ▁▃▅▇███▇▅▃▁        over the capacity: ticks at which something has to go
+    capacity  ─────────────
+    gaps          a ├─────┤      each gap that is taken lowers the load while it lasts
+              b ├──────────┤     evicted: the links are busy; recomputed: compute is
+                  c  ├┤
+
+This is a covering problem: at every tick enough bytes have to go, for the least time.
+Gaps are taken in the order of their price for each byte and tick that is over the capacity
+(the greedy of Dobson, "Worst-case analysis of greedy heuristics for integer programming with
+nonnegative data", Mathematics of Operations Research 7, 1982), until none is; then those that
+turned out not to be needed are given back.
+
+What moves occupies a link, and that costs something only where the link has no time left. So
+link seconds have a *price* in seconds of the step, and the whole is done for a few prices,
+from nothing to that of compute: the best by the predicted step counts.
+
+A `Selection` is kept consistent all the time. To run an instruction again, its operands have
+to be there: one that is away comes back then already, by whatever way was chosen for it, and
+stays; one that is dead is held, or made again as well. That is how a whole layer comes to be
+computed again from its input, and each part of it once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.gaps import Operand, Temporary
+from hlo_passes.plan import LogicalTime
+
+Action = Literal["evict", "recompute"]
+
+# A dead operand is held rather than made again if it is smaller by this factor than what is
+# made from it.
+_HOLD_SHARE = 16
+
+# How often all gaps are gone through; what is computed again may hold others longer.
+_ROUNDS = 4
+
+
+class Taken(NamedTuple):
+    """A gap that is not kept: `action`, and the tick at which the bytes are there again."""
+
+    action: Action
+    end: LogicalTime
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What taking a temporary away and making it again costs.
+
+    Attributes:
+      out_bytes_per_s, in_bytes_per_s: of the link; 0 where nothing can be evicted.
+      latency_s: of a transfer.
+      maker_s: seconds of compute of an instruction, by its id.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float
+    maker_s: Mapping[int, float]
+
+    @property
+    def can_evict(self) -> bool:
+        return self.out_bytes_per_s > 0
+
+    def moving_s(self, size: int, *, is_away: bool) -> float:
+        """Seconds of links to take `size` bytes away, unless they are, and back."""
+        seconds = size / self.in_bytes_per_s + self.latency_s
+        return seconds if is_away else seconds + size / self.out_bytes_per_s + self.latency_s
+
+
+class Selection:
+    """Temporaries, and what is done with their gaps.
+
+    Args:
+      temporaries: of the entry.
+      load: int64[ticks], bytes of the device at each tick with everything kept.
+      costs: float64[ticks], seconds of compute of each.
+      rates: what can be done.
+      depth: how many instructions that run again may follow on each other, for one that is
+        needed; with 0 nothing runs again.
+
+    Attributes:
+      load, costs: the same, with what was selected.
+      accesses: of each temporary the ticks at which it is needed, its making first.
+      taken: of each temporary, start of a gap (an access) to what is done with it.
+    """
+
+    def __init__(
+        self,
+        temporaries: Sequence[Temporary],
+        load: npt.NDArray[np.int64],
+        costs: npt.NDArray[np.float64],
+        rates: Rates,
+        depth: int,
+    ) -> None:
+        self.temporaries = temporaries
+        self.rates = rates
+        self._depth = depth
+        self.load = load.copy()
+        self.costs = costs.copy()
+        self.clock = np.concatenate([[0.0], np.cumsum(costs)])
+        self.accesses = [sorted({t.written, *(r.tick for r in t.reads)}) for t in temporaries]
+        self.taken: list[dict[LogicalTime, Taken]] = [{} for _ in temporaries]
+        self._made_by: defaultdict[int, list[int]] = defaultdict(list)
+        for t in temporaries:
+            self._made_by[t.maker.id].append(t.number)
+        self._undo: list[Callable[[], None]] = []
+
+    # --- taking gaps ---------------------------------------------------------------------
+
+    def gap_end(self, n: int, start: LogicalTime) -> LogicalTime:
+        """The access behind the one at `start`."""
+        accesses = self.accesses[n]
+        return accesses[bisect_right(accesses, start)]
+
+    def is_away(self, n: int) -> bool:
+        """Whether a copy of a temporary is on the host already."""
+        return any(t.action == "evict" for t in self.taken[n].values())
+
+    def evict(self, n: int, start: LogicalTime) -> bool:
+        """Evicts a temporary during the gap from `start`."""
+        end = self.gap_end(n, start)
+        self._set_taken(n, start, Taken("evict", end))
+        self._add_load(start + 1, end, -self.temporaries[n].size)
+        self._undo.clear()
+        return True
+
+    def recompute(self, n: int, start: LogicalTime, capacity: int, most_s: float) -> bool:
+        """Recomputes a temporary at the end of the gap from `start`, if its operands can be
+        there, all that has to run again for it takes no more than `most_s` seconds, and the
+        load comes nearer to `capacity` by it. Else nothing changes."""
+        end = self.gap_end(n, start)
+        over, seconds = self._over(capacity), self.costs.sum()
+        shared = self._sibling_tick(n, start, end, capacity)
+        if shared is not None:
+            self._insert_access(n, shared)
+            end = shared
+        self._set_taken(n, start, Taken("recompute", end))
+        self._add_load(start + 1, end, -self.temporaries[n].size)
+        if (
+            self._make_again(n, end, 0)
+            and self.costs.sum() - seconds <= most_s
+            and self._over(capacity) < over
+        ):
+            self._undo.clear()
+            return True
+        self._roll_back()
+        return False
+
+    def give_back(self, capacity: int) -> None:
+        """Keeps those temporaries after all whose bytes turned out not to be needed: the
+        dearest first."""
+        gaps = [
+            (self._price_s(n, start, t.action), n, start)
+            for n, taken in enumerate(self.taken)
+            for start, t in taken.items()
+        ]
+        for _, n, start in sorted(gaps, reverse=True):
+            action, end = self.taken[n][start]
+            size = self.temporaries[n].size
+            if start == self._last_own_access(n) or end <= start + 1:
+                continue  # Not a gap of the program's: it is made for another one only.
+            if self.load[start + 1 : end].max(initial=0) + size > capacity:
+                continue
+            del self.taken[n][start]
+            self.load[start + 1 : end] += size
+            if action == "recompute" and not self._siblings_made_at(n, end):
+                self.costs[end] -= self.rates.maker_s[self.temporaries[n].maker.id]
+                self.load[end] -= self.temporaries[n].beside
+
+    def _price_s(self, n: int, start: LogicalTime, action: Action) -> float:
+        t = self.temporaries[n]
+        if action == "recompute":
+            return self.rates.maker_s[t.maker.id]
+        return self.rates.moving_s(t.size, is_away=False)
+
+    def _last_own_access(self, n: int) -> LogicalTime:
+        t = self.temporaries[n]
+        return max((r.tick for r in t.reads), default=t.written)
+
+    def _over(self, capacity: int) -> int:
+        return int(np.maximum(self.load - capacity, 0).sum())
+
+    # --- operands ------------------------------------------------------------------------
+
+    def _make_again(self, n: int, tick: LogicalTime, depth: int) -> bool:
+        """Runs the maker of a temporary right before `tick`."""
+        t = self.temporaries[n]
+        if t.operands is None or depth >= self._depth:
+            return False
+        if self._siblings_made_at(n, tick):
+            return True
+        self._add_cost(tick, self.rates.maker_s[t.maker.id])
+        self._add_load(tick, tick + 1, t.beside)
+        return all(self._ensure(o, tick, t.size, depth + 1) for o in t.operands)
+
+    def _ensure(self, operand: Operand, tick: LogicalTime, size: int, depth: int) -> bool:
+        """Has an operand on the device at `tick`, for something of `size` bytes."""
+        n = operand.temporary
+        if n is None:
+            return tick < operand.until
+        accesses, t = self.accesses[n], self.temporaries[n]
+        at = bisect_left(accesses, tick)
+        if at == 0:
+            return False  # It is not made yet.
+        if at < len(accesses) and accesses[at] == tick:
+            return True
+        start = accesses[at - 1]
+        if at == len(accesses):  # It is dead.
+            self._insert_access(n, tick)
+            if t.size * _HOLD_SHARE <= size or t.operands is None:
+                self._add_load(start + 1, tick + 1, t.size)
+                return t.size * _HOLD_SHARE <= size
+            self._set_taken(n, start, Taken("recompute", tick))
+            self._add_load(tick, tick + 1, t.size)
+            return self._make_again(n, tick, depth)
+        self._insert_access(n, tick)
+        found = self.taken[n].get(start)
+        if found is None:
+            return True
+        # It comes back for this one already, and stays.
+        self._set_taken(n, start, Taken(found.action, tick))
+        self._add_load(tick, found.end, t.size)
+        if found.action == "evict":
+            return tick > start + 1
+        if not self._siblings_made_at(n, found.end):
+            self._add_cost(found.end, -self.rates.maker_s[t.maker.id])
+            self._add_load(found.end, found.end + 1, -t.beside)
+        return self._make_again(n, tick, depth)
+
+    def _siblings_made_at(self, n: int, tick: LogicalTime) -> bool:
+        """Whether the maker of a temporary runs before `tick` for another element already."""
+        return any(
+            t == ("recompute", tick)
+            for other in self._made_by[self.temporaries[n].maker.id]
+            if other != n
+            for t in self.taken[other].values()
+        )
+
+    def _sibling_tick(
+        self, n: int, start: LogicalTime, end: LogicalTime, capacity: int
+    ) -> LogicalTime | None:
+        """The last tick within a gap at which its maker runs again anyway, if there is room to
+        keep what it makes from then on."""
+        ticks = [
+            t.end
+            for other in self._made_by[self.temporaries[n].maker.id]
+            if other != n
+            for t in self.taken[other].values()
+            if t.action == "recompute" and start < t.end < end
+        ]
+        fitting = [t for t in ticks if self.load[t:end].max(initial=0) <= capacity]
+        return max(fitting, default=None)
+
+    # --- changes that can be taken back --------------------------------------------------
+
+    def _roll_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _set_taken(self, n: int, start: LogicalTime, taken: Taken) -> None:
+        before = self.taken[n].get(start)
+        self.taken[n][start] = taken
+
+        def undo() -> None:
+            if before is None:
+                del self.taken[n][start]
+            else:
+                self.taken[n][start] = before
+
+        self._undo.append(undo)
+
+    def _insert_access(self, n: int, tick: LogicalTime) -> None:
+        insort(self.accesses[n], tick)
+        self._undo.append(lambda: self.accesses[n].remove(tick))
+
+    def _add_load(self, start: LogicalTime, end: LogicalTime, size: int) -> None:
+        self.load[start:end] += size
+
+        def undo() -> None:
+            self.load[start:end] -= size
+
+        self._undo.append(undo)
+
+    def _add_cost(self, tick: LogicalTime, seconds: float) -> None:
+        self.costs[tick] += seconds
+
+        def undo() -> None:
+            self.costs[tick] -= seconds
+
+        self._undo.append(undo)
+
+
+class _Option(NamedTuple):
+    """A gap and what can be done with it.
+
+    Attributes:
+      score: seconds for each byte and tick over the capacity; the least comes first.
+      most_s: seconds for which the gap can be had in another way.
+    """
+
+    score: float
+    temporary: int
+    start: LogicalTime
+    action: Action
+    most_s: float
+
+
+def select(
+    temporaries: Sequence[Temporary],
+    load: npt.NDArray[np.int64],
+    costs: npt.NDArray[np.float64],
+    rates: Rates,
+    capacity: int,
+    link_price: float,
+    depth: int,
+    smallest: int = 0,
+) -> Selection:
+    """Takes gaps until the load is within `capacity` everywhere, or none is left that helps.
+
+    Args:
+      load: int64[ticks], bytes; costs: float64[ticks], seconds.
+      capacity: bytes.
+      link_price: seconds of the step that a second of a link is worth.
+      depth: see `Selection`.
+      smallest: temporaries of fewer bytes are left alone.
+    """
+    selection = Selection(temporaries, load, costs, rates, depth)
+    for _ in range(_ROUNDS):
+        if selection.load.max(initial=0) <= capacity:
+            break
+        changed = False
+        for option in sorted(_options(selection, capacity, link_price, depth, smallest)):
+            n, start = option.temporary, option.start
+            end = selection.gap_end(n, start)
+            if start in selection.taken[n]:
+                continue
+            if selection.load[start + 1 : end].max(initial=0) <= capacity:
+                continue
+            if option.action == "evict":
+                changed |= selection.evict(n, start)
+            else:
+                changed |= selection.recompute(n, start, capacity, option.most_s)
+        if not changed:
+            break
+    selection.give_back(capacity)
+    return selection
+
+
+def _options(
+    selection: Selection, capacity: int, link_price: float, depth: int, smallest: int
+) -> Iterator[_Option]:
+    """Yields the gaps that cover ticks over the capacity, each way they can be taken."""
+    rates = selection.rates
+    over = np.concatenate([[0], np.cumsum(selection.load > capacity)])
+    clock = selection.clock
+    for t in selection.temporaries:
+        if t.obstacle or t.size < smallest or not t.size:
+            continue
+        accesses = selection.accesses[t.number]
+        is_away = selection.is_away(t.number)
+        for start, end in pairwise(accesses):
+            covered = int(over[end] - over[start + 1]) if end > start + 1 else 0
+            if not covered or start in selection.taken[t.number]:
+                continue
+            benefit = t.size * covered
+            price = np.inf
+            if rates.can_evict:
+                needed = rates.moving_s(t.size, is_away=is_away)
+                idle = clock[end] - clock[start + 1 if is_away else t.written + 1]
+                price = link_price * needed + max(0.0, needed - idle)
+                yield _Option(float(price / benefit), t.number, start, "evict", np.inf)
+            if t.operands is not None and depth:
+                score = rates.maker_s[t.maker.id] / benefit
+                yield _Option(score, t.number, start, "recompute", float(price))
