@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -30,7 +30,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from hlo_passes.choice_bytes import device_bytes, has_options
 from hlo_passes.choices import Choices, Gap, Selection, Weight
 from hlo_passes.relaxation import Relaxation, relax
-from hlo_passes.relaxed_program import Floats, Model, build
+from hlo_passes.relaxed_program import PRICE, Floats, Model, build
 
 # Links are taken to be so much of what they are.
 _PACES = (1.0, 0.85, 0.7)
@@ -48,31 +48,38 @@ _STRETCHES = (4, 8, 16)
 _NODES = 500
 _GAP = 1e-3
 
-# Of selections that end the step at the same time the one that moves and recomputes less is
-# better, a second of either counting for so much.
-_PRICE = 1e-3
-
 # A selection this close to the bound is good enough.
 _CLOSE = 1e-4
+
+# Fractions from which a choice is made.
+_LIKELY = (0.5, 0.9, 0.1)
 
 _EVICT = -1  # stands where else the index of a recipe does
 
 
-def round_up(choices: Choices, capacity: int, relaxation: Relaxation) -> Selection | None:
-    """Returns a selection that fits, near `relaxation`'s fractions: choices are made in order of
-    their fraction until every tick fits, and those that then prove needless are taken back.
+def round_up(
+    choices: Choices, capacity: int, relaxation: Relaxation, likely: float = 0.5
+) -> Selection | None:
+    """Returns a selection that fits, near `relaxation`'s fractions: what is chosen by `likely` or
+    more is chosen; if that does not fit, more choices are made in order of their fraction until
+    every tick fits, and those of them that then prove needless are taken back. If even that
+    does not fit, fewer weights stay.
 
     None when it finds none, which does not mean that there is none.
     """
-    shares = relaxation.staying
-    likely = [i for i in _largest_first(choices) if shares[i] >= 0.5]
+    staying = [i for i, share in enumerate(relaxation.staying) if share >= likely]
+    staying.sort(key=lambda i: -relaxation.staying[i])
     order = _order(choices, relaxation)
-    for staying in (likely, []):
+    chosen = [(i, k) for i, k in order if _share(relaxation, i, k) >= likely]
+    while True:
         draft = _Draft(choices, capacity, Selection(frozenset(), (), frozenset(staying)))
+        for i, option in chosen:
+            draft.take(i, option)
         if draft.complete(order):
-            draft.fill(sorted(_largest_first(choices), key=lambda i: -shares[i]))
             return draft.selection()
-    return None
+        if not staying:
+            return None
+        staying = staying[: len(staying) // 2]
 
 
 def improve(
@@ -96,13 +103,34 @@ def improve(
     if relaxation is None:
         return start
     search.enough_s = relaxation.bound_s * (1 + _CLOSE)
-    rounded = round_up(choices, capacity, relaxation)
-    search.offer(rounded)
-    programs = _Programs(search, relaxation, rounded)
-    for candidate in programs.candidates():
+    for candidate in chain(_rounded(search, relaxation), _programmed(search, relaxation)):
         search.offer(candidate)
+        if search.is_over:
+            return search.best
     search.try_single_changes()
     return search.best
+
+
+def _rounded(search: _Search, relaxation: Relaxation) -> Iterator[Selection | None]:
+    for pace in _PACES:
+        slower = relaxation
+        if pace < 1.0:
+            slower = relax(_slower(search.choices, pace), search.capacity) or relaxation
+        for likely in _LIKELY:
+            yield round_up(search.choices, search.capacity, slower, likely)
+
+
+def _programmed(search: _Search, relaxation: Relaxation) -> Iterator[Selection | None]:
+    # Made when the first is asked for: they choose about what the best selection then takes.
+    yield from _Programs(search, relaxation).candidates()
+
+
+def _slower(choices: Choices, pace: float) -> Choices:
+    return replace(
+        choices,
+        out_bytes_per_s=choices.out_bytes_per_s * pace,
+        in_bytes_per_s=choices.in_bytes_per_s * pace,
+    )
 
 
 class _Draft:
@@ -165,20 +193,6 @@ class _Draft:
         self._count(i, option, -1)
         return True
 
-    def fill(self, weights: Iterable[int]) -> None:
-        """Lets weights stay, in this order, as far as they fit."""
-        for i in weights:
-            weight = self._choices.weights[i]
-            if i in self._staying or not weight.may_stay:
-                continue
-            there = np.zeros(self._choices.ticks, dtype=bool)
-            for live in weight.reads:
-                there[live.start : live.end] = True
-            with_it = self._bytes + np.where(there, 0, weight.size)
-            if (with_it <= self._capacity).all():
-                self._staying.add(i)
-                self._bytes = with_it
-
     def _is_over(self, start: int, end: int) -> bool:
         return bool((self._bytes[start:end] > self._capacity).any())
 
@@ -196,13 +210,18 @@ class _Draft:
 def _order(choices: Choices, relaxation: Relaxation) -> list[tuple[int, int]]:
     """All options of gaps: the largest fraction first, of equals the largest gap, and evicted
     before recomputed."""
-    options: list[tuple[float, int, int, int]] = []
-    for i, gap in enumerate(choices.gaps):
-        if gap.is_evictable:
-            options.append((-float(relaxation.evicted[i]), -gap.size, i, _EVICT))
-        for k, share in enumerate(relaxation.recomputed[i]):
-            options.append((-share, -gap.size, i, k))
-    return [(i, k) for *_, i, k in sorted(options)]
+    options = [(i, _EVICT) for i, gap in enumerate(choices.gaps) if gap.is_evictable]
+    options += [(i, k) for i, gap in enumerate(choices.gaps) for k in range(len(gap.recipes))]
+    return sorted(
+        options,
+        key=lambda option: (-_share(relaxation, *option), -choices.gaps[option[0]].size, option),
+    )
+
+
+def _share(relaxation: Relaxation, i: int, option: int) -> float:
+    if option == _EVICT:
+        return float(relaxation.evicted[i])
+    return relaxation.recomputed[i][option]
 
 
 def _largest_first(choices: Choices) -> list[int]:
@@ -250,8 +269,10 @@ class _Search:
     def try_single_changes(self) -> None:
         """Changes what is done with one gap, or whether one weight stays, for as long as that
         helps."""
-        while any(self.offer(changed) for changed in self._changed(self.best)):
-            pass
+        helped = True
+        while helped and not self.is_over:
+            untried = takewhile(lambda _: not self.is_over, self._changed(self.best))
+            helped = any(map(self.offer, untried))
 
     def _changed(self, selection: Selection) -> Iterator[Selection]:
         choices = self.choices
@@ -285,13 +306,12 @@ def _by_size[T: (Gap, Weight)](items: Sequence[T]) -> list[tuple[int, T]]:
 
 
 class _Programs:
-    """Mixed-integer programs around the best selection of a search."""
+    """Mixed-integer programs around the best selection of a search. They choose about what that
+    takes now and what seems worth it, so that later ones take nothing else either."""
 
-    def __init__(self, search: _Search, relaxation: Relaxation, rounded: Selection | None) -> None:
+    def __init__(self, search: _Search, relaxation: Relaxation) -> None:
         self._search, self._samples = search, relaxation.samples
         chosen = search.best.evicted | {i for i, _ in search.best.recomputed}
-        if rounded is not None:
-            chosen |= rounded.evicted | {i for i, _ in rounded.recomputed}
         shares = [
             float(evicted) + sum(recomputed)
             for evicted, recomputed in zip(relaxation.evicted, relaxation.recomputed, strict=True)
@@ -311,6 +331,7 @@ class _Programs:
         kept = set(self._kept)
         self._order = [option for option in order if option[0] in kept]
         self._models: dict[float, Model] = {}
+        self._are_solved = True
 
     def candidates(self) -> Iterator[Selection | None]:
         """Yields what each program proposes; the caller moves the best of the search, around
@@ -318,6 +339,8 @@ class _Programs:
         weights = _largest_first(self._search.choices)
         for pace in _PACES:
             yield self._proposal(pace, self._first, weights[:_FREE])
+        if self._are_solved and len(self._kept) <= _FREE and len(weights) <= _FREE:
+            return  # No part knows better than the whole.
         reached = math.inf
         while self._search.best_s < reached:
             reached = self._search.best_s
@@ -351,11 +374,10 @@ class _Programs:
     ) -> Selection | None:
         """The best the program knows with only these gaps and weights free, made to fit."""
         search = self._search
-        if search.is_over:
-            return None
         model = self._model(pace)
         low, high = _held(model, search.best, frozenset(gaps), frozenset(weights))
-        x = _solve(model, low, high, search.left_s / 2)
+        x, is_optimal = _solve(model, low, high, search.left_s / 2)
+        self._are_solved &= is_optimal
         if x is None:
             return None
         draft = _Draft(search.choices, search.capacity, _read(model, x))
@@ -370,12 +392,7 @@ class _Programs:
                 # `build` gives away what it is not to choose about: these are kept.
                 if i not in kept and has_options(gap):
                     load[gap.start : gap.end] += gap.size
-            slower = replace(
-                choices,
-                load=load,
-                out_bytes_per_s=choices.out_bytes_per_s * pace,
-                in_bytes_per_s=choices.in_bytes_per_s * pace,
-            )
+            slower = _slower(replace(choices, load=load), pace)
             self._models[pace] = build(slower, self._search.capacity, self._samples, self._kept)
         return self._models[pace]
 
@@ -398,17 +415,16 @@ def _held(
     return low, high
 
 
-def _solve(model: Model, low: Floats, high: Floats, time_limit_s: float) -> Floats | None:
-    """The best point found with choices of 0 or 1; None when none was."""
-    objective = np.zeros(len(low))
-    for column, units in (*model.links, *model.computes):
-        objective[column] += _PRICE * units
-    objective[model.end] = 1.0
+def _solve(
+    model: Model, low: Floats, high: Floats, time_limit_s: float
+) -> tuple[Floats | None, bool]:
+    """The best point found with choices of 0 or 1, None when none was; and whether no other is
+    better."""
     is_choice = np.zeros(len(low), dtype=np.int64)
     for columns in (model.evict, model.recipe, model.stay, model.drop):
         is_choice[list(columns.values())] = 1
     solved = milp(
-        objective,
+        model.objective(PRICE),
         integrality=is_choice,
         bounds=Bounds(low, high),
         constraints=[
@@ -421,7 +437,7 @@ def _solve(model: Model, low: Floats, high: Floats, time_limit_s: float) -> Floa
             "time_limit": max(0.01, time_limit_s),
         },
     )
-    return None if solved.x is None else np.asarray(solved.x)
+    return None if solved.x is None else np.asarray(solved.x), solved.status == 0
 
 
 def _read(model: Model, x: Floats) -> Selection:

@@ -25,7 +25,7 @@ from scipy.optimize import linprog
 from hlo_passes.choice_bytes import Profile, has_options, least_bytes, most_bytes
 from hlo_passes.choices import Choices
 from hlo_passes.gap_groups import Groups, cheapest, merge, single
-from hlo_passes.relaxed_program import Floats, Model, build
+from hlo_passes.relaxed_program import PRICE, Floats, Model, build
 
 # So many ticks are looked at first, and so many more in each further round, where memory
 # is short between them.
@@ -63,33 +63,54 @@ def lower_bound_s(choices: Choices, capacity: int) -> float:
     More than 4,000 gaps are merged as in `gap_groups`; of what are more then, the largest are
     chosen about, and the others are given away.
     """
-    relaxation = relax(choices, capacity)
-    return math.inf if relaxation is None else relaxation.bound_s
+    tightened = _tightened(choices, capacity)
+    return math.inf if tightened is None else tightened.relaxation.bound_s
 
 
 def relax(choices: Choices, capacity: int) -> Relaxation | None:
-    """Solves the linear program; None when not even fractions fit into `capacity` bytes."""
+    """Returns the bound of `lower_bound_s`, and fractions that reach it, or nearly so, and move
+    and recompute little; None when not even fractions fit into `capacity` bytes."""
+    tightened = _tightened(choices, capacity)
+    if tightened is None or tightened.model is None:
+        return tightened and tightened.relaxation
+    bound_s = tightened.relaxation.bound_s
+    sparing = _solve(choices, tightened.groups, tightened.model, PRICE)
+    return replace(sparing or tightened.relaxation, bound_s=bound_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tightened:
+    """A solution, and the program of the last round; None where there was none to solve."""
+
+    relaxation: Relaxation
+    groups: Groups
+    model: Model | None
+
+
+def _tightened(choices: Choices, capacity: int) -> _Tightened | None:
+    """Solves the program, and again with the ticks at which the fractions do not fit."""
     if (least_bytes(choices) > capacity).any():
         return None
     if not choices.ticks:
         busy = choices.out_busy_s, choices.in_busy_s
-        return _untouched(choices, sum(busy) if choices.shared_queue else max(busy))
+        bound_s = sum(busy) if choices.shared_queue else max(busy)
+        return _Tightened(_untouched(choices, bound_s), single(choices), None)
     is_large = sum(map(has_options, choices.gaps)) > _GAPS
     samples = sample_ticks(choices, capacity)
     bound_s = 0.0
-    for round_ in range(_ROUNDS):
+    for rounds_left in reversed(range(_ROUNDS)):
         groups = merge(choices, samples) if is_large else single(choices)
         kept = _largest(groups.choices, capacity)
         model = build(groups.choices, capacity, samples, kept, groups.merged)
         found = _solve(choices, groups, model)
         if found is None:
             return None
-        found = replace(found, bound_s=max(found.bound_s, bound_s))
+        bound_s = max(bound_s, found.bound_s)
         given_away = {i for g in set(_all(groups.members)) - {*kept} for i in groups.members[g]}
         more = _crowded_between(choices, capacity, found, given_away)
-        if not more or round_ == _ROUNDS - 1:
-            return found
-        samples, bound_s = tuple(sorted({*samples, *more})), found.bound_s
+        if not more or not rounds_left:
+            return _Tightened(replace(found, bound_s=bound_s), groups, model)
+        samples = tuple(sorted({*samples, *more}))
     raise AssertionError("there is at least one round")
 
 
@@ -166,9 +187,9 @@ def _crowded_between(
     return tuple(sorted(crowded, key=lambda t: -over[t])[:_MORE_SAMPLES])
 
 
-def _solve(choices: Choices, groups: Groups, model: Model) -> Relaxation | None:
-    objective = np.zeros(len(model.low))
-    objective[model.end] = 1.0
+def _solve(choices: Choices, groups: Groups, model: Model, price: float = 0.0) -> Relaxation | None:
+    """Returns the fractions, and as `bound_s` what the solution proves of the objective."""
+    objective = model.objective(price)
     # scipy's stubs know of no sparse matrices here.
     solved = cast("Callable[..., Any]", linprog)(
         objective,

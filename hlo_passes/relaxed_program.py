@@ -29,7 +29,8 @@ model of `hlo_passes.timeline` obeys, for all a < b, with a also the beginning o
   shared   one queue in place of two: the seconds of both in the same stretch add up.
   totals   T ≥ busy seconds of other transfers + all bytes / rate.
   first    S(b) ≥ latency + D(b) / rate, from the beginning of the step, if a weight is streamed.
-  alone    S(end) ≥ E(written - 1) + out and in of one evicted gap, each with its latency; and a
+  alone    S(end) ≥ E(written - 1) + out and in of one evicted gap, each with its latency, and the
+           shortest tick of the gap: it is away for one at least, or nothing was gained; and a
            streamed weight takes its latency and its bytes from the beginning of the step.
 
 Each is linear in the choices and holds for every choice of 0 or 1, so that the least T over
@@ -55,6 +56,10 @@ from hlo_passes.choices import Choices
 
 Floats = npt.NDArray[np.float64]
 
+# Of choices that end the step at the same time those that move and recompute less are better:
+# a second of either counts for so much of a second of the step.
+PRICE = 1e-3
+
 
 @dataclass(eq=False)
 class _Rows:
@@ -79,7 +84,7 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The program: minimise the last moment such that ``at_most @ x <= limits``,
+    """The program: minimise `objective` such that ``at_most @ x <= limits``,
     ``equal @ x == targets`` and ``low <= x <= high``. Times and bytes are in units of the
     order of the largest.
 
@@ -109,6 +114,15 @@ class Model:
     recipe: dict[tuple[int, int], int]
     stay: dict[int, int]
     drop: dict[tuple[int, int], int]
+
+    def objective(self, price: float = 0.0) -> Floats:
+        """Returns what is minimised: T, and `price` for each unit of time that links move what
+        is chosen, or that is computed again."""
+        weights = np.zeros(len(self.low))
+        for column, units in (*self.links, *self.computes):
+            weights[column] += price * units
+        weights[self.end] = 1.0
+        return weights
 
 
 def build(
@@ -282,10 +296,13 @@ class _Builder:
         return [(column, 1.0) for column in columns]
 
     def _add_round_trip(self, i: int, column: int) -> None:
-        """Alone: out, in and two latencies, less the compute in between, stretch the step."""
+        """Alone: out, a tick, in, and two latencies, less the compute in between, stretch the
+        step."""
         gap, choices = self._choices.gaps[i], self._choices
         written = self._released[gap.value]
         trip_s = 2 * choices.latency_s + gap.size * (self._out_s + self._in_s)
+        # It is away for at least one tick, or it would better be kept.
+        trip_s += float(choices.costs[gap.start : gap.end].min())
         stall_s = trip_s - float(self._clock[gap.end] - self._clock[written])
         if stall_s <= 0:
             return

@@ -47,11 +47,12 @@ def selections(choices: Choices) -> Iterator[Selection]:
 
 def optimum_s(choices: Choices, capacity: int) -> float:
     """The least step time of all selections and schedules; infinity when none fits."""
-    found = (_least_s(choices, capacity, chosen) for chosen in selections(choices))
+    found = (schedule_s(choices, capacity, chosen) for chosen in selections(choices))
     return min(found, default=float("inf"))
 
 
-def _least_s(choices: Choices, capacity: int, chosen: Selection) -> float:
+def schedule_s(choices: Choices, capacity: int, chosen: Selection) -> float:
+    """The least step time of all schedules of one selection; infinity when none fits."""
     groups: dict[int, list[int]] = {}
     for i in sorted(chosen.evicted, key=lambda i: choices.gaps[i].start):
         groups.setdefault(choices.gaps[i].value, []).append(i)
