@@ -138,15 +138,15 @@ class Edited:
         for eviction in self.edits.evictions:
             name = eviction.buffer
             backs = [f"{name}.refetch{n}-done" for n in range(len(eviction.refetches))]
-            (first, *_), *_ = reads = [self.readers(back) for back in backs]
+            ticks = [self.readers(back)[0] for back in backs]
+            first, last = ticks[0], ticks[-1]
             written = self.tick(name)
-            last = reads[-1][0]
             start = choose.randint(written + 1, min(written + 3, first, last - 1))
             done = choose.randint(start, first)
             out = Transfer(0, name, "hbm", "host", SIZE, start, done, last)
             found.append(replace(out, kind="evict"))
             begun = done
-            for (tick,) in reads:
+            for tick in ticks:
                 begun = choose.randint(begun, tick)
                 add(name, begun, tick, tick + 1)
         found.sort(key=lambda t: (t.start, t.kind != "evict"))
@@ -264,5 +264,5 @@ def edited(draw: st.DrawFn, *actions: Action) -> Edited:
             max_size=n - 2 - len(actions),
         )
     )
-    inner = draw(st.permutations([*actions, *rest]))
+    inner: list[Action] = draw(st.permutations([*actions, *rest]))
     return Edited((0, *weights[1:]), ("keep", *inner, "keep"))
