@@ -60,6 +60,9 @@ def lower_bound_s(choices: Choices, capacity: int) -> float:
     """Returns seconds that no plan of these choices within `capacity` bytes undercuts;
     infinity when there is no such plan.
 
+    It is a bound on plans that `choices` can say: whoever recomputes in a way that no recipe
+    stands for, or cheaper than the recipe says, may be faster.
+
     More than 4,000 gaps are merged as in `gap_groups`; of what are more then, the largest are
     chosen about, and the others are given away.
     """

@@ -16,7 +16,7 @@ evicted or recomputed, what recipes hold, weights that stay or are being read. D
 bytes due on the device by p, one fetch for each use; U(p) those of evicted values that are
 written by p; V(p) those of evictions whose gap has begun by p. Every schedule on the machine
 model of `hlo_passes.timeline` obeys, for all a < b, with a also the beginning of the step
-(E = M = D = U = 0, and no memory to speak of) and b also its end (S = T):
+(E = D = U = 0, nothing is on the device yet) and b also its end (S = T):
 
   memory   M(p) ≤ capacity: what is live at p is on the device at p.
   compute  S(b) ≥ S(a) + compute of [a, b) + what is recomputed for ends in (a, b]: one engine.
@@ -43,6 +43,7 @@ Ticks and latencies that are left out only lower the least time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -485,7 +486,7 @@ class _Builder:
 
     def _sample(self, tick: int) -> int:
         """The position of the first sample that is not before `tick`."""
-        return int(np.searchsorted(self._samples, tick))
+        return bisect_left(self._samples, tick)
 
     def _start(self, k: int) -> int:
         return self._starts[k] if k < len(self._samples) else self._end
