@@ -65,37 +65,14 @@ class EditChoice:
     step_time_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
-    """How little memory edits can make do with.
-
-    Attributes:
-      load: bytes of the arena above its base at `tick`, which needs most.
-      away: names of the residents that are off the device then.
-    """
-
-    load: int
-    tick: LogicalTime
-    away: frozenset[str]
-
-
-def least_load(posed: Problem) -> Least:
-    """Finds the least that was found for a module, with all weights on the host streamed."""
+def least_edits(posed: Problem) -> Edits:
+    """Returns the edits with which the arena's load is as low as was found, whatever they take;
+    all weights on the host are streamed."""
     work = _Work(posed)
     if not work.load.size:
-        return Least(0, 0, frozenset())
-    selection = min(
-        (work.select(0, price, depth) for price, depth in (*_TRIED[:1], *_TRIED[-3:])),
-        key=lambda s: int(s.load.max()),
-    )
-    tick = int(selection.load.argmax())
-    away = {
-        posed.ticks.holders[posed.ranges.dataflow.value_at(t.handle).id].name
-        for t in work.temporaries
-        if not t.obstacle
-        and any(start < tick < taken.end for start, taken in selection.taken[t.number].items())
-    }
-    return Least(int(selection.load[tick]), tick, frozenset(away))
+        return Edits()
+    selections = (work.select(0, *tried) for tried in (*_TRIED[:1], *_TRIED[-3:]))
+    return _Writer(posed, min(selections, key=lambda s: int(s.load.max()))).edits()
 
 
 def choose_edits(posed: Problem, capacity: int, slots: int | None = None) -> EditChoice | None:
@@ -294,6 +271,9 @@ class _Writer:
         k = self._serving(n, reader.tick)
         if k is None:
             return
+        via = reader.via
+        if via in self._bitcast_of and self._serving(n, self._tick_of_name[via]) == k:
+            return  # The bitcast itself reads the piece.
         is_new = (n, k) not in self._readers
         self._readers[n, k].append(reader)
         piece = self._pieces[n][k]

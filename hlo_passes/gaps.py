@@ -43,7 +43,10 @@ _HARMLESS_INSIDE = _REPEATABLE | frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`reader` runs at `tick` and has `via`, the temporary or a bitcast of it, as operand."""
+    """`reader` runs at `tick` and has `via`, the temporary or a bitcast of it, as operand.
+
+    A bitcast counts as a reader: as long as it stands there, it names the bytes.
+    """
 
     tick: LogicalTime
     reader: str
@@ -209,7 +212,6 @@ class _Finder:
             Read(self._ticks.tick_of[u.id], u.name, via.name)
             for via in names.values()
             for u in users.get(via.id, ())
-            if u.id not in names
         ]
 
     def _operands(self, maker: Instruction) -> tuple[Operand, ...] | None:

@@ -55,11 +55,8 @@ from hlo_passes.problem import Problem
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
 
-# From the least load on, budgets are tried in steps of this share of it, then twice that, ...
-_LEAST_STEPS = 64
-
-# What packing may lose of the arena, as a share of it, until nothing fits.
-_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+# What packing may lose of the arena, as a share of it.
+_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +105,12 @@ PASSES = (
 def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
     """Says what stands at the tick that needs most when every weight is streamed, and all that
     can be is evicted or computed again."""
-    least = edit_choice.least_load(posed)
-    tick = least.tick
+    least, posed = _least_budget(posed, slots)
+    _, tick = placement.least_budget(posed, slots)
     live = [
         (r.size, r.name)
         for r in posed.arena.temporaries
-        if r.live_range.start <= tick < r.live_range.end and r.name not in least.away
+        if r.live_range.start <= tick < r.live_range.end
     ]
     live += [
         (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
@@ -126,7 +123,7 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
     at = posed.ticks.instructions[tick] if posed.ticks.end else None
     return MemoryBudgetError(
         budget=budget,
-        least=_least_budget(posed, slots, least.load),
+        least=least,
         instruction=at.name if at is not None else "",
         op_name=at.op_name if at is not None else "",
         source_line=posed.module.source_line(at) if at is not None else "",
@@ -136,14 +133,12 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
     )
 
 
-def _least_budget(posed: Problem, slots: int | None, load: int) -> int:
-    """The least budget for which a plan is found, from the least load that edits can reach."""
-    without_edits, _ = placement.least_budget(posed, slots)
-    least = posed.fixed_bytes + posed.arena.base + load
-    step = max(posed.arena.alignment, load // _LEAST_STEPS)
-    while least < without_edits and _fit(posed, least, slots) is None:
-        least, step = least + step, 2 * step  # Packing takes some bytes more.
-    return min(least, without_edits)
+def _least_budget(posed: Problem, slots: int | None) -> tuple[int, Problem]:
+    """The least budget for which a plan is found, and the module edited for it."""
+    least, _ = placement.least_budget(posed, slots)
+    edited = _edited(posed, edit_choice.least_edits(posed))
+    with_edits, _ = placement.least_budget(edited, slots)
+    return (with_edits, edited) if with_edits < least else (least, posed)
 
 
 def choose_stay(
@@ -192,7 +187,9 @@ def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[st
         if capacity <= 0:
             continue
         chosen = edit_choice.choose_edits(streamed, capacity, slots)
-        if chosen is not None and (best is None or chosen.step_time_s < best[0] * _WORTH_IT):
+        if chosen is None or not chosen.edits:
+            continue  # Without edits the search above has done better.
+        if best is None or chosen.step_time_s < best[0] * _WORTH_IT:
             best = chosen.step_time_s, stay
     return best[1] if best is not None else None
 
@@ -218,7 +215,7 @@ def least_budget(
     """
     module, _ = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
-    return _least_budget(posed, slots, edit_choice.least_load(posed).load)
+    return _least_budget(posed, slots)[0]
 
 
 def plan_module(
@@ -255,6 +252,7 @@ def plan_module(
     if found is None:
         raise _budget_error(posed, budget, slots)
     plan = _assemble(found, budget, labels or {}, loops)
+    verify_edits.verify_edits(module, found.posed.module)
     module = found.posed.module
     slow = machine.tier(posed.link.source)
     stored = _stored_bytes(module, plan, slow.name, machine)
@@ -323,27 +321,29 @@ def _fit(posed: Problem, budget: int, slots: int | None) -> _Found | None:
 
 
 def _edit(posed: Problem, order: Edits, budget: int, slots: int | None) -> _Found | None:
-    """Evicts and recomputes until the packed arena fits."""
+    """Evicts and recomputes until the packed arena fits; at last as much as is possible."""
     capacity = budget - posed.fixed_bytes - posed.arena.base
     for share in _FRAGMENTATION:
         chosen = edit_choice.choose_edits(posed, int(capacity * (1 - share)), slots)
         if chosen is None:
-            return None
+            break
         again = _edited(posed, chosen.edits)
         choice = placement.fit(again, frozenset(), budget, slots)
         if choice is not None:
             done = replace(chosen.edits, order=order.order)
             return _Found(again, choice, done, chosen.decisions)
-    return None
+    least = edit_choice.least_edits(posed)
+    again = _edited(posed, least)
+    choice = placement.fit(again, frozenset(), budget, slots)
+    return _Found(again, choice, replace(least, order=order.order)) if choice is not None else None
 
 
 def _edited(posed: Problem, what: Edits) -> Problem:
     """Poses the module anew, with edits."""
     if not what:
         return posed
-    module = edits.apply(posed.module, what)
-    verify_edits.verify_edits(posed.module, module)
     on_host = [m.parameter for m in posed.movables]
+    module = edits.apply(posed.module, what)
     return problem.pose(module, posed.machine, on_host, posed.in_place)
 
 
