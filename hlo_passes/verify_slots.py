@@ -137,7 +137,8 @@ def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: 
             hint = f"expected {value.size} bytes, found {slot.size}"
         elif tiers[slot.allocation] != tier:
             hint = f"expected tier {tier}, found {tiers[slot.allocation]}"
-        elif t is not None and slot.live_range != (t.start, t.end):
+        # A copy in host memory may be left later: the one that takes its place says when.
+        elif t is not None and t.kind == "prefetch" and slot.live_range != (t.start, t.end):
             hint = f"expected ticks [{t.start}, {t.end}), found {ticks_of(slot)}"
         elif start > value.written or end <= value.last_read:
             hint = (

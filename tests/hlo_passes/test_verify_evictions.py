@@ -121,11 +121,16 @@ def test_says_in_which_order_the_ticks_of_an_eviction_stand():
     )
 
 
-def test_a_copy_is_kept_until_it_is_fetched_and_no_longer():
+def test_a_copy_is_kept_until_it_is_fetched():
     longer = with_transfer(plan_for(), replace(OUT, end=5))
     assert "keeps %a in host until tick 5, the last fetch of it is done at tick 4" in rejection(
         longer, MODULE
     )
+    plan = plan_for()
+    slot = slot_of(plan, "a#0")
+    verify_plan(MODULE, with_slot(plan, slot, replace(slot, live_range=LiveRange(1, 5))))
+    short = with_slot(plan, slot, replace(slot, live_range=LiveRange(1, 3)))
+    assert "expected ticks [1, 4), found ticks [1, 3)" in rejection(short, MODULE)
 
 
 def test_bytes_are_held_until_the_eviction_is_done():
