@@ -55,7 +55,8 @@ def verify_edits(original: Module, edited: Module) -> None:
     added = edited.computations.keys() - original.computations.keys()
     check_around_entry(original, edited, added)
     check_sequence(original, edited)
-    proof = _Proof(original, edited)
+    effects = Effects(original)
+    proof = _Proof(original, edited, effects)
     for i in edited.entry.instructions:
         proof.step(i)
     proof.finish()
@@ -65,7 +66,7 @@ def verify_edits(original: Module, edited: Module) -> None:
             f"module {edited.name}",
             "Only what a clone calls is copied.",
         )
-    _check_observable(original, edited)
+    _check_observable(original, edited, effects)
     EntryMemory(edited).check()
 
 
@@ -76,11 +77,11 @@ class _Proof:
       copied: ids of the computations that are copies of those that an original calls.
     """
 
-    def __init__(self, original: Module, edited: Module) -> None:
+    def __init__(self, original: Module, edited: Module, effects: Effects) -> None:
         self.copied: set[int] = set()
         self._original, self._edited = original, edited
         self._named = {i.name: i for i in original.entry.instructions}
-        self._effects = Effects(original)
+        self._effects = effects
         self._seen: dict[str, int] = {}
         self._stands_for: dict[int, Instruction] = {}
         # Copies in host memory, which only copies back may read, and copies on their way.
@@ -265,9 +266,9 @@ def _names(names: list[str]) -> str:
     return ", ".join(f"%{name}" for name in names) or "none"
 
 
-def _check_observable(original: Module, edited: Module) -> None:
+def _check_observable(original: Module, edited: Module, before: Effects) -> None:
     """Checks the order of what others can observe, and what hides collectives."""
-    before, after = Effects(original), Effects(edited)
+    after = Effects(edited)
     expected = [i for i in original.entry.instructions if before.is_ordered(i)]
     found = [i for i in edited.entry.instructions if after.is_ordered(i)]
     for a, b in zip(expected, found, strict=True):

@@ -37,7 +37,8 @@ class Effects:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._inside: dict[int, frozenset[str]] = {}
+        self._inside: dict[int, frozenset[str]] = {}  # of computations
+        self._known: dict[int, frozenset[str]] = {}  # of instructions
 
     def obstacle(self, i: Instruction) -> str:
         """Why `i` may not run a second time; ``""`` when it may."""
@@ -100,7 +101,10 @@ class Effects:
         return i.opcode == "fusion" and "collective" in self._kinds(i) and not self._ends(i)
 
     def _kinds(self, i: Instruction) -> frozenset[str]:
-        return self._own(i).union(*(self._inside_of(c) for c in i.called_computation_ids))
+        if i.id not in self._known:
+            inside = (self._inside_of(c) for c in i.called_computation_ids)
+            self._known[i.id] = _own_kinds(i).union(*inside)
+        return self._known[i.id]
 
     def _inside_of(self, computation_id: int) -> frozenset[str]:
         if computation_id not in self._inside:
@@ -110,21 +114,23 @@ class Effects:
             self._inside[computation_id] = frozenset(found)
         return self._inside[computation_id]
 
-    def _own(self, i: Instruction) -> frozenset[str]:
-        found: set[str] = set()
-        work = i.opcode
-        for half in _HALVES:
-            work = work.removesuffix(half)
-        if work != i.opcode:
-            found.add("asynchronous")
-        if work in _COLLECTIVES:
-            found.add("collective")
-        if i.opcode in _EFFECTS or i.proto.custom_call_has_side_effect:
-            found.add("effect")
-        if any(leaf.dtype == "token" for _, leaf in i.shape.leaves()):
-            found.add("effect")  # A token orders effects.
-        if i.opcode.startswith("rng"):
-            found.add("random")
-        if i.custom_call_target in (_BEGINS, _ENDS):
-            found |= {"collective", i.custom_call_target}
-        return frozenset(found)
+
+def _own_kinds(i: Instruction) -> frozenset[str]:
+    """What `i` does itself, whatever it calls."""
+    found: set[str] = set()
+    work = i.opcode
+    for half in _HALVES:
+        work = work.removesuffix(half)
+    if work != i.opcode:
+        found.add("asynchronous")
+    if work in _COLLECTIVES:
+        found.add("collective")
+    if i.opcode in _EFFECTS or i.proto.custom_call_has_side_effect:
+        found.add("effect")
+    if not i.shape.is_array and any(leaf.dtype == "token" for _, leaf in i.shape.leaves()):
+        found.add("effect")  # A token orders effects.
+    if i.opcode.startswith("rng"):
+        found.add("random")
+    if i.custom_call_target in (_BEGINS, _ENDS):
+        found |= {"collective", i.custom_call_target}
+    return frozenset(found)

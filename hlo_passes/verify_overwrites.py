@@ -33,6 +33,11 @@ _PASSING = frozenset(
 )
 _FOLLOWING = ("-done", "-update")
 
+# Inside a fusion: what may leave a result in the bytes of an operand.
+_WRITING = frozenset(
+    ("custom-call", "dynamic-update-slice", "fusion", "scatter", "set-dimension-size")
+)
+
 # The other operands of these calls are for the order only.
 _READ_BY_CALL = {targets.COPY_START: 1, targets.COPY_DONE: 2}
 
@@ -142,7 +147,13 @@ class _Called:
     def _summary(self, computation_id: int) -> _Summary:
         if computation_id not in self._summaries:
             computation = self.module.computations[computation_id]
-            self._summaries[computation_id] = _summarized(computation, _Walk(self, computation))
+            if computation.is_fusion and _WRITING.isdisjoint(
+                i.opcode for i in computation.instructions
+            ):
+                found = _Summary({}, frozenset(), frozenset())  # Its results are its own.
+            else:
+                found = _summarized(computation, _Walk(self, computation))
+            self._summaries[computation_id] = found
         return self._summaries[computation_id]
 
 
