@@ -11,7 +11,7 @@ from hlo_passes.choice_bytes import device_bytes
 from hlo_passes.choices import Choices, Gap, Recipe, Selection, Weight
 from hlo_passes.improve import improve, round_up
 from hlo_passes.plan import LiveRange
-from hlo_passes.relaxation import relax
+from hlo_passes.relaxation import Relaxation, relax
 from tests.hlo_passes.selections import optimum_s, schedule_s, selections, tiny_choices
 
 NOTHING = Selection(frozenset(), (), frozenset())
@@ -81,6 +81,23 @@ def test_weights_stay_where_the_fractions_say_so():
     relaxation = relax(choices, 85)
     assert relaxation is not None
     assert round_up(choices, 85, relaxation) == replace(NOTHING, staying=frozenset(range(4)))
+
+
+@pytest.mark.parametrize(("evicted", "recomputed"), [(1.0, 0.9), (0.9, 1.0)])
+def test_what_a_recipe_needs_is_kept(evicted, recomputed):
+    # Both gaps are chosen by fractions, but the second's recipe reads what the first takes away.
+    gaps = [
+        Gap(0, 20, 1, 1, 2, True, ()),
+        Gap(1, 20, 1, 1, 2, False, (Recipe(1.0, 0, (), needs=(0,)),)),
+    ]
+    choices = choices_of([1, 1, 1], [40, 60, 40], gaps)
+    shares = Relaxation(3.0, (0, 1, 2), np.array([evicted, 0]), ((), (recomputed,)), np.zeros(0))
+    rounded = round_up(choices, 40, shares)
+    if evicted > recomputed:
+        assert rounded == replace(NOTHING, evicted=frozenset({0}))
+    else:
+        assert rounded == replace(NOTHING, recomputed=((1, 0),))
+    assert round_up(choices, 20, shares) is None
 
 
 @settings(max_examples=100, suppress_health_check=SLOW)

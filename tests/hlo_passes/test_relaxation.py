@@ -93,6 +93,13 @@ def test_a_round_trip_that_nothing_hides(shared_queue):
     assert optimum_s(choices, 20) == pytest.approx(3 + 2 * 2.5)
 
 
+def test_it_is_away_for_the_shortest_tick_at_least():
+    # Only tick 1 has no room; the long tick behind it hides the way back.
+    choices = choices_of([1, 1, 9, 1], [20, 40, 20, 20], [gap(1, 3)])
+    assert lower_bound_s(choices, 20) == pytest.approx(12 + 2)
+    assert optimum_s(choices, 20) == pytest.approx(12 + 2)
+
+
 def test_bytes_out_wait_until_they_are_written():
     # 20 bytes leave behind tick 3 and nothing hides them; before it the link was idle.
     gaps = [gap(4, 6, written=4)]
@@ -209,9 +216,11 @@ def least_units(program):
 
 
 def test_gaps_that_samples_cannot_tell_apart_are_merged():
-    cheap, dear = (Recipe(s, 0, (), holds=((LiveRange(0, 1), 5),)) for s in (1.0, 2.0))
+    # 1.02 and 1.1 are less than 10% apart, and 2 is another price.
+    recipes = (Recipe(s, 0, (), holds=((LiveRange(0, 1), 5),)) for s in (1.02, 1.1, 2.0))
+    cheap, near, dear = recipes
     gaps = [
-        gap(3, 8, value=0, size=10, recipes=(cheap,)),
+        gap(3, 8, value=0, size=10, recipes=(near,)),
         gap(4, 7, value=1, size=10, recipes=(cheap,)),
         gap(3, 8, value=2, size=10, recipes=(dear,)),
         gap(3, 8, value=3, size=10),
@@ -222,7 +231,8 @@ def test_gaps_that_samples_cannot_tell_apart_are_merged():
     assert groups.members == ((0, 1), (2,), (3,), (4,), (5,))
     assert groups.merged == {0}
     assert groups.choices.gaps[0].size == 20
-    assert groups.choices.gaps[0].recipes == (Recipe(2.0, 0, ()),)
+    assert [recipe.seconds for recipe in groups.choices.gaps[0].recipes] == [pytest.approx(2.04)]
+    assert not groups.choices.gaps[0].recipes[0].holds
     assert groups.choices.gaps[1].recipes == (Recipe(2.0, 0, ()),)
 
 
