@@ -92,10 +92,10 @@ def improve(
     """Searches for the selection that `evaluate` likes best.
 
     Args:
-      capacity: bytes; every selection that is evaluated fits into them (`device_bytes`).
+      capacity: bytes; all selections that are tried but `start` fit into them (`device_bytes`).
       start: where to begin; it is what is returned where nothing better is found.
-      time_limit_s: when to stop, if the work is not done; it is overrun by no more than one
-        call of `evaluate` and what a solver takes to notice.
+      time_limit_s: when to stop, if the work is not done; looked at between linear programs
+        and calls of `evaluate`, and given to the mixed-integer programs.
       evaluate: predicted seconds of a step; infinity where there is no schedule.
     """
     search = _Search(choices, capacity, evaluate, time.monotonic() + time_limit_s, start)
