@@ -155,8 +155,9 @@ def overlapping_slots(program: Edited, plan: Plan, pick: random.Random) -> Plan:
         for b in plan.slots
         if a.allocation == b.allocation
         and a.offset != b.offset
+        and b.live_range.start <= a.live_range.start
         # More than the tick at which one may be written over the other.
-        and b.live_range.start <= a.live_range.start < b.live_range.end - 1
+        and min(a.live_range.end, b.live_range.end) > a.live_range.start + 1
     ]
     a, b = some(pick, pairs)
     return with_slot(plan, a, replace(a, offset=b.offset))
