@@ -149,6 +149,9 @@ LLAMA_160M = LlamaConfig(
     norm_eps=1e-6,
 )
 
+LLAMA_160M_4L = dataclasses.replace(LLAMA_160M, num_layers=4)
+"""A third of the depth."""
+
 LLAMA2_7B = LlamaConfig(
     vocab_size=32_000,
     num_layers=32,
@@ -206,6 +209,7 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": TINY,
         "llama-160m": LLAMA_160M,
+        "llama-160m-4l": LLAMA_160M_4L,
         "llama2-7b-2l": LLAMA2_7B_2L,
         "llama2-7b-8l": LLAMA2_7B_8L,
         "llama2-7b": LLAMA2_7B,
@@ -229,9 +233,9 @@ TINY_MOE = MoeConfig(
 )
 """As `TINY`: the two experts that a token meets are as wide together as its MLP."""
 
-MOE_160M_6L = MoeConfig(
+MOE_160M_4L = MoeConfig(
     vocab_size=32_000,
-    num_layers=6,
+    num_layers=4,
     embed_dim=768,
     mlp_dim=1536,
     num_heads=12,
@@ -240,7 +244,7 @@ MOE_160M_6L = MoeConfig(
     experts_per_token=2,
     norm_eps=1e-6,
 )
-"""Half the layers of 160M, with experts half as wide as its MLP: a token meets two."""
+"""A third of the layers of 160M, with experts half as wide as its MLP: a token meets two."""
 
 MIXTRAL_8X7B = MoeConfig(
     vocab_size=32_000,
@@ -260,7 +264,7 @@ MIXTRAL_8X7B_2L = dataclasses.replace(MIXTRAL_8X7B, num_layers=2)
 MOE_CONFIGS: Mapping[str, MoeConfig] = MappingProxyType(
     {
         "tiny-moe": TINY_MOE,
-        "moe-160m-6l": MOE_160M_6L,
+        "moe-160m-4l": MOE_160M_4L,
         "mixtral-8x7b-2l": MIXTRAL_8X7B_2L,
         "mixtral-8x7b": MIXTRAL_8X7B,
     }

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from models.dit import DIT_B2, TINY_DIT
+from models.dit import DIT_B2_4L, TINY_DIT
 from models.unet import TINY_UNET, UNET
-from models.vit import TINY_VIT, VIT_B16
+from models.vit import TINY_VIT, VIT_B16_4L
 from models.workloads import (
     Workload,
     decode,
@@ -56,7 +56,7 @@ CORPUS: Mapping[str, Entry] = MappingProxyType(
             "cache",
         ),
         "llama-train": Entry(
-            lambda: unrolled_train("llama-160m", batch=8, tokens=1024),
+            lambda: unrolled_train("llama-160m-4l", batch=16, tokens=1024),
             lambda: unrolled_train("tiny", batch=2, tokens=16),
             "state",
         ),
@@ -71,22 +71,22 @@ CORPUS: Mapping[str, Entry] = MappingProxyType(
             "cache",
         ),
         "moe-train": Entry(
-            lambda: unrolled_train("moe-160m-6l", batch=8, tokens=1024),
+            lambda: unrolled_train("moe-160m-4l", batch=8, tokens=1024),
             lambda: unrolled_train("tiny-moe", batch=2, tokens=16),
             "state",
         ),
         "vit-forward": Entry(
-            lambda: vit_forward(VIT_B16, batch=1024),
+            lambda: vit_forward(VIT_B16_4L, batch=1024),
             lambda: vit_forward(TINY_VIT, batch=2),
             None,
         ),
         "vit-train": Entry(
-            lambda: vit_train(VIT_B16, batch=128),
+            lambda: vit_train(VIT_B16_4L, batch=256),
             lambda: vit_train(TINY_VIT, batch=4),
             "state",
         ),
         "dit-train": Entry(
-            lambda: dit_train(DIT_B2, batch=64),
+            lambda: dit_train(DIT_B2_4L, batch=128),
             lambda: dit_train(TINY_DIT, batch=4),
             "state",
         ),

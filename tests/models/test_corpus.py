@@ -34,9 +34,10 @@ def test_the_planning_size_takes_gigabytes_of_which_arguments_leave_room(name: s
 def test_the_small_size_compiles_and_writes_over_what_is_donated(name: str):
     entry = CORPUS[name]
     fun, args = entry.small()
-    compiled = jax.jit(fun, donate_argnames=entry.donate).lower(*args).compile()
-    memory = compiled.memory_analysis()
+    lowered = jax.jit(fun, donate_argnames=entry.donate).lower(*args)
+    # A loop over the layers would hide them from the entry computation.
+    assert "stablehlo.while" not in str(lowered.compiler_ir())
+    memory = lowered.compile().memory_analysis()
     assert memory is not None
     donated = {"state": args[:1], "cache": args[-1:]}.get(entry.donate or "", ())
     assert memory.alias_size_in_bytes >= size(donated)
-    assert compiled.as_text().count(" while(") == 0
