@@ -124,7 +124,7 @@ def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: 
     where, hint = describe(module, value.writer), ""
     t = value.transfer
     tier = plan.device_tier if t is None else t.destination
-    if t is not None and value.last_read >= t.end:
+    if t is not None and t.kind == "prefetch" and value.last_read >= t.end:
         raise VerificationError(
             f"the copy that transfer {t.id} makes of %{t.buffer} ends at tick {t.end}, but what "
             f"its users make of it is read until tick {value.last_read}",

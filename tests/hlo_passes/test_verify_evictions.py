@@ -147,6 +147,37 @@ def test_bytes_are_held_until_the_eviction_is_done():
     )
 
 
+def test_a_value_may_leave_and_come_back_at_one_tick():
+    """Its place on the host is then needed for that tick."""
+    module = apply(ORIGINAL, Edits(evictions=(Eviction("d", "d", (Refetch("e", ("e",)),)),)))
+    slots = [
+        Slot(name, "arena", k * SIZE, SIZE, LiveRange(start, end))
+        for k, (name, start, end) in enumerate(
+            (("a", 0, 5), ("b", 1, 3), ("c", 2, 4), ("d", 3, 4), ("d#1", 4, 5), ("e", 4, 6))
+        )
+    ]
+    base = plan_for(module)
+    plan = replace(
+        base,
+        budget_bytes=8 * SIZE,
+        allocations=(Allocation("arena", "hbm", 6 * SIZE), *base.allocations[1:]),
+        slots=(*slots, Slot("d#0", "host_temp", 0, SIZE, LiveRange(4, 5)), *base.slots[-2:]),
+        transfers=(
+            Transfer(0, "d", "hbm", "host", SIZE, 4, 4, 4, "evict"),
+            Transfer(1, "d", "host", "hbm", SIZE, 4, 4, 5),
+        ),
+        fences=(
+            Fence(Event("done", 0), Event("compute", 4), "reuse"),
+            Fence(Event("done", 0), Event("start", 1), "data"),
+            Fence(Event("done", 1), Event("compute", 4), "data"),
+        ),
+    )
+    verify_plan(module, plan)
+    slot = slot_of(plan, "d#0")
+    nowhere = with_slot(plan, slot, replace(slot, live_range=LiveRange(4, 4)))
+    assert "256 bytes during ticks [4, 4) hold nothing" in rejection(nowhere, module)
+
+
 TWICE = apply(
     entry(
         """
