@@ -10,7 +10,7 @@ front of which it stands.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,8 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hlo_passes.choice_bytes import least_bytes
+from hlo_passes.choices import Choices, Gap, Recipe, Selection, Weight
 from hlo_passes.eviction import schedule_evictions
 from hlo_passes.gaps import Temporary, bitcast_sources, find_temporaries
+from hlo_passes.improve import improve
 from hlo_passes.placement import step_seconds
 from hlo_passes.plan import (
     Decision,
@@ -33,7 +36,9 @@ from hlo_passes.plan import (
 )
 from hlo_passes.prefetch import DoesNotFit, Fetch, schedule_starts
 from hlo_passes.problem import Evicted, Problem, fetches
-from hlo_passes.selection import Action, Rates, Selection, select
+from hlo_passes.relaxation import lower_bound_s
+from hlo_passes.selection import Action, Rates, TakenGaps, complete, select
+from hlo_passes.timeline import queue_of
 
 # What is tried: seconds of the step that a second of a link is worth, from next to nothing,
 # when links have time to spare, to more than one of compute; and how long chains of what runs
@@ -42,6 +47,11 @@ _TRIED = (
     (1e-3, 0),
     *((price, depth) for price in (1e-3, 0.1, 0.3, 1.0, 3.0) for depth in (1, 3, 16)),
 )
+
+_DEEPEST = _TRIED[-1][1]
+
+# A selection with which a step takes less than this, over its compute, is not improved.
+_GOOD_ENOUGH = 1.001
 
 # Temporaries below this share of the peak are left alone: they are many and hold little.
 _SMALLEST_SHARE = 1 / 4096
@@ -75,31 +85,48 @@ def least_edits(posed: Problem) -> Edits:
     return _Writer(posed, min(selections, key=lambda s: int(s.load.max()))).edits()
 
 
-def choose_edits(posed: Problem, capacity: int, slots: int | None = None) -> EditChoice | None:
+def choose_edits(
+    posed: Problem, capacity: int, slots: int | None = None, search_s: float = 0.0
+) -> EditChoice | None:
     """Chooses what to evict and what to recompute, so that the load of the arena fits.
 
     Args:
       posed: a module without edits but for its order; its weights on the host are streamed.
       capacity: bytes of the arena above its base.
       slots: at most so many streamed arrays on the device at once.
+      search_s: seconds to look for something better than what a few greedy selections give.
 
     Returns:
       The fastest choice found, before packing; None when the load cannot be brought down to
       `capacity`.
     """
     work = _Work(posed)
-    best: tuple[float, Selection] | None = None
+    best: tuple[float, TakenGaps] | None = None
     for price, depth in _TRIED if work.rates.can_evict else _TRIED[-3:]:
-        selection = work.select(capacity, price, depth)
-        if selection.load.max(initial=0) > capacity:
-            continue
-        seconds = work.step_seconds(selection, capacity, slots)
-        if seconds is not None and (best is None or seconds < best[0]):
-            best = seconds, selection
+        taken = work.select(capacity, price, depth)
+        seconds = work.step_seconds(taken, capacity, slots)
+        if seconds < (np.inf if best is None else best[0]):
+            best = seconds, taken
     if best is None:
         return None
+    if search_s > 0 and best[0] > float(posed.clock[-1]) * _GOOD_ENOUGH:
+        best = work.improve(best, capacity, slots, search_s)
     edits = _Writer(posed, best[1]).edits()
     return EditChoice(edits, work.decisions(best[1], capacity), best[0])
+
+
+def edited_lower_bound_s(posed: Problem, budget: int) -> float:
+    """Returns seconds that no plan within `budget` undercuts, whatever it evicts, recomputes
+    and streams, with the compute in this order; infinity when there is no plan."""
+    work = _Work(posed)
+    choices, _ = work.choices(posed.load, may_stay=True)
+    return lower_bound_s(choices, budget - posed.fixed_bytes - posed.arena.tables)
+
+
+def least_load(posed: Problem) -> npt.NDArray[np.int64]:
+    """Returns int64[ticks], bytes that no edits can go below at each tick by itself."""
+    choices, _ = _Work(posed).choices(posed.load, may_stay=True)
+    return least_bytes(replace(choices, weights=()))
 
 
 class _Work:
@@ -125,8 +152,13 @@ class _Work:
         """Bytes at each tick with every temporary kept and every weight fetched when read."""
         return self._posed.arena.load + self._weights
 
-    def select(self, capacity: int, link_price: float, depth: int) -> Selection:
-        smallest = int(self.load.max(initial=0) * _SMALLEST_SHARE)
+    @property
+    def smallest(self) -> int:
+        """Bytes below which a temporary is left alone."""
+        share = int(self.load.max(initial=0) * _SMALLEST_SHARE)
+        return max(share, self._posed.arena.smallest)
+
+    def select(self, capacity: int, link_price: float, depth: int) -> TakenGaps:
         return select(
             self.temporaries,
             self.load,
@@ -135,11 +167,94 @@ class _Work:
             capacity,
             link_price,
             depth,
-            max(smallest, self._posed.arena.smallest),
+            self.smallest,
         )
 
-    def step_seconds(self, selection: Selection, capacity: int, slots: int | None) -> float | None:
-        """Predicts the step's time; None where `slots` are too few."""
+    def choices(
+        self, load: npt.NDArray[np.int64], *, may_stay: bool
+    ) -> tuple[Choices, list[tuple[int, LogicalTime]]]:
+        """The same as numbers, and of each gap the temporary and the tick at which it starts.
+
+        A recipe is what the maker takes alone, and its share of that where it makes several
+        things: what must be there for it may be there for other reasons, too. So nothing that
+        can be done is cheaper than the choices say.
+        """
+        posed = self._posed
+        made = Counter(t.maker.id for t in self.temporaries)
+        gaps: list[Gap] = []
+        starts: list[tuple[int, LogicalTime]] = []
+        for t in self.temporaries:
+            if t.obstacle:
+                continue
+            recipes: tuple[Recipe, ...] = ()
+            if t.operands is not None:
+                seconds = self.rates.maker_s[t.maker.id] / made[t.maker.id]
+                recipes = (Recipe(seconds, 0, (t.maker.id,)),)
+            for start, end in pairwise(sorted({t.written, *(r.tick for r in t.reads)})):
+                if end > start + 1 and (recipes or self.rates.can_evict):
+                    can_evict = self.rates.can_evict
+                    gap = Gap(t.number, t.size, t.written + 1, start + 1, end, can_evict, recipes)
+                    gaps.append(gap)
+                    starts.append((t.number, start))
+        out = posed.link_out if self.rates.can_evict else posed.link
+        choices = Choices(
+            posed.costs,
+            load,
+            tuple(gaps),
+            tuple(Weight(m.size, _disjoint(m.reads), may_stay) for m in posed.movables),
+            out.bytes_per_s * out.engines,
+            posed.link.bytes_per_s * posed.link.engines,
+            posed.link.latency_s,
+            queue_of(out) == queue_of(posed.link),
+            in_busy_s=posed.link_floor_s,
+        )
+        return choices, starts
+
+    def improve(
+        self, best: tuple[float, TakenGaps], capacity: int, slots: int | None, search_s: float
+    ) -> tuple[float, TakenGaps]:
+        """Searches with mixed-integer programs; what they choose is carried out, and completed,
+        to see what it is worth."""
+        choices, starts = self.choices(self._posed.arena.load, may_stay=False)
+        number = {start: k for k, start in enumerate(starts)}
+        found = [best]
+
+        def carried_out(selection: Selection) -> TakenGaps:
+            taken = TakenGaps(self.temporaries, self.load, self._posed.costs, self.rates, _DEEPEST)
+            for k in selection.evicted:
+                if starts[k][1] in taken.accesses[starts[k][0]]:
+                    taken.evict(*starts[k])
+            for k, _ in sorted(selection.recomputed, key=lambda r: choices.gaps[r[0]].end):
+                if starts[k][1] not in taken.taken[starts[k][0]]:
+                    taken.recompute(*starts[k], capacity, np.inf)
+            complete(taken, capacity, 1.0, self.smallest)
+            taken.give_back(capacity)
+            return taken
+
+        def evaluate(selection: Selection) -> float:
+            taken = carried_out(selection)
+            seconds = self.step_seconds(taken, capacity, slots)
+            if seconds < found[0][0]:
+                found[0] = seconds, taken
+            return seconds
+
+        evicted: set[int] = set()
+        recomputed: list[tuple[int, int]] = []
+        for n, gaps in enumerate(best[1].taken):
+            for start, taken in gaps.items():
+                k = number.get((n, start))
+                if k is not None and taken.action == "evict":
+                    evicted.add(k)
+                elif k is not None:
+                    recomputed.append((k, 0))
+        start = Selection(frozenset(evicted), tuple(sorted(recomputed)), frozenset())
+        improve(choices, capacity, start, search_s, evaluate)
+        return found[0]
+
+    def step_seconds(self, selection: TakenGaps, capacity: int, slots: int | None) -> float:
+        """Predicts the step's time; infinity where it does not fit."""
+        if selection.load.max(initial=0) > capacity:
+            return np.inf
         load = selection.load - self._weights
         evicted: list[Evicted] = []
         jobs = list(self._streamed)
@@ -173,11 +288,11 @@ class _Work:
                 releases={n: d.done for n, d in enumerate(departures)},
             )
         except DoesNotFit:
-            return None
+            return np.inf
         edited = replace(posed, costs=selection.costs, clock=clock, evictions=tuple(evicted))
         return step_seconds(edited, jobs, starts, departures)
 
-    def decisions(self, selection: Selection, capacity: int) -> tuple[Decision, ...]:
+    def decisions(self, selection: TakenGaps, capacity: int) -> tuple[Decision, ...]:
         """What became of the temporaries that are idle while the load is over `capacity`."""
         over = np.concatenate([[0], np.cumsum(self.load > capacity)])
         clock, names = self._posed.clock, [i.name for i in self._posed.ticks.instructions]
@@ -208,6 +323,17 @@ class _Work:
         return tuple(found[:_TOLD])
 
 
+def _disjoint(reads: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
+    """The same ticks in ranges that do not touch."""
+    found: list[LiveRange] = []
+    for read in reads:
+        if found and read.start <= found[-1].end:
+            found[-1] = LiveRange(found[-1].start, max(found[-1].end, read.end))
+        else:
+            found.append(read)
+    return tuple(found)
+
+
 class _Piece(NamedTuple):
     """A temporary from a gap's end until the next gap.
 
@@ -220,7 +346,7 @@ class _Piece(NamedTuple):
     reads: LiveRange
 
 
-def _pieces(selection: Selection, t: Temporary) -> list[_Piece]:
+def _pieces(selection: TakenGaps, t: Temporary) -> list[_Piece]:
     """The pieces behind the gaps that were taken, in order; the original is not among them."""
     accesses, taken = selection.accesses[t.number], selection.taken[t.number]
     found: list[_Piece] = []
@@ -240,7 +366,7 @@ class _Reader(NamedTuple):
 class _Writer:
     """Writes a selection down as edits."""
 
-    def __init__(self, posed: Problem, selection: Selection) -> None:
+    def __init__(self, posed: Problem, selection: TakenGaps) -> None:
         self._selection = selection
         self._temporaries = selection.temporaries
         self._names = [i.name for i in posed.ticks.instructions]

@@ -6,7 +6,8 @@ Each pass reads what stands before it and gives one thing; nothing flows back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from hlo_passes import (
@@ -17,6 +18,7 @@ from hlo_passes import (
     dependences,
     edit_choice,
     edits,
+    eviction,
     fences,
     host_transfers,
     live_ranges,
@@ -28,6 +30,7 @@ from hlo_passes import (
     prefetch,
     problem,
     reader,
+    reorder,
     rewrite,
     sink,
     ticks,
@@ -88,6 +91,11 @@ PASSES = (
     # Planning.
     Pass("problem", problem.pose, "loads, seconds and movable weights as numbers"),
     Pass("placement", placement.choose_placement, "which weights stay on the device"),
+    Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
+    Pass("edit-choice", edit_choice.choose_edits, "what is evicted, what is computed again"),
+    Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
+    Pass("verify-edits", verify_edits.verify_edits, "the edited module computes the same"),
+    Pass("eviction", eviction.schedule_evictions, "the ticks at which temporaries leave"),
     Pass("prefetch", prefetch.schedule_starts, "the tick at which each transfer starts"),
     Pass("assignment", assignment.assign_offsets, "the offset of each buffer in its arena"),
     Pass("fences", fences.derive_fences, "the orders on which the plan depends"),
@@ -226,6 +234,7 @@ def plan_module(
     host_parameters: Collection[int] = (),
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
+    search_s: float = 0.0,
     labels: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plans a scheduled module whose host arguments are decided.
@@ -235,6 +244,8 @@ def plan_module(
       host_parameters, sliced_parameters: numbers of the arguments on the host, and of those
         there that loops read by the slice; needed on CPU only.
       slots: at most so many streamed weights on the device at once.
+      search_s: seconds to search for a faster plan than the first, where one evicts or
+        recomputes.
       labels: HLO parameter name to the user's name.
 
     Returns:
@@ -248,7 +259,7 @@ def plan_module(
     """
     module, loops = _order_loops(sink.sink_weight_work(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
-    found = _fit(posed, budget, slots)
+    found = _fit(posed, budget, slots, search_s)
     if found is None:
         raise _budget_error(posed, budget, slots)
     plan = _assemble(found, budget, labels or {}, loops)
@@ -289,53 +300,60 @@ class _Found:
     Attributes:
       posed: the edited module.
       edited: what was done to it.
+      kept: the module with its order as it is now, and nothing evicted or recomputed.
       decisions: see `Plan`.
     """
 
     posed: Problem
     choice: placement.Choice
-    edited: Edits = field(default_factory=Edits)
+    edited: Edits
+    kept: Problem
     decisions: tuple[Decision, ...] = ()
 
 
-def _fit(posed: Problem, budget: int, slots: int | None) -> _Found | None:
+def _fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> _Found | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
     choice = placement.fit(posed, frozenset(), budget, slots)
-    plain = _Found(posed, choice) if choice is not None else None
+    plain = _Found(posed, choice, Edits(), posed) if choice is not None else None
     if choice is not None and _is_hidden(choice, posed):
         return plain
     if plain is None:
         capacity = budget - posed.fixed_bytes - posed.arena.base
-        order = Edits()  # Edits(reorder.lower_peak(posed.module, posed.machine, capacity))
+        on_host = [m.parameter for m in posed.movables]
+        order = Edits(reorder.lower_peak(posed.module, posed.machine, capacity, on_host))
         posed = _edited(posed, order)
         choice = placement.fit(posed, frozenset(), budget, slots)
         if choice is not None:
-            return _Found(posed, choice, order)
+            return _Found(posed, choice, order, posed)
     else:
         order = Edits()
-    found = _edit(posed, order, budget, slots)
+    found = _edit(posed, order, budget, slots, search_s)
     if plain is None or found is None:
         return found or plain
     return min(plain, found, key=lambda f: f.choice.step_time_s)
 
 
-def _edit(posed: Problem, order: Edits, budget: int, slots: int | None) -> _Found | None:
+def _edit(
+    posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
+) -> _Found | None:
     """Evicts and recomputes until the packed arena fits; at last as much as is possible."""
     capacity = budget - posed.fixed_bytes - posed.arena.base
     for share in _FRAGMENTATION:
-        chosen = edit_choice.choose_edits(posed, int(capacity * (1 - share)), slots)
+        chosen = edit_choice.choose_edits(posed, int(capacity * (1 - share)), slots, search_s)
         if chosen is None:
             break
         again = _edited(posed, chosen.edits)
         choice = placement.fit(again, frozenset(), budget, slots)
         if choice is not None:
             done = replace(chosen.edits, order=order.order)
-            return _Found(again, choice, done, chosen.decisions)
+            return _Found(again, choice, done, posed, chosen.decisions)
     least = edit_choice.least_edits(posed)
     again = _edited(posed, least)
     choice = placement.fit(again, frozenset(), budget, slots)
-    return _Found(again, choice, replace(least, order=order.order)) if choice is not None else None
+    if choice is None:
+        return None
+    return _Found(again, choice, replace(least, order=order.order), posed)
 
 
 def _edited(posed: Problem, what: Edits) -> Problem:
@@ -382,13 +400,13 @@ def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]
         for fetch, start in zip(choice.fetches, choice.starts, strict=True)
     ]
     back = {f.eviction: f.reads.start for f in choice.fetches}  # The last of each.
-    for n, (eviction, departure) in enumerate(zip(posed.evictions, choice.departures, strict=True)):
+    for n, (evicted, departure) in enumerate(zip(posed.evictions, choice.departures, strict=True)):
         leaving = Transfer(
             id=0,
-            buffer=eviction.buffer,
+            buffer=evicted.buffer,
             source=out.source,
             destination=out.destination,
-            size=eviction.size,
+            size=evicted.size,
             start=departure.start,
             done=departure.done,
             end=back[n],
@@ -416,11 +434,15 @@ def _arena_slots(
 def _host_slots(transfers: tuple[Transfer, ...]) -> tuple[Slot, ...]:
     """The places of evicted temporaries in the host's memory: named slots, used in turn."""
     evicted = [t for t in transfers if t.kind == "evict"]
-    ranges = [LiveRange(t.start, t.end) for t in evicted]
-    packing = assignment.assign_offsets([t.size for t in evicted], ranges)
+    # Evictions start at a tick before fetches are done there.
+    packing = assignment.assign_offsets(
+        [t.size for t in evicted], [LiveRange(t.start, t.end + 1) for t in evicted]
+    )
     return tuple(
-        Slot(fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, live)
-        for t, live, offset in zip(evicted, ranges, packing.offsets, strict=True)
+        Slot(
+            fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, LiveRange(t.start, t.end)
+        )
+        for t, offset in zip(evicted, packing.offsets, strict=True)
     )
 
 
@@ -478,7 +500,7 @@ def _assemble(
         compute_s=0.0,
         link_s=0.0,
         stall_s=0.0,
-        lower_bound_s=budget_bound.budget_lower_bound_s(posed, budget),
+        lower_bound_s=_lower_bound_s(found.kept, budget),
     )
     plan = Plan(
         module_fingerprint=posed.module.fingerprint,
@@ -504,6 +526,14 @@ def _assemble(
     return replace(plan, prediction=_timed(posed, plan))
 
 
+def _lower_bound_s(kept: Problem, budget: int) -> float:
+    """Seconds that no plan undercuts: where nothing can be evicted or recomputed by what
+    streaming takes; else by what the least of all takes."""
+    bound = edit_choice.edited_lower_bound_s(kept, budget)
+    least = replace(kept, load=edit_choice.least_load(kept))
+    return max(budget_bound.budget_lower_bound_s(least, budget), bound if bound < inf else 0.0)
+
+
 def _timed(posed: Problem, plan: Plan) -> Prediction:
     """Adds to a plan's prediction what a step takes: of the module as it will be, whose
     loops are opened, where there are any."""
@@ -514,10 +544,16 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)
     timed = timeline.simulate(events, machine)
+    again = {r.clone for r in plan.edits.recomputes}
     return replace(
         plan.prediction,
         step_time_s=timed.step_time_s,
         compute_s=timed.compute_s,
         link_s=sum(timed.link_s.values()),
         stall_s=timed.stall_s,
+        recompute_s=sum(
+            float(seconds)
+            for i, seconds in zip(posed.ticks.instructions, posed.costs, strict=True)
+            if i.name in again
+        ),
     )

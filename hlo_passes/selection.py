@@ -16,7 +16,7 @@ What moves occupies a link, and that costs something only where the link has no 
 link seconds have a *price* in seconds of the step, and the whole is done for a few prices,
 from nothing to that of compute: the best by the predicted step counts.
 
-A `Selection` is kept consistent all the time. To run an instruction again, its operands have
+`TakenGaps` are consistent all the time. To run an instruction again, its operands have
 to be there: one that is away comes back then already, by whatever way was chosen for it, and
 stays; one that is dead is held, or made again as well. That is how a whole layer comes to be
 computed again from its input, and each part of it once.
@@ -79,7 +79,7 @@ class Rates:
         return seconds if is_away else seconds + size / self.out_bytes_per_s + self.latency_s
 
 
-class Selection:
+class TakenGaps:
     """Temporaries, and what is done with their gaps.
 
     Args:
@@ -106,7 +106,7 @@ class Selection:
     ) -> None:
         self.temporaries = temporaries
         self.rates = rates
-        self._depth = depth
+        self.depth = depth
         self.load = load.copy()
         self.costs = costs.copy()
         self.clock = np.concatenate([[0.0], np.cumsum(costs)])
@@ -197,7 +197,7 @@ class Selection:
     def _make_again(self, n: int, tick: LogicalTime, depth: int) -> bool:
         """Runs the maker of a temporary right before `tick`."""
         t = self.temporaries[n]
-        if t.operands is None or depth >= self._depth:
+        if t.operands is None or depth >= self.depth:
             return False
         if self._siblings_made_at(n, tick):
             return True
@@ -326,22 +326,29 @@ def select(
     link_price: float,
     depth: int,
     smallest: int = 0,
-) -> Selection:
+) -> TakenGaps:
     """Takes gaps until the load is within `capacity` everywhere, or none is left that helps.
 
     Args:
       load: int64[ticks], bytes; costs: float64[ticks], seconds.
       capacity: bytes.
       link_price: seconds of the step that a second of a link is worth.
-      depth: see `Selection`.
+      depth: see `TakenGaps`.
       smallest: temporaries of fewer bytes are left alone.
     """
-    selection = Selection(temporaries, load, costs, rates, depth)
+    selection = TakenGaps(temporaries, load, costs, rates, depth)
+    complete(selection, capacity, link_price, smallest)
+    selection.give_back(capacity)
+    return selection
+
+
+def complete(selection: TakenGaps, capacity: int, link_price: float, smallest: int = 0) -> None:
+    """Takes more gaps, as `select` does, where the load is over `capacity` still."""
     for _ in range(_ROUNDS):
         if selection.load.max(initial=0) <= capacity:
             break
         changed = False
-        for option in sorted(_options(selection, capacity, link_price, depth, smallest)):
+        for option in sorted(_options(selection, capacity, link_price, smallest)):
             n, start = option.temporary, option.start
             end = selection.gap_end(n, start)
             if start in selection.taken[n]:
@@ -354,12 +361,10 @@ def select(
                 changed |= selection.recompute(n, start, capacity, option.most_s)
         if not changed:
             break
-    selection.give_back(capacity)
-    return selection
 
 
 def _options(
-    selection: Selection, capacity: int, link_price: float, depth: int, smallest: int
+    selection: TakenGaps, capacity: int, link_price: float, smallest: int
 ) -> Iterator[_Option]:
     """Yields the gaps that cover ticks over the capacity, each way they can be taken."""
     rates = selection.rates
@@ -381,6 +386,6 @@ def _options(
                 idle = clock[end] - clock[start + 1 if is_away else t.written + 1]
                 price = link_price * needed + max(0.0, needed - idle)
                 yield _Option(float(price / benefit), t.number, start, "evict", np.inf)
-            if t.operands is not None and depth:
+            if t.operands is not None and selection.depth:
                 score = rates.maker_s[t.maker.id] / benefit
                 yield _Option(score, t.number, start, "recompute", float(price))
