@@ -30,10 +30,6 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
     asynchronous start or fusion declares (``output_operand_aliasing``), and a fusion whose
     output is an update of one of its parameters.
     """
-    annotated = tuple(
-        InPlacePair(a.operand, a.operand_index, a.output_index)
-        for a in instruction.output_operand_aliasing
-    )
     match instruction.opcode:
         case "dynamic-update-slice" | "set-dimension-size":
             return (InPlacePair(0, (), ()),)
@@ -49,10 +45,10 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
         case "ragged-all-to-all":
             return (InPlacePair(1, (), ()),)
         case "custom-call" | "async-start":
-            return annotated
+            return _annotated(instruction)
         case "fusion":
             found = (
-                *annotated,
+                *_annotated(instruction),
                 *(
                     pair
                     for index, _ in instruction.shape.leaves()
@@ -62,6 +58,13 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
             return tuple(dict.fromkeys(found))
         case _:
             return ()
+
+
+def _annotated(instruction: Instruction) -> tuple[InPlacePair, ...]:
+    return tuple(
+        InPlacePair(a.operand, a.operand_index, a.output_index)
+        for a in instruction.output_operand_aliasing
+    )
 
 
 def _one_output_each(instruction: Instruction, n: int) -> tuple[InPlacePair, ...]:

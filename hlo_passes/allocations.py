@@ -70,17 +70,17 @@ def _replay_heap(
     """Walks through time, allocating what is defined and releasing what dies."""
     dataflow = ranges.dataflow
     values = [v for b in buffers for v in b.values]
-    values.sort(key=lambda v: (*ranges.of_value[v.id], v.id))
+    values.sort(key=lambda v: (ranges.of_value[v.id], v.id))
     size_of = {v.id: b.size for b in buffers for v in b.values}
     alone = {b.values[0].id for b in buffers if len(b.values) == 1}
     defined: defaultdict[LogicalTime, list[Value]] = defaultdict(list)
-    freed: defaultdict[LogicalTime, dict[int, Value]] = defaultdict(dict)
+    freed: defaultdict[LogicalTime, list[Value]] = defaultdict(list)
     last_time: dict[int, LogicalTime] = {}
     for v in values:
         start, end = ranges.of_value[v.id]
         last_time[v.id] = end - 1
         defined[start].append(v)
-        freed[end - 1][v.id] = v
+        freed[end - 1].append(v)
     clock = 0
     born: dict[int, int] = {}
     died: dict[int, int] = {}
@@ -98,8 +98,8 @@ def _replay_heap(
         for operand in v.instruction.operand_ids:
             o = dataflow.value_at(dataflow.module.instructions[operand])
             if (
-                o.id in freed[time]
-                and last_time[o.id] == time
+                last_time.get(o.id) == time
+                and o.id not in died
                 and o.id in alone
                 and o.id not in apart
                 and o.instruction.id in v.instruction.operand_ids
@@ -115,15 +115,15 @@ def _replay_heap(
                 group[v.id] = group_of_buffer[buffer.id]
             elif (operand := dying_operand(v, time)) is not None:
                 release(operand)
-                del freed[time][operand.id]
                 group[v.id] = group[operand.id]
                 last_time[operand.id] = last_time[v.id]
             else:
                 group[v.id] = group_of_buffer[buffer.id] = v.id
             born[v.id] = clock
             clock += 1
-        for v in freed[time].values():
-            release(v)
+        for v in freed[time]:
+            if v.id not in died:
+                release(v)
     size: dict[int, int] = {}
     for v in values:
         size[group[v.id]] = max(size.get(group[v.id], 0), size_of[v.id])

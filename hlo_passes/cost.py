@@ -78,7 +78,7 @@ def instruction_costs(
 
 def _estimates(executable: Module) -> Mapping[tuple[str, str], int]:
     return {
-        (i.name, i.opcode): _estimated_cycles(i.backend_config)
+        (i.name, i.opcode): _estimated_cycles(i)
         for computation in executable.computations.values()
         if not computation.is_fusion
         for i in computation.instructions
@@ -131,7 +131,7 @@ class _Costs:
             return sum(self._called(instruction))
         if opcode in NO_TRAFFIC_OPCODES:
             return 0.0
-        cycles = _estimated_cycles(instruction.backend_config)
+        cycles = _estimated_cycles(instruction)
         if cycles:
             return self.machine.cycles_seconds(cycles)
         lent = self.estimates.get((instruction.name, opcode), 0)
@@ -154,7 +154,9 @@ class _Costs:
         )
 
     def _device_bytes(self, instruction: Instruction) -> int:
-        moved = self.traffic.get(instruction.id, Traffic())
+        moved = self.traffic.get(instruction.id)
+        if moved is None:
+            return 0
         # A memory space without a tier (GPU collectives, TPU scalars) is device memory.
         return sum(
             size
@@ -164,8 +166,12 @@ class _Costs:
         )
 
 
-def _estimated_cycles(config: Mapping[str, Any]) -> int:
-    return int(config.get("window_config", {}).get("estimated_cycles", 0))
+def _estimated_cycles(instruction: Instruction) -> int:
+    # Most instructions have a configuration without it, not worth parsing.
+    if b"estimated_cycles" not in instruction.proto.backend_config:
+        return 0
+    window: Mapping[str, Any] = instruction.backend_config.get("window_config", {})
+    return int(window.get("estimated_cycles", 0))
 
 
 def _custom_call_estimate(instruction: Instruction) -> tuple[int, int] | None:

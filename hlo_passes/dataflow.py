@@ -25,10 +25,14 @@ from typing import Literal
 
 from hlo_passes.aliasing import in_place_pairs
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
+from hlo_passes.once import once
 
 BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
 
 _POINTER_BYTES = 8
+
+# What runs computations whose values are followed.
+_FOLLOWED = frozenset({"async-start", "call", "conditional", "while"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ class Dataflow:
         return {k: tuple(v.values()) for k, v in users.items()}
 
 
+@once
 def analyze_dataflow(module: Module) -> Dataflow:
     """Finds the values and buffers of all computations that run on their own.
 
@@ -244,13 +249,15 @@ class _Walk:
             self.same_buffer.append((a, b))
 
     def _place(self, i: Instruction) -> None:
+        if i.opcode not in _FOLLOWED:
+            if i.opcode != "parameter" or i.computation_id == self.module.entry.id:
+                self._forward(i, None)  # The caller has placed other parameters.
+            return
         called = [self.module.computations[c] for c in i.called_computation_ids]
         follow = bool(called) and not any(c.id in self.visited for c in called)
         # XLA:TPU starts work of its sparse cores without operands: an update brings them.
         is_announced = i.opcode == "async-start" and not i.operand_ids
         match i.opcode:
-            case "parameter" if i.computation_id != self.module.entry.id:
-                return  # The caller has placed it.
             case "while" if follow:
                 self._while(i, body=called[0], condition=called[1])
             case "conditional" if follow:
@@ -361,62 +368,67 @@ def _source(
             return None
 
 
-def _uses(i: Instruction, index: ShapeIndex) -> bool:
-    """Whether `i` reads part `index` of an operand, rather than passing it on
+def _parts_used(i: Instruction, indices: tuple[ShapeIndex, ...]) -> tuple[ShapeIndex, ...]:
+    """Which parts of an operand `i` reads, rather than passing them on
     (xla/service/hlo_value.cc, MayUseOperandValue)."""
     if i.opcode in ("tuple", "domain"):
-        return False
-    return not index or i.opcode not in ("get-tuple-element", "copy")
+        return ()
+    return indices[:1] if i.opcode in ("get-tuple-element", "copy") else indices
 
 
 def _collect(module: Module, walk: _Walk) -> Dataflow:
-    n = len(walk.definitions)
     _renumber(module, walk)
-    positions: list[list[Position]] = [[p] for p, _ in walk.definitions]
-    uses: list[list[Use]] = [[] for _ in range(n)]
-    for computation in walk.visited.values():
-        for i in computation.instructions:
-            for index in walk.indices(i.shape):
-                value = walk.value_at[i.id, index]
-                if (position := Position(i, index)) != positions[value][0]:
-                    positions[value].append(position)
-            for number, operand in enumerate(i.operand_ids):
-                for index in walk.indices(module.instructions[operand].shape):
-                    if _uses(i, index):
-                        uses[walk.value_at[operand, index]].append(Use(i, number, index))
-    values = tuple(
-        Value(v, tuple(positions[v]), tuple(uses[v]), walk.definitions[v][1]) for v in range(n)
-    )
+    values = _values(module, walk)
+    root = module.entry.root
     for alias in module.input_output_aliases:
         parameter = module.entry.parameters[alias.parameter]
         walk.same_buffer.append(
             (
-                walk.value_at[module.entry.root.id, alias.output_index],
+                walk.value_at[root.id, alias.output_index],
                 walk.value_at[parameter.id, alias.parameter_index],
             )
         )
-    groups = _components(n, walk.same_buffer)
-    returned = {
-        walk.value_at[module.entry.root.id, i] for i in walk.indices(module.entry.root.shape)
-    }
+    returned = {walk.value_at[root.id, index] for index in walk.indices(root.shape)}
     buffers: list[Buffer] = []
-    buffer_of = [0] * n
-    for members in groups:
+    buffer_of = [0] * len(values)
+    for members in _components(len(values), walk.same_buffer):
         for v in members:
             buffer_of[v] = len(buffers)
-        group = tuple(values[v] for v in members)
+        group = tuple([values[v] for v in members])
+        shapes = [v.shape for v in group]
         live_out = not returned.isdisjoint(members)
         buffers.append(
             Buffer(
                 len(buffers),
                 group,
-                _kind(module, group, live_out),
-                max(_size(v.shape) for v in group),
-                group[0].shape.memory_space,
+                _kind(module, group, shapes, live_out),
+                max(map(_size, shapes)),
+                shapes[0].memory_space,
                 live_out,
             )
         )
     return Dataflow(module, values, tuple(buffers), walk.value_at, buffer_of)
+
+
+def _values(module: Module, walk: _Walk) -> tuple[Value, ...]:
+    value_at, instructions = walk.value_at, module.instructions
+    positions: list[list[Position]] = [[p] for p, _ in walk.definitions]
+    uses: list[list[Use]] = [[] for _ in walk.definitions]
+    for computation in walk.visited.values():
+        for i in computation.instructions:
+            for index in walk.indices(i.shape):
+                found = positions[value_at[i.id, index]]
+                if found[0].instruction is not i or found[0].index != index:
+                    found.append(Position(i, index))
+            for number, operand in enumerate(i.operand_ids):
+                for index in _parts_used(i, walk.indices(instructions[operand].shape)):
+                    uses[value_at[operand, index]].append(Use(i, number, index))
+    return tuple(
+        [
+            Value(v, tuple(positions[v]), tuple(uses[v]), is_phi)
+            for v, (_, is_phi) in enumerate(walk.definitions)
+        ]
+    )
 
 
 def _renumber(module: Module, walk: _Walk) -> None:
@@ -451,13 +463,15 @@ def _components(n: int, pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
     return list(components.values())
 
 
-def _kind(module: Module, values: Sequence[Value], live_out: bool) -> BufferKind:
-    if any(v.shape.is_tuple for v in values):
+def _kind(
+    module: Module, values: Sequence[Value], shapes: Sequence[Shape], live_out: bool
+) -> BufferKind:
+    if any([shape.is_tuple for shape in shapes]):
         return "tuple"
-    definers = {(v.instruction.opcode, v.instruction.computation_id) for v in values}
-    if ("parameter", module.entry.id) in definers:
+    definers = [v.instruction for v in values]
+    if any([i.opcode == "parameter" and i.computation_id == module.entry.id for i in definers]):
         return "parameter"
-    if any(opcode == "constant" for opcode, _ in definers):
+    if any([i.opcode == "constant" for i in definers]):
         return "constant"
     return "output" if live_out else "temp"
 

@@ -23,6 +23,9 @@ from hlo_passes.ir import Instruction, Module
 
 _CUBLAS = "__cublas$"
 
+# What has matrix work, or holds what has.
+_WORKERS = frozenset({"convolution", "custom-call", "dot", "fusion"})
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
@@ -45,7 +48,8 @@ def matrix_work(module: Module, instruction: Instruction) -> Iterator[MatrixWork
     if instruction.opcode == "fusion":
         for body in instruction.called_computation_ids:
             for inner in module.computations[body].instructions:
-                yield from matrix_work(module, inner)
+                if inner.opcode in _WORKERS:
+                    yield from matrix_work(module, inner)
         return
     flops = _flops(module, instruction)
     if flops:

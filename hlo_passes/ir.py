@@ -177,7 +177,7 @@ _shape_cache: dict[bytes, Shape] = {}
 
 def _shape(proto: hlo_pb2.ShapeProto) -> Shape:
     # Large modules repeat a few hundred distinct shapes tens of thousands of times.
-    key = proto.SerializeToString(deterministic=True)
+    key = proto.SerializeToString()
     cached = _shape_cache.get(key)
     if cached is not None:
         return cached
@@ -338,30 +338,33 @@ class Module:
 
     def _computation(self, proto: hlo_pb2.HloComputationProto) -> Computation:
         where = f"{self._proto.name}, computation %{proto.name}"
+        computation_id = proto.id
         local: dict[int, Instruction] = {}
         for i in proto.instructions:
-            instruction = Instruction(
-                i.id,
-                i.name,
-                i.opcode,
-                _shape(i.shape),
-                tuple(i.operand_ids),
-                tuple(i.called_computation_ids),
-                proto.id,
-                i,
-            )
-            for operand in instruction.operand_ids:
+            id_ = i.id
+            # A slice is one call into protobuf; an iteration would be one an element.
+            operand_ids = tuple(i.operand_ids[:])
+            for operand in operand_ids:
                 if operand not in local:
                     raise MalformedModuleError(
                         where,
                         f"%{i.name} uses operand id {operand}, which does not come before it",
                         "Instructions must stand in an order where operands come first.",
                     )
-            if i.id in local or i.id in self.instructions:
+            if id_ in local or id_ in self.instructions:
                 raise MalformedModuleError(
-                    where, f"%{i.name} has id {i.id}, which is taken already", "Ids must be unique."
+                    where, f"%{i.name} has id {id_}, which is taken already", "Ids must be unique."
                 )
-            local[i.id] = instruction
+            local[id_] = Instruction(
+                id_,
+                i.name,
+                i.opcode,
+                _shape(i.shape),
+                operand_ids,
+                tuple(i.called_computation_ids[:]),
+                computation_id,
+                i,
+            )
         if proto.root_id not in local:
             raise MalformedModuleError(
                 where, f"the root id {proto.root_id} names no instruction", "Is the file whole?"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hlo_passes.dataflow import Buffer, Dataflow, Value
 from hlo_passes.errors import UnscheduledModuleError
 from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.once import once
 from hlo_passes.plan import LiveRange, LogicalTime
 
 
@@ -58,6 +59,7 @@ class LiveRanges:
         return LiveRange(min(r.start for r in ranges), max(r.end for r in ranges))
 
 
+@once
 def compute_live_ranges(dataflow: Dataflow) -> LiveRanges:
     """Flattens the schedule and finds the live range of every value.
 
@@ -72,8 +74,7 @@ def compute_live_ranges(dataflow: Dataflow) -> LiveRanges:
     ranges = [_life(v, line) for v in dataflow.values]
     for buffer in dataflow.buffers:
         _untangle(buffer, ranges)
-    time_of = {i.id: t for t, i in enumerate(line.sequence)}
-    return LiveRanges(dataflow, tuple(line.sequence), time_of, tuple(ranges))
+    return LiveRanges(dataflow, tuple(line.sequence), line.time_of, tuple(ranges))
 
 
 class _TimeLine:
@@ -82,6 +83,7 @@ class _TimeLine:
         self.sequence: list[Instruction] = []
         self.time_of: dict[int, LogicalTime] = {}
         self.span: dict[int, LiveRange] = {}
+        self.donated = {(a.parameter, a.parameter_index) for a in module.input_output_aliases}
         # Computation that an asynchronous pair wraps → the pair.
         self.pair_of: dict[int, tuple[Instruction, Instruction]] = {}
         for done in module.instructions.values():
@@ -128,7 +130,8 @@ def _life(value: Value, line: _TimeLine) -> LiveRange:
     if definer.opcode == "parameter":
         # Nothing that stands before the parameter may write over it.
         start = span.start
-        if definer.computation_id == line.module.entry.id and not _is_donated(value, line.module):
+        in_entry = definer.computation_id == line.module.entry.id
+        if in_entry and (definer.parameter_number, value.index) not in line.donated:
             return LiveRange(start, len(line.sequence) + 1)
     else:
         start = time
@@ -150,20 +153,14 @@ def _life(value: Value, line: _TimeLine) -> LiveRange:
     return LiveRange(start, last + 1)
 
 
-def _is_donated(value: Value, module: Module) -> bool:
-    number = value.instruction.parameter_number
-    return any(
-        a.parameter == number and a.parameter_index == value.index
-        for a in module.input_output_aliases
-    )
-
-
 def _untangle(buffer: Buffer, ranges: list[LiveRange]) -> None:
     """Cuts the lives of a buffer's values so that one ends where the next starts.
 
     init  [────────)              init  [───)
     body      [────────)     →    body      [────────)
     """
+    if len(buffer.values) == 1:
+        return
     ordered = sorted((ranges[v.id], v.id) for v in buffer.values)
     for k in range(len(ordered) - 1):
         (one, one_id), (two, two_id) = ordered[k], ordered[k + 1]

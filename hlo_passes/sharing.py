@@ -17,6 +17,7 @@ from typing import Literal
 from hlo_passes.aliasing import in_place_pairs
 from hlo_passes.dataflow import Dataflow, Position
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
+from hlo_passes.once import once
 
 Target = Literal["cpu", "gpu", "tpu"]
 
@@ -76,7 +77,7 @@ def can_share(
 
 def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: Target) -> bool:
     body = module.computations[fusion.called_computation_ids[0]]
-    users = _users(module, body)
+    users = _users(body)
     parameter = body.parameters[number]
     kind = fusion.proto.fusion_kind
     # On TPU the epilogue of a convolution may write over any operand that it reads element by
@@ -133,7 +134,7 @@ def _gpu_fusion_may_share(
     if not _same_iteration_space(operand.instruction.shape, user.shape.at(index)):
         return False
     body = module.computations[user.called_computation_ids[0]]
-    users = _users(module, body)
+    users = _users(body)
     output = body.root
     if output.opcode == "tuple":
         output = module.instructions[output.operand_ids[index[0]]]
@@ -203,7 +204,7 @@ def _elementwise_on(module: Module, i: Instruction, operand: int) -> bool:
         return True
     if i.opcode == "fusion":
         body = module.computations[i.called_computation_ids[0]]
-        uses = _transitive_uses(body.parameters[operand], _users(module, body))
+        uses = _transitive_uses(body.parameters[operand], _users(body))
         return all(u.opcode == "tuple" or _elementwise_on(module, u, n) for u, n in uses)
     if i.opcode in ("select", "clamp"):
         # A scalar predicate or bound is broadcast.
@@ -214,7 +215,8 @@ def _elementwise_on(module: Module, i: Instruction, operand: int) -> bool:
 _Users = Mapping[int, tuple[tuple[Instruction, int], ...]]
 
 
-def _users(module: Module, body: Computation) -> _Users:
+@once
+def _users(body: Computation) -> _Users:
     users: dict[int, list[tuple[Instruction, int]]] = {}
     for i in body.instructions:
         for n, operand in enumerate(i.operand_ids):

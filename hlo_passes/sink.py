@@ -16,6 +16,7 @@ arguments alone as a whole: `x1` above is no more than work on x0 and w1.
 from __future__ import annotations
 
 from hlo_passes.ir import Instruction, Module
+from hlo_passes.once import once
 
 # What is one kernel (or none) without effects, whatever it reads.
 _MOVABLE = frozenset(
@@ -23,6 +24,7 @@ _MOVABLE = frozenset(
 )
 
 
+@once
 def sink_weight_work(module: Module) -> Module:
     """Moves work that reads only constants and one argument to its first reader.
 
@@ -101,11 +103,7 @@ def _steady_values(module: Module) -> dict[int, frozenset[int]]:
 def _reordered(module: Module, sequence: list[int]) -> Module:
     proto = module.to_proto()
     entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
-    by_id = {i.id: i for i in entry.instructions}
-    reordered = [type(by_id[n])() for n in sequence]
-    for copy, n in zip(reordered, sequence, strict=True):
-        copy.CopyFrom(by_id[n])
-    del entry.instructions[:]
-    entry.instructions.extend(reordered)
+    position = {id_: n for n, id_ in enumerate(sequence)}
+    entry.instructions.sort(key=lambda i: position[i.id])
     proto.schedule.sequences[entry.id].instruction_ids[:] = sequence
     return Module(proto, module)

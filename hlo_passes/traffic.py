@@ -19,10 +19,11 @@ reshape between the fusion's parameter and the slice is looked through.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hlo_passes.ir import Computation, Instruction, Module, Shape
+from hlo_passes.once import once
 
 NO_TRAFFIC_OPCODES = frozenset(
     {
@@ -56,6 +57,9 @@ _PER_ELEMENT = frozenset(
 )
 
 
+type _Bytes = dict[int, int]  # by memory space
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes that one execution of an instruction moves, by memory space."""
@@ -64,6 +68,7 @@ class Traffic:
     written: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
+@once
 def traffic(module: Module) -> Mapping[int, Traffic]:
     """Returns the traffic of every instruction outside fusions, by instruction id.
 
@@ -77,56 +82,56 @@ def traffic(module: Module) -> Mapping[int, Traffic]:
             continue
         for instruction in computation.instructions:
             moved = _of(instruction, module, fused)
-            if moved.read or moved.written:
+            if moved is not None and (moved.read or moved.written):
                 found[instruction.id] = moved
     return found
 
 
-def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Traffic:
+def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Traffic | None:
     opcode = instruction.opcode
     if opcode in NO_TRAFFIC_OPCODES or opcode.endswith(("-done", "-update")):
-        return Traffic()
+        return None
     if opcode == "copy-start":
         destination, source = instruction.shape.tuple_shapes[:2]
         return Traffic(
             {source.memory_space: source.byte_size},
             {destination.memory_space: destination.byte_size},
         )
+    read: _Bytes = {}
+    written: _Bytes = {}
+    operands = [module.instructions[i] for i in dict.fromkeys(instruction.operand_ids)]
     if opcode == "async-start":
         (wrapped,) = instruction.called_computation_ids
-        return _sum(_of(i, module, fused) for i in module.computations[wrapped].instructions)
-    operands = [module.instructions[i] for i in dict.fromkeys(instruction.operand_ids)]
-    if opcode == "fusion":
+        for i in module.computations[wrapped].instructions:
+            if (moved := _of(i, module, fused)) is not None:
+                _add_all(read, moved.read)
+                _add_all(written, moved.written)
+    elif opcode == "fusion":
         (body,) = (module.computations[i] for i in instruction.called_computation_ids)
-        return _sum(
-            [
-                *(
-                    Traffic(read=_by_space(module.instructions[i].shape, fused.share(parameter)))
-                    for i, parameter in zip(instruction.operand_ids, body.parameters, strict=True)
-                ),
-                Traffic(written=fused.written(body, instruction.shape)),
-            ]
-        )
-    if opcode in _SLICES:
+        for i, parameter in zip(instruction.operand_ids, body.parameters, strict=True):
+            _add(read, module.instructions[i].shape, fused.share(parameter))
+        fused.add_written(written, body, instruction.shape)
+    elif opcode in _SLICES:
         source, *indices = operands
-        read = {source.shape.memory_space: instruction.shape.byte_size}
-        return _sum(
-            [
-                Traffic(read=read, written=_by_space(instruction.shape)),
-                *(Traffic(read=_by_space(i.shape)) for i in indices),
-            ]
-        )
-    if opcode in _UPDATES:
+        read[source.shape.memory_space] = instruction.shape.byte_size
+        _add(written, instruction.shape)
+        for i in indices:
+            _add(read, i.shape)
+    elif opcode in _UPDATES:
         _, *rest = operands
         update = module.instructions[instruction.operand_ids[_UPDATES[opcode]]]
-        written = {instruction.shape.memory_space: update.shape.byte_size}
-        return _sum([Traffic(written=written), *(Traffic(read=_by_space(i.shape)) for i in rest)])
-    # A collective's start repeats its operands in front of its result, as aliases.
-    result = instruction.shape
-    if opcode.endswith("-start") and result.is_tuple and len(result.tuple_shapes) > 1:
-        result = result.tuple_shapes[1]
-    reads = (Traffic(read=_by_space(i.shape)) for i in operands)
-    return _sum([*reads, Traffic(written=_by_space(result))])
+        written[instruction.shape.memory_space] = update.shape.byte_size
+        for i in rest:
+            _add(read, i.shape)
+    else:
+        # A collective's start repeats its operands in front of its result, as aliases.
+        result = instruction.shape
+        if opcode.endswith("-start") and result.is_tuple and len(result.tuple_shapes) > 1:
+            result = result.tuple_shapes[1]
+        for i in operands:
+            _add(read, i.shape)
+        _add(written, result)
+    return Traffic(_without_none(read), _without_none(written))
 
 
 class _Fusions:
@@ -171,19 +176,15 @@ class _Fusions:
             return self.share(self._module.computations[body].parameters[place])
         return 1.0
 
-    def written(self, body: Computation, shape: Shape) -> dict[int, int]:
-        """Bytes that a fusion with this body writes to its output of this shape."""
+    def add_written(self, written: _Bytes, body: Computation, shape: Shape) -> None:
+        """Adds the bytes that a fusion with this body writes to its output of this shape."""
         outputs, shapes = [body.root], [shape]
         if body.root.opcode == "tuple":
             outputs = [self._module.instructions[i] for i in body.root.operand_ids]
             shapes = shape.tuple_shapes
-        written: dict[int, int] = defaultdict(int)
         for output, part in zip(outputs, shapes, strict=True):
             # A part with parts of its own (a variadic sort or reduce) is written whole.
-            share = 1.0 if part.is_tuple else self._updated_share(output)
-            for space, size in _by_space(part, share).items():
-                written[space] += size
-        return written
+            _add(written, part, 1.0 if part.is_tuple else self._updated_share(output))
 
     def _updated_share(self, output: Instruction) -> float:
         while output.opcode in _PER_ELEMENT or output.opcode == "fusion":
@@ -197,21 +198,17 @@ class _Fusions:
         return min(1.0, update.shape.element_count / max(1, output.shape.element_count))
 
 
-def _by_space(shape: Shape, share: float = 1.0) -> dict[int, int]:
-    found: dict[int, int] = defaultdict(int)
-    for _, leaf in shape.leaves():
-        found[leaf.memory_space] += round(leaf.byte_size * share)
-    return found
+def _add(total: _Bytes, shape: Shape, share: float = 1.0) -> None:
+    """Adds the bytes of a shape, or that share of them, to those of its memory space."""
+    for _, leaf in shape.leaves() if shape.is_tuple else (((), shape),):
+        space = leaf.memory_space
+        total[space] = total.get(space, 0) + round(leaf.byte_size * share)
 
 
-def _sum(parts: Iterable[Traffic]) -> Traffic:
-    read: dict[int, int] = defaultdict(int)
-    written: dict[int, int] = defaultdict(int)
-    for part in parts:
-        for total, more in ((read, part.read), (written, part.written)):
-            for space, size in more.items():
-                total[space] += size
-    return Traffic(
-        {space: size for space, size in read.items() if size},
-        {space: size for space, size in written.items() if size},
-    )
+def _add_all(total: _Bytes, more: Mapping[int, int]) -> None:
+    for space, size in more.items():
+        total[space] = total.get(space, 0) + size
+
+
+def _without_none(sizes: _Bytes) -> _Bytes:
+    return {space: size for space, size in sizes.items() if size}

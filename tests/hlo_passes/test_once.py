@@ -1,0 +1,49 @@
+"""An analysis runs once for a subject, and is not kept beyond it."""
+
+import gc
+import weakref
+
+from hlo_passes.once import once
+from hlo_passes.traffic import traffic
+from tests.hlo_passes.toys import module_of
+
+TEXT = "HloModule m\nENTRY e {\n  p = f32[8] parameter(0)\n  ROOT n = f32[8] negate(p)\n}\n"
+
+
+class Subject:
+    pass
+
+
+def test_each_subject_is_analysed_once() -> None:
+    seen: list[Subject] = []
+
+    @once
+    def analysis(subject: Subject) -> int:
+        seen.append(subject)
+        return len(seen)
+
+    one, other = Subject(), Subject()
+    assert [analysis(one), analysis(other), analysis(one)] == [1, 2, 1]
+    assert seen == [one, other]
+
+
+def test_two_analyses_of_one_name_do_not_meet() -> None:
+    def double(factor: int):
+        @once
+        def scaled(subject: Subject) -> int:
+            return factor
+
+        return scaled
+
+    subject = Subject()
+    assert (double(2)(subject), double(3)(subject)) == (2, 3)
+
+
+def test_what_was_found_goes_with_the_module() -> None:
+    module = module_of(TEXT)
+    found = traffic(module)
+    assert traffic(module) is found
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
