@@ -23,7 +23,11 @@ Columns:
                   that of any way without memplan)
 
 Each compilation is a process of its own; one that fails or takes too long is a row. With
-``--results`` what was found is kept in a file, one JSON object a line, and not compiled again.
+``--results`` what was found is kept in a file, one JSON line each, and not compiled again.
+
+What XLA has of its own: ``xla_jf_rematerialization_percent_shared_memory_limit`` on TPU and
+``xla_gpu_memory_limit_slop_factor`` on GPU set what its rematerialisation aims at, and an
+executable comes of it also where it misses that.
 """
 
 from __future__ import annotations
@@ -31,9 +35,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,7 @@ from typing import Any
 
 import jax
 
+from experiments.isolated import Failure, isolated
 from experiments.scatter import Panel, Point, scatter
 from experiments.steps import STEPS, Policy
 from hlo_passes.errors import MemplanError
@@ -99,7 +102,6 @@ _COLUMNS = (
     Column("overlapped", right=True),
     Column("step", right=True),
     Column("within it", right=True),
-    Column("compiled in", right=True),
 )
 
 
@@ -131,7 +133,6 @@ class Found:
       total, temp, host, moved: bytes.
       overlapped: a fraction; None where nothing moves.
       step_s: predicted.
-      compile_s: elapsed, on whatever machine this is.
     """
 
     failure: str = ""
@@ -141,7 +142,6 @@ class Found:
     moved: int | None = None
     overlapped: float | None = None
     step_s: float | None = None
-    compile_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="draw the figure there")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a compilation")
     parser.add_argument("--peers", action="store_true", help="all ways but memplan's")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # The process of one compilation.
     options = parser.parse_args()
-    if options.run:
-        print(json.dumps(dataclasses.asdict(compile_run(Run(**json.loads(options.run))))))
-        return
     results = Results(options.results, options.timeout)
     cases = [(step, target) for step in options.steps for target in options.targets]
     rows = {case: tuple(_rows(*case, results, options.peers)) for case in cases}
@@ -194,29 +190,22 @@ class Results:
                 self._found[Run(**run)] = Found(**found)
 
     def of(self, run: Run) -> Found:
+        """What comes of `run`: known already, or compiled now."""
         if run not in self._found:
             print(run, "...", end="", file=sys.stderr, flush=True)
-            found = self._found[run] = self._compiled(run)
-            print(f" {found.failure or format_seconds(found.compile_s or 0)}", file=sys.stderr)
-            if self._file is not None:
-                line = json.dumps([dataclasses.asdict(run), dataclasses.asdict(found)])
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            found = isolated(compile_run, run, timeout_s=self._timeout_s)
+            if isinstance(found, Failure):
+                found = Found(found.reason)
+            print(f" {found.failure or 'compiled'}", file=sys.stderr)
+            self._keep(run, found)
         return self._found[run]
 
-    def _compiled(self, run: Run) -> Found:
-        command = [sys.executable, "-m", "experiments.policies", "--run"]
-        command.append(json.dumps(dataclasses.asdict(run)))
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self._timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Found(f"no end after {format_seconds(self._timeout_s)}")
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or ["nothing said"]
-            return Found(f"ended with {done.returncode}: {said[-1]}")
-        return Found(**json.loads(done.stdout.splitlines()[-1]))
+    def _keep(self, run: Run, found: Found) -> None:
+        self._found[run] = found
+        if self._file is not None:
+            line = json.dumps([dataclasses.asdict(run), dataclasses.asdict(found)])
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 def compile_run(run: Run) -> Found:
@@ -225,15 +214,13 @@ def compile_run(run: Run) -> Found:
     fun, args = STEPS[run.step].make(POLICIES[run.policy])
     hbm = "1TiB" if run.hbm is None else run.hbm
     lowered = jit(fun, hbm=hbm, machine=target, donate_argnums=0).lower(*args)
-    begin = time.monotonic()
     try:
         if run.hbm is None:
             executable = lowered.unplanned(_limit_options(target.machine, run.limit))
         else:
             executable = lowered.compile()
     except (MemplanError, jax.errors.JaxRuntimeError) as error:
-        return Found(str(error).splitlines()[0], compile_s=time.monotonic() - begin)
-    compile_s = time.monotonic() - begin
+        return Found(str(error).splitlines()[0])
     memory = executable.memory_analysis()
     view = view_run("", read_module(executable), target.machine, compiled=memory)
     assert view.clock is not None  # A machine was named.
@@ -244,7 +231,6 @@ def compile_run(run: Run) -> Found:
         moved=view.moved_bytes,
         overlapped=view.overlapped,
         step_s=view.clock.step_time_s,
-        compile_s=compile_s,
     )
 
 
@@ -290,9 +276,8 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     found = row.found
-    compiled_in = "–" if found.compile_s is None else format_seconds(found.compile_s)
     if found.total is None or found.step_s is None:
-        return (row.way, row.what, found.failure, *["–"] * (len(_COLUMNS) - 4), compiled_in)
+        return (row.way, row.what, found.failure, *["–"] * (len(_COLUMNS) - 3))
     within = [
         other.found.step_s
         for other in rows
@@ -312,7 +297,6 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         "–" if found.overlapped is None else f"{found.overlapped:.1%}",
         format_seconds(found.step_s),
         format_seconds(min(within)) if within else "–",
-        compiled_in,
     )
 
 

@@ -17,6 +17,7 @@ from xml.sax.saxutils import escape
 # Of one panel, in SVG's units: the plane, and what surrounds it.
 _WIDTH, _HEIGHT = 460, 360
 _LEFT, _TOP, _RIGHT, _BOTTOM = 58, 34, 16, 46
+_PANEL_COLUMNS = 2
 _LEGEND_ROW, _LEGEND_COLUMNS = 18, 3
 _TICKS = 6
 
@@ -55,25 +56,28 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 def scatter(panels: Sequence[Panel]) -> str:
-    """Returns an SVG document: the panels side by side, one legend below them."""
+    """Returns an SVG document: the panels, two beside each other, one legend below them."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.series))
     colors = {name: _COLORS[k % len(_COLORS)] for k, name in enumerate(names)}
     panel_width, panel_height = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM
-    rows = math.ceil(len(names) / _LEGEND_COLUMNS)
-    width, height = panel_width * len(panels), panel_height + rows * _LEGEND_ROW + 10
+    width = panel_width * min(len(panels), _PANEL_COLUMNS)
+    legend = panel_height * math.ceil(len(panels) / _PANEL_COLUMNS) + _LEGEND_ROW // 2
+    height = legend + _LEGEND_ROW * math.ceil(len(names) / _LEGEND_COLUMNS)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for k, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({k * panel_width + _LEFT},{_TOP})">')
+        row, column = divmod(k, _PANEL_COLUMNS)
+        x, y = column * panel_width + _LEFT, row * panel_height + _TOP
+        parts.append(f'<g transform="translate({x},{y})">')
         parts += _Plane(panel, colors).draw()
         parts.append("</g>")
     for k, name in enumerate(names):
         row, column = divmod(k, _LEGEND_COLUMNS)
         x = _LEFT + column * (width - _LEFT) / _LEGEND_COLUMNS
-        y = panel_height + row * _LEGEND_ROW + 6
+        y = legend + row * _LEGEND_ROW
         parts.append(f'<circle cx="{x:.1f}" cy="{y - 4}" r="4" fill="{colors[name]}"/>')
         parts.append(f'<text x="{x + 9:.1f}" y="{y}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])

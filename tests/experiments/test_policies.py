@@ -16,15 +16,10 @@ def row(total: int, step_s: float, hbm: int | None = None) -> Row:
     return Row("way", "what", Run("llama", "v5e", hbm=hbm), Found(total=total, step_s=step_s))
 
 
-def test_what_ends_badly_says_how(tmp_path: Path):
-    found = Results(None, 60).of(Run("llama", "no such target"))
+def test_what_ends_badly_says_how():
+    found = Results(None, 100).of(Run("llama", "no such target"))
     assert found.total is None
-    assert found.failure.startswith("ended with 1: ")
     assert "no such target" in found.failure
-
-
-def test_what_takes_too_long_is_ended():
-    assert Results(None, 0.01).of(RUN).failure == "no end after 10 ms"
 
 
 def test_what_a_file_has_is_not_compiled_again(tmp_path: Path):
@@ -46,10 +41,10 @@ def test_a_row_is_held_against_the_others_that_take_no_more_memory():
 
 
 def test_a_failure_is_a_row_without_figures():
-    failed = Row("way", "what", RUN, Found("out of memory", compile_s=2.0))
+    failed = Row("way", "what", RUN, Found("out of memory"))
     cells = policies._cells(failed, [failed, row(8, 1.0)])
     assert cells[:3] == ("way", "what", "out of memory")
-    assert set(cells[3:-1]) == {"–"}
+    assert set(cells[3:]) == {"–"}
     assert len(cells) == len(policies._COLUMNS)
     assert policies._panel("title", [failed]).series == {}
 
