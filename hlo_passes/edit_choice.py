@@ -171,9 +171,10 @@ class _Work:
         )
 
     def choices(
-        self, load: npt.NDArray[np.int64], *, may_stay: bool
+        self, load: npt.NDArray[np.int64], smallest: int = 0, *, may_stay: bool
     ) -> tuple[Choices, list[tuple[int, LogicalTime]]]:
-        """The same as numbers, and of each gap the temporary and the tick at which it starts.
+        """The same as numbers, and of each gap the temporary and the tick at which it starts;
+        temporaries of fewer than `smallest` bytes have none.
 
         A recipe is what the maker takes alone, and its share of that where it makes several
         things: what must be there for it may be there for other reasons, too. So nothing that
@@ -184,7 +185,7 @@ class _Work:
         gaps: list[Gap] = []
         starts: list[tuple[int, LogicalTime]] = []
         for t in self.temporaries:
-            if t.obstacle:
+            if t.obstacle or t.size < smallest:
                 continue
             recipes: tuple[Recipe, ...] = ()
             if t.operands is not None:
@@ -215,7 +216,7 @@ class _Work:
     ) -> tuple[float, TakenGaps]:
         """Searches with mixed-integer programs; what they choose is carried out, and completed,
         to see what it is worth."""
-        choices, starts = self.choices(self._posed.arena.load, may_stay=False)
+        choices, starts = self.choices(self._posed.arena.load, self.smallest, may_stay=False)
         number = {start: k for k, start in enumerate(starts)}
         found = [best]
 

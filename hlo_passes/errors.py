@@ -36,6 +36,16 @@ class SlotsError(MemplanError, ValueError):
         )
 
 
+class SearchTimeError(MemplanError, ValueError):
+    """A time that no search can take."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(
+            f"search_s={found!r}: expected seconds, 0 for no search, or None for a share of the "
+            "time that XLA takes."
+        )
+
+
 class OffloadPatternError(MemplanError, ValueError):
     """Patterns of ``offload=`` that match no argument."""
 

@@ -169,7 +169,8 @@ def pose(
     temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
-    evictions = _evictions(ranges, ticks)
+    arena = Arena.of(temporaries, ticks.end, machine)
+    evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
     on_host = sliced.union(m.parameter for m in movables) if on_cpu else sliced
@@ -180,7 +181,7 @@ def pose(
         ranges,
         ticks,
         _boundary(module, on_host),
-        Arena.of(temporaries, ticks.end, machine),
+        arena,
         live_load(temporaries, ticks.end),
         costs,
         np.concatenate([[0.0], np.cumsum(costs)]),
@@ -228,18 +229,19 @@ def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
     return Boundary(arguments, device_bytes(module.entry.root.shape), aliased)
 
 
-def _evictions(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Evicted, ...]:
+def _evictions(ranges: LiveRanges, ticks: EntryTicks, smallest: int) -> tuple[Evicted, ...]:
     found: list[Evicted] = []
     for transfer in ticks.transfers:
         if not transfer.evicts:
             continue
         value = ranges.dataflow.value_at(transfer.source)
         written = ticks.tick_of[transfer.source.id] + 1
-        # Where it lies among others' bytes, nobody waits for the copy: it is done at once.
+        # Where it lies in others' bytes, or in the arena's base, the copy is waited for at once.
         holder = ticks.holders.get(value.id)
         assert transfer.done is not None
         free = ticks.tick_of[transfer.done.id]
         is_alone = holder is not None and holder.live_range.end == free
+        is_alone = is_alone and transfer.size >= smallest
         name = holder.name if holder is not None and is_alone else ""
         found.append(Evicted(transfer.source.name, transfer.size, written, free, name))
     return tuple(sorted(found, key=lambda e: (e.written, e.free, e.buffer)))

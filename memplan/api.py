@@ -20,7 +20,7 @@ import jax
 
 from hlo_passes import xla
 from hlo_passes.budget import parse_bytes
-from hlo_passes.errors import SlotsError
+from hlo_passes.errors import SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
@@ -39,6 +39,7 @@ def jit(
     machine: str | Machine | Topology | None = None,
     offload: str | Iterable[str] | None = None,
     slots: int | None = None,
+    search_s: float | None = None,
     **jit_options: Any,
 ) -> Any:
     """Compiles `fun` so that it keeps to `hbm` bytes of device memory.
@@ -53,6 +54,9 @@ def jit(
       offload: glob patterns of argument paths that may live on the host, for example
         ``"params.*"``; by default every argument that is not donated.
       slots: at most so many streamed weights on the device at once.
+      search_s: seconds to search for a faster plan than the first one found, where temporaries
+        are evicted or computed again. By default 5 % of what XLA takes to compile. What the
+        search finds may depend on the machine's speed where it is cut off.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning.
 
     Returns:
@@ -61,6 +65,7 @@ def jit(
 
     Raises:
       BudgetSyntaxError: when `hbm` cannot be read.
+      SearchTimeError: when `search_s` is negative.
       SlotsError: when `slots` is no positive int.
       UnknownMachineError: when `machine` is in no machine file.
 
@@ -71,11 +76,14 @@ def jit(
     """
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
         raise SlotsError(slots)
+    if search_s is not None and not search_s >= 0:
+        raise SearchTimeError(search_s)
     options = Options(
         None if hbm is None else parse_bytes(hbm),
         machine,
         (offload,) if isinstance(offload, str) else None if offload is None else tuple(offload),
         slots,
+        search_s,
     )
     if isinstance(machine, str):
         find_target(machine)  # A name that does not exist is an error here.

@@ -23,12 +23,15 @@ class Options:
       offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
         the host; None for every argument.
       slots: at most so many streamed weights on the device at once; None for no limit.
+      search_s: seconds to search for a faster plan than the first, where temporaries are evicted
+        or recomputed; None for a share of what XLA takes (`looks`).
     """
 
     budget: int | None = None
     machine: str | Machine | Topology | None = None
     offload: tuple[str, ...] | None = None
     slots: int | None = None
+    search_s: float | None = None
 
 
 @dataclass(frozen=True)

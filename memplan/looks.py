@@ -8,6 +8,7 @@ loops over stacks are looked at with rings of different depth, and the fastest p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,9 @@ from memplan.streams.records import record_streams
 # while the other is computed with. With less, more stacks have room on the device, which is
 # better where the link is the bottleneck anyway.
 _RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+
+# How much of the time that XLA took is spent on searching for a faster plan than the first.
+_SEARCH_SHARE = 0.05
 
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
@@ -62,6 +66,7 @@ class Looks:
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
         self._captured: dict[Any, tuple[Program, Module]] = {}
+        self._xla_s = 0.0
 
     def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
         """Returns the fastest plan found for `budget` bytes.
@@ -96,6 +101,15 @@ class Looks:
             assert failure is not None
             raise failure
         return best
+
+    def took(self, xla_s: float) -> None:
+        """Takes note that XLA was at work for so many seconds, on this program or part of it."""
+        self._xla_s = max(self._xla_s, xla_s)
+
+    @property
+    def _search_s(self) -> float:
+        asked = self._placing.function.options.search_s
+        return _SEARCH_SHARE * self._xla_s if asked is None else asked
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
@@ -163,6 +177,7 @@ class Looks:
             host_parameters=host_parameters,
             sliced_parameters=sliced,
             slots=slots,
+            search_s=self._search_s,
             labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
         )
         plan = replace(
@@ -198,8 +213,10 @@ class Looks:
         key = hosting, tuple((options or {}).items())
         if key not in self._captured:
             program = self._placing.placed(hosting)
+            begin = time.monotonic()
             module = inject.capture(
                 self._placing.target.platform, program.stablehlo, program.compiler(options)
             )
+            self.took(time.monotonic() - begin)
             self._captured[key] = program, module
         return self._captured[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,13 @@ class Lowered:
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
-        unplanned = functools.cache(lambda: self._compile_unplanned(compiler_options))
+
+        @functools.cache
+        def unplanned() -> Executable | None:
+            begin = time.monotonic()
+            executable = self._compile_unplanned(compiler_options)
+            self._looks.took(time.monotonic() - begin)
+            return executable
 
         def within(budget: int) -> Compiled:
             executable = unplanned() if self.placing.arguments_bytes <= budget else None
