@@ -78,11 +78,11 @@ class EditChoice:
 def least_edits(posed: Problem) -> Edits:
     """Returns the edits with which the arena's load is as low as was found, whatever they take;
     all weights on the host are streamed."""
-    work = _Work(posed)
+    work = Work(posed)
     if not work.load.size:
         return Edits()
     selections = (work.select(0, *tried) for tried in (*_TRIED[:1], *_TRIED[-3:]))
-    return _Writer(posed, min(selections, key=lambda s: int(s.load.max()))).edits()
+    return edits_of(posed, min(selections, key=lambda s: int(s.load.max())))
 
 
 def choose_edits(
@@ -100,7 +100,7 @@ def choose_edits(
       The fastest choice found, before packing; None when the load cannot be brought down to
       `capacity`.
     """
-    work = _Work(posed)
+    work = Work(posed)
     best: tuple[float, TakenGaps] | None = None
     for price, depth in _TRIED if work.rates.can_evict else _TRIED[-3:]:
         taken = work.select(capacity, price, depth)
@@ -111,26 +111,35 @@ def choose_edits(
         return None
     if search_s > 0 and best[0] > float(posed.clock[-1]) * _GOOD_ENOUGH:
         best = work.improve(best, capacity, slots, search_s)
-    edits = _Writer(posed, best[1]).edits()
-    return EditChoice(edits, work.decisions(best[1], capacity), best[0])
+    decisions = work.decisions(best[1], capacity)
+    return EditChoice(edits_of(posed, best[1]), decisions, best[0])
+
+
+def edits_of(posed: Problem, taken: TakenGaps) -> Edits:
+    """Writes down what was taken as edits of the module of `posed`."""
+    return _Writer(posed, taken).edits()
 
 
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
     """Returns seconds that no plan within `budget` undercuts, whatever it evicts, recomputes
     and streams, with the compute in this order; infinity when there is no plan."""
-    work = _Work(posed)
+    work = Work(posed)
     choices, _ = work.choices(posed.load, may_stay=True)
     return lower_bound_s(choices, budget - posed.fixed_bytes - posed.arena.tables)
 
 
 def least_load(posed: Problem) -> npt.NDArray[np.int64]:
     """Returns int64[ticks], bytes that no edits can go below at each tick by itself."""
-    choices, _ = _Work(posed).choices(posed.load, may_stay=True)
+    choices, _ = Work(posed).choices(posed.load, may_stay=True)
     return least_bytes(replace(choices, weights=()))
 
 
-class _Work:
-    """A problem as `select` takes it."""
+class Work:
+    """A problem as `select` takes it.
+
+    Attributes:
+      temporaries, rates: of the entry.
+    """
 
     def __init__(self, posed: Problem) -> None:
         self._posed = posed

@@ -36,7 +36,6 @@ from hlo_passes import (
     ticks,
     timeline,
     verify,
-    verify_edits,
 )
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
@@ -94,7 +93,7 @@ PASSES = (
     Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
     Pass("edit-choice", edit_choice.choose_edits, "what is evicted, what is computed again"),
     Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
-    Pass("verify-edits", verify_edits.verify_edits, "the edited module computes the same"),
+    Pass("verify-edits", verify.verify_edits, "the edited module computes the same"),
     Pass("eviction", eviction.schedule_evictions, "the ticks at which temporaries leave"),
     Pass("prefetch", prefetch.schedule_starts, "the tick at which each transfer starts"),
     Pass("assignment", assignment.assign_offsets, "the offset of each buffer in its arena"),
@@ -263,7 +262,7 @@ def plan_module(
     if found is None:
         raise _budget_error(posed, budget, slots)
     plan = _assemble(found, budget, labels or {}, loops)
-    verify_edits.verify_edits(module, found.posed.module)
+    verify.verify_edits(module, found.posed.module)
     module = found.posed.module
     slow = machine.tier(posed.link.source)
     stored = _stored_bytes(module, plan, slow.name, machine)
@@ -287,7 +286,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
     verify.verify_loops(sunk, plan.loops, ordered)
     edited = edits.apply(ordered, plan.edits)
-    verify_edits.verify_edits(ordered, edited)
+    verify.verify_edits(ordered, edited)
     rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
     verify.verify_rewrite(edited, plan, rewritten)
     return rewritten
@@ -434,15 +433,12 @@ def _arena_slots(
 def _host_slots(transfers: tuple[Transfer, ...]) -> tuple[Slot, ...]:
     """The places of evicted temporaries in the host's memory: named slots, used in turn."""
     evicted = [t for t in transfers if t.kind == "evict"]
-    # Evictions start at a tick before fetches are done there.
-    packing = assignment.assign_offsets(
-        [t.size for t in evicted], [LiveRange(t.start, t.end + 1) for t in evicted]
-    )
+    # At a tick evictions start before fetches are done: the bytes are free behind it.
+    ranges = [LiveRange(t.start, t.end + 1) for t in evicted]
+    packing = assignment.assign_offsets([t.size for t in evicted], ranges)
     return tuple(
-        Slot(
-            fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, LiveRange(t.start, t.end)
-        )
-        for t, offset in zip(evicted, packing.offsets, strict=True)
+        Slot(fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, live)
+        for t, live, offset in zip(evicted, ranges, packing.offsets, strict=True)
     )
 
 
