@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from hlo_passes import xla
 from hlo_passes.errors import UnreadableModuleError
+from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import Module
 from hlo_passes.proto import hlo_pb2
 
@@ -27,6 +28,7 @@ _MLIR_BYTECODE = b"ML\xefR"
 _STAGES = ("before_optimizations", "after_optimizations", "after_codegen")
 
 
+@collection_paused()
 def read_module(source: Any) -> Module:
     """Reads one HLO module.
 

@@ -15,6 +15,8 @@ arguments alone as a whole: `x1` above is no more than work on x0 and w1.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.once import once
 
@@ -38,9 +40,7 @@ def sink_weight_work(module: Module) -> Module:
     """
     order = module.entry.instructions
     steady = _steady_values(module)
-    ordered_by_hand = {c for i in order for c in i.control_predecessor_ids} | {
-        i.id for i in order if i.control_predecessor_ids
-    }
+    ordered_by_hand = _ordered_by_hand(order)
     sinking: dict[int, Instruction] = {}
     drawn_on = dict(steady)  # The arguments that a value is made from.
     for i in order:
@@ -60,7 +60,6 @@ def sink_weight_work(module: Module) -> Module:
         return module
     sequence: list[int] = []
     placed: set[int] = set()
-
     position = {i.id: n for n, i in enumerate(order)}
 
     def place(i: Instruction) -> None:
@@ -83,6 +82,14 @@ def sink_weight_work(module: Module) -> Module:
     if sequence == [i.id for i in order]:
         return module
     return _reordered(module, sequence)
+
+
+def _ordered_by_hand(order: Iterable[Instruction]) -> set[int]:
+    found: set[int] = set()
+    for i in order:
+        if before := i.control_predecessor_ids:
+            found.update(before, (i.id,))
+    return found
 
 
 def _steady_values(module: Module) -> dict[int, frozenset[int]]:
