@@ -25,7 +25,7 @@ from hlo_passes.ir import Module
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import BACKENDS, measure_memory
-from hlo_passes.order_holdings import order_holdings
+from hlo_passes.order_holdings import Holdings, order_holdings
 from hlo_passes.order_load import Load, OrderProblem
 from hlo_passes.order_rules import order_rules
 from hlo_passes.order_search import lower_loads
@@ -97,6 +97,21 @@ def lower_peak(
     return best
 
 
+def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> OrderProblem:
+    """Poses the question how the entry could be ordered. Step t is ``ticks.instructions[t]``."""
+    rules = order_rules(ranges.dataflow, ticks.instructions)
+    return OrderProblem(
+        before=rules.before,
+        sizes=holdings.sizes,
+        touches=holdings.touches,
+        workspace=holdings.workspace,
+        handovers=holdings.handovers,
+        lodgings=holdings.lodgings,
+        opens=rules.opens,
+        takes_time=rules.takes_time,
+    )
+
+
 class _Need(NamedTuple):
     """Bytes that an order needs by XLA's rules.
 
@@ -118,19 +133,9 @@ class _Entry:
         self._machine, self._host_parameters = machine, host_parameters
         ranges = compute_live_ranges(analyze_dataflow(module))
         self._ticks = entry_ticks(ranges, machine.platform, host_parameters)
-        rules = order_rules(ranges.dataflow, self._ticks.instructions)
         holdings = order_holdings(ranges, self._ticks, machine)
         self._weights = slice(len(holdings.sizes) - holdings.weights, None)
-        self.problem = OrderProblem(
-            before=rules.before,
-            sizes=holdings.sizes,
-            touches=holdings.touches,
-            workspace=holdings.workspace,
-            handovers=holdings.handovers,
-            lodgings=holdings.lodgings,
-            opens=rules.opens,
-            takes_time=rules.takes_time,
-        )
+        self.problem = order_problem(ranges, self._ticks, holdings)
         self.present = self._need(ranges, self._ticks, self.problem.present)
 
     def need(self, reordered: Module, load: Load) -> _Need:
