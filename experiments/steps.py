@@ -8,6 +8,8 @@ names, so that policies can say of each whether it stays, goes to the host, or i
 again:
 
     layer_in ─► query, key, value ─► context ─► attended ─► gate, up ─► the next layer_in
+
+In a vision transformer only ``layer_in`` has a name; products are known as such.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import models.llama as llama
+import models.vit as vit
 from models.configs import LLAMA2_7B, LlamaConfig
-from models.training import TrainOptions, gradient_step, init_state
+from models.training import Loss, TrainOptions, gradient_step, init_state
+from models.vit import VIT_B16_4L, VitConfig
 from models.workloads import Workload
 
 type Policy = Callable[..., Any]
@@ -36,6 +40,8 @@ LLAMA = dataclasses.replace(
 """Half as wide as 7B: 435 M parameters."""
 
 BATCH, LENGTH = 32, 512
+
+IMAGES = 256
 
 
 class NamedBlock(llama.Block):
@@ -92,15 +98,41 @@ class PolicyLlama(llama.Llama):
         start = jnp.zeros((), jnp.int32)
         x, rotation, mask = self.start(tokens, start, length)
         for layer in self.layers:
-            graphdef, weights = nnx.split(layer)
-
-            def body(weights: nnx.State, x: jax.Array, graphdef=graphdef) -> jax.Array:
-                return nnx.merge(graphdef, weights)(x, rotation, mask, None)[0]
-
-            if self.policy is not None:
-                body = jax.checkpoint(body, policy=self.policy)
-            x = body(weights, x)
+            x = _apply(layer, x, self.policy, lambda layer, x: layer(x, rotation, mask, None)[0])
         return x, llama.Cache((), (), start + length)
+
+
+class PolicyVit(vit.VisionTransformer):
+    """`vit.VisionTransformer`, likewise."""
+
+    def __init__(self, config: VitConfig, *, rngs: nnx.Rngs, policy: Policy | None):
+        super().__init__(config, rngs=rngs)
+        self.policy = policy
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """See `vit.VisionTransformer`."""
+        x = self.embedding(vit.patches(images, self.config.patch_size))
+        x = x + self.positions[...].astype(x.dtype)
+        for layer in self.layers:
+            x = _apply(
+                layer, x, self.policy, lambda layer, x: layer(checkpoint_name(x, "layer_in"))
+            )
+        return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
+
+
+def _apply(
+    layer: nnx.Module,
+    x: jax.Array,
+    policy: Policy | None,
+    call: Callable[[Any, jax.Array], jax.Array],
+) -> jax.Array:
+    """`call` of a layer on `x`, behind a `jax.checkpoint` if there is a policy."""
+    graphdef, weights = nnx.split(layer)
+
+    def body(weights: nnx.State, x: jax.Array) -> jax.Array:
+        return call(nnx.merge(graphdef, weights), x)
+
+    return (body if policy is None else jax.checkpoint(body, policy=policy))(weights, x)
 
 
 def llama_step(
@@ -116,14 +148,34 @@ def llama_step(
       A function of (state, batch) whose state can be donated, and the arguments as
       `jax.ShapeDtypeStruct`.
     """
-    # The norm of all gradients would keep the last one's memory until the first is there.
-    options = TrainOptions(algorithm="sgd", clip_norm=None)
     model = nnx.eval_shape(lambda: PolicyLlama(config, rngs=nnx.Rngs(0), policy=policy))
     graphdef, params = nnx.split(model)
-    state = jax.eval_shape(lambda params: init_state(params, options), params)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    loss = functools.partial(llama.loss_fn, graphdef)
-    return functools.partial(gradient_step, loss, options), (state, tokens)
+    # The norm of all gradients would keep the first one's memory until the last is there.
+    options = TrainOptions(algorithm="sgd", clip_norm=None)
+    return _step(functools.partial(llama.loss_fn, graphdef), params, tokens, options)
+
+
+def vit_step(
+    policy: Policy | None, *, config: VitConfig = VIT_B16_4L, batch: int = IMAGES
+) -> Workload:
+    """A step of AdamW on the cross entropy of `batch` images; returns as `llama_step`."""
+
+    def make() -> vit.VisionTransformer:
+        return PolicyVit(config, rngs=nnx.Rngs(0), policy=policy)
+
+    graphdef, params = nnx.split(nnx.eval_shape(make))
+    shape = (batch, config.image_size, config.image_size, 3)
+    examples = (
+        jax.ShapeDtypeStruct(shape, config.dtype),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    return _step(functools.partial(vit.loss_fn, graphdef), params, examples, TrainOptions())
+
+
+def _step(loss: Loss[Any], params: nnx.State, batch: Any, options: TrainOptions) -> Workload:
+    state = jax.eval_shape(lambda params: init_state(params, options), params)
+    return functools.partial(gradient_step, loss, options), (state, batch)
 
 
 class Step(NamedTuple):
@@ -153,6 +205,17 @@ STEPS: Mapping[str, Step] = {
             "offload layer_in, save attention",
             "offload attention",
             "offload gate, up",
+            "offload all dots",
+        ),
+    ),
+    "vit": Step(
+        f"ViT-B/16 of {VIT_B16_4L.num_layers} layers, {IMAGES} images, AdamW",
+        vit_step,
+        (
+            "nothing_saveable",
+            "dots_with_no_batch_dims_saveable",
+            "dots_saveable",
+            "offload layer_in",
             "offload all dots",
         ),
     ),

@@ -11,10 +11,12 @@ from flax import nnx
 from jax.extend import core
 
 from experiments.policies import POLICIES
-from experiments.steps import llama_step
-from models import llama
+from experiments.steps import llama_step, vit_step
+from models import llama, vit
 from models.configs import TINY
 from models.training import TrainOptions, gradient_step, init_state
+from models.vit import TINY_VIT
+from models.workloads import vit_train
 
 BATCH, LENGTH = 2, 8
 
@@ -61,6 +63,30 @@ def test_as_many_residuals_go_to_the_host_as_are_named(policy: str, residuals: i
     spaces = list(_put(jaxpr.jaxpr))
     assert spaces.count(jax.memory.Space.Host) == residuals * TINY.num_layers
     assert spaces.count(jax.memory.Space.Device) == residuals * TINY.num_layers
+
+
+@pytest.mark.parametrize(
+    ("policy", "residuals"),
+    # query, key, value, output, up; nothing reads what comes down.
+    [("none", 0), ("offload layer_in", 1), ("offload all dots", 5)],
+)
+def test_a_vision_transformer_offloads_likewise(policy: str, residuals: int):
+    fun, args = vit_step(POLICIES[policy], config=TINY_VIT, batch=BATCH)
+    spaces = list(_put(jax.make_jaxpr(fun)(*args).jaxpr))
+    assert spaces.count(jax.memory.Space.Host) == residuals * TINY_VIT.num_layers
+
+
+def test_a_vision_transformer_is_that_of_the_plain_model():
+    params = nnx.state(vit.VisionTransformer(TINY_VIT, rngs=nnx.Rngs(0)))
+    images = jax.random.normal(jax.random.key(1), (BATCH, 16, 16, 3), TINY_VIT.dtype)
+    examples = (images, jnp.arange(BATCH))
+    state = init_state(params, TrainOptions())
+    plain, _ = vit_train(TINY_VIT, batch=BATCH)
+    fun, _ = vit_step(POLICIES["nothing_saveable"], config=TINY_VIT, batch=BATCH)
+    _, expected = jax.jit(plain)(state, examples)
+    _, found = jax.jit(fun)(state, examples)
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-3)
+    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-2)
 
 
 def _put(jaxpr: core.Jaxpr) -> Iterator[Any]:
