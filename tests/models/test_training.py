@@ -14,7 +14,15 @@ from flax import nnx
 import models.llama as llama
 import models.scanned as scanned
 from models.configs import TINY, LlamaConfig
-from models.training import TrainOptions, TrainState, abstract_state, init_state, train_step
+from models.training import (
+    TrainOptions,
+    TrainState,
+    abstract_state,
+    gradient_step,
+    init_state,
+    rounded,
+    train_step,
+)
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 
@@ -128,6 +136,38 @@ def test_remat_changes_no_number():
     expected = step(options)(init_state(params, options), tokens)
     assert_close(found[1], expected[1], 1e-5)
     assert_close(found[0].optimizer, expected[0].optimizer, 1e-4)
+
+
+def test_unrolled_layers_are_trained_as_stacked_ones_are():
+    config, options = dataclasses.replace(CONFIG, dtype=jnp.bfloat16), TrainOptions()
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), build(config)[1])
+    tokens = draw_tokens(2, 9)
+    expected, metrics = step(options, config)(init_state(wide, options), tokens)
+
+    graphdef = nnx.graphdef(llama.abstract_model(config))
+    loss = rounded(functools.partial(llama.loss_fn, graphdef), config.dtype)
+    unrolled = init_state(scanned.unstack_params(wide), options)
+    found, own = jax.jit(functools.partial(gradient_step, loss, options))(unrolled, tokens)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {jnp.dtype(jnp.float32)}
+    # Both round to bfloat16 at the same places, up to what XLA fuses.
+    assert_close(own, metrics, 0.01)
+    assert_close(scanned.stack_params(found.params), expected.params, 0.01)
+
+
+def test_microbatches_split_every_array_of_a_batch():
+    params = nnx.State({"w": jnp.ones(3)})
+    batch = {"x": jnp.arange(12.0).reshape(4, 3), "y": jnp.arange(4.0)}
+
+    def loss(params: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
+        (w,) = jax.tree.leaves(params)
+        return jnp.mean(jnp.square(batch["x"] @ w - batch["y"]))
+
+    (whole, expected), (parts, found) = (
+        gradient_step(loss, options, init_state(params, options), batch)
+        for options in (TrainOptions(), TrainOptions(microbatches=2))
+    )
+    assert_close(found, expected, 1e-5)
+    assert_close(parts.params, whole.params, 1e-5)
 
 
 def test_wide_parameters_are_rounded_where_they_are_used():
