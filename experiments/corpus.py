@@ -4,11 +4,12 @@
         [--budget 75 50] [--least] [--json corpus.jsonl [--resume]]
 
 Every program of `models.corpus` is compiled as XLA has it, then within shares of the device
-bytes of that, by the target's own compiler; nothing is run. Bytes are XLA's report of the
-executables. Step times are predictions of the machine model for the executables' schedules,
-XLA's own and the planned one alike; the gap is that of the plan to its own lower bound.
-Seconds of planning and of XLA are processor time over all threads, so that a busy machine
-makes no difference; planning is without what XLA does for it up to its scheduler.
+bytes of that, by the target's own compiler; nothing is run. With ``--budget`` and no number it
+stays at the first. Bytes are XLA's report of the executables. Step times are predictions of
+the machine model for the executables' schedules, XLA's own and the planned one alike; the gap
+is that of the plan to its own lower bound. Seconds of planning and of XLA are processor time
+over all threads, so that a busy machine makes no difference; planning is without what XLA
+does for it up to its scheduler.
 
 A budget that cannot be kept shows the least one that the planner names, and with ``--least``
 whether a program compiled for that keeps to it. Each compilation has a process and a time
@@ -441,7 +442,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--target", action="append", metavar="NAME", help=f"of {TARGETS}")
     parser.add_argument("--workload", action="append", choices=CORPUS, metavar="NAME")
-    parser.add_argument("--budget", nargs="+", type=int, default=PERCENTS, metavar="PERCENT")
+    parser.add_argument("--budget", nargs="*", type=int, default=PERCENTS, metavar="PERCENT")
     parser.add_argument("--small", action="store_true", help="the small size of each program")
     parser.add_argument("--least", action="store_true", help="try the least budgets named")
     parser.add_argument("--json", type=Path, metavar="FILE")
