@@ -44,11 +44,19 @@ def test_every_point_is_drawn_inside_the_plane():
     assert small[1] < large[1] < jit[1]
 
 
-def test_labels_keep_apart_and_are_escaped():
+def test_numbers_keep_apart_and_their_meaning_is_escaped():
     drawn = ElementTree.fromstring(scatter([panel(a=[Point(1, 1, "x < 1"), Point(1, 1, "y")])]))
-    labels = [t for t in drawn.iter(f"{SVG}text") if t.attrib.get("font-size") == "9"]
-    assert [label.text for label in labels] == ["x < 1", "y"]
-    assert abs(float(labels[0].attrib["y"]) - float(labels[1].attrib["y"])) >= 9
+    numbers = [t for t in drawn.iter(f"{SVG}text") if t.attrib.get("font-size") == "9"]
+    assert [number.text for number in numbers] == ["1", "2"]
+    assert abs(float(numbers[0].attrib["y"]) - float(numbers[1].attrib["y"])) >= 9
+    assert [t.text for t in drawn.findall(f"{SVG}text")] == ["a:  1 x < 1,  2 y"]
+
+
+def test_a_label_has_one_number_in_all_panels():
+    first, second = panel(a=[Point(1, 1, "x"), Point(2, 2, "y")]), panel(a=[Point(3, 1, "y")])
+    drawn = ElementTree.fromstring(scatter([first, second]))
+    numbers = [t.text for t in drawn.iter(f"{SVG}text") if t.attrib.get("font-size") == "9"]
+    assert numbers == ["1", "2", "2"]
 
 
 def test_a_method_has_one_colour_in_all_panels():
@@ -62,6 +70,6 @@ def test_a_method_has_one_colour_in_all_panels():
     assert planes[0][1] == planes[1][0] != planes[0][0]
 
 
-def test_a_panel_without_points_is_an_empty_plane():
-    drawn = ElementTree.fromstring(scatter([panel()]))
-    assert not list(drawn.iter(f"{SVG}circle"))
+def test_a_panel_without_points_is_left_out():
+    drawn = ElementTree.fromstring(scatter([panel(a=[]), panel(a=[Point(1, 1)])]))
+    assert len(drawn.findall(f"{SVG}g")) == 1
