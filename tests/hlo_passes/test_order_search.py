@@ -129,6 +129,24 @@ def test_what_takes_time_stays_inside_and_outside_of_asynchronous_spans(inside: 
         assert not any(order.index(k) in span for k in (0, 4, 5))
 
 
+def test_a_start_does_not_come_in_front_of_what_it_did_not_hide():
+    # 0: large. 1: needs much. 2: start, the last to read what 0 makes. 3: done, behind 1.
+    before, touches = [[], [0], [0], [1, 2]], [[0, 2], [1], [2, 3]]
+    posed = problem(before, [8, 16, 1], touches, opens=[0, 0, 1, -1])
+    assert lower_loads(posed, 0) == [posed.present]
+    free = problem(before, [8, 16, 1], touches)
+    assert lowest(free).order.tolist() == [0, 2, 1, 3]
+
+
+def test_of_moves_that_are_enough_the_smallest_is_made():
+    # 2 needs much, behind 0 and 1. To free what 1 makes takes two readers, and is not needed.
+    before, touches = [[], [], [0, 1], [0], [1], [1]], [[0, 3], [1, 4, 5], [2]]
+    posed = problem(before, [10, 20, 40], touches)
+    assert lowest(posed, 65).order.tolist() == [0, 3, 1, 2, 4, 5]
+    assert lowest(posed, 55).order.tolist()[-2:] == [2, 3]
+    assert lowest(posed, 45).peak == 40
+
+
 # ── Against an independent account, and the least peak there is ──────────────────────────
 
 
