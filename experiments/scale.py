@@ -2,6 +2,7 @@
 instructions.
 
     python -m experiments.scale [--targets v5e h200 cpu] [--sizes 12500 50000 100000]
+    python -m experiments.scale --analyses          # without the plan
 
 Seconds are of processor time, so that a busy machine makes little difference. The last column
 is what the largest module took over what the smallest did, as a multiple of what n log n
@@ -28,6 +29,7 @@ from hlo_passes.allocations import find_allocations
 from hlo_passes.assignment import assign_offsets
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.garbage import collection_paused
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.loop_schedule import schedule_loops
 from hlo_passes.machine import load_machine
@@ -51,12 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200", "cpu"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[12_500, 50_000, 100_000])
+    parser.add_argument("--analyses", action="store_true", help="leave the plan out")
     options = parser.parse_args(arguments)
-    write_tables([_table(target, options.sizes) for target in options.targets], sys.stdout)
+    with_plan = not options.analyses
+    tables = [_table(target, options.sizes, with_plan) for target in options.targets]
+    write_tables(tables, sys.stdout)
 
 
-def _table(target: str, sizes: list[int]) -> Table:
-    columns = [_measured_apart(target, n) for n in sizes]
+def _table(target: str, sizes: list[int], with_plan: bool) -> Table:
+    columns = [_measured_apart(target, n, with_plan) for n in sizes]
     ends = sizes[0], sizes[-1]
     grown = (ends[1] * math.log(ends[1])) / (ends[0] * math.log(ends[0]))
     rows = [
@@ -79,17 +84,28 @@ def _table(target: str, sizes: list[int]) -> Table:
     )
 
 
-def _measured_apart(target: str, instructions: int) -> tuple[dict[str, float], int]:
-    spawn = multiprocessing.get_context("spawn")
+def _measured_apart(
+    target: str, instructions: int, with_plan: bool
+) -> tuple[dict[str, float], int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.pb"
-        platform = load_machine(_MACHINES.get(target, target)).platform
-        path.write_bytes(hlo_text_to_proto(training_step_text(instructions, platform)))
-        with ProcessPoolExecutor(1, spawn) as process:
-            return process.submit(_measure, target, path).result()
+        _apart(_write, target, instructions, path)
+        return _apart(_measure, target, path, with_plan)
 
 
-def _measure(target: str, path: Path) -> tuple[dict[str, float], int]:
+def _apart[**P, T](run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as process:
+        return process.submit(run, *args, **kwargs).result()
+
+
+def _write(target: str, instructions: int, path: Path) -> None:
+    platform = load_machine(_MACHINES.get(target, target)).platform
+    path.write_bytes(hlo_text_to_proto(training_step_text(instructions, platform)))
+
+
+@collection_paused()
+def _measure(target: str, path: Path, with_plan: bool) -> tuple[dict[str, float], int]:
     """Returns the seconds of each stage, and the process's peak of memory in bytes."""
     machine = load_machine(_MACHINES.get(target, target))
     platform: sharing.Target = machine.platform
@@ -128,7 +144,8 @@ def _measure(target: str, path: Path) -> tuple[dict[str, float], int]:
     timed("arena", lambda: posed.arena.pack(streamed, [f.reads.start for f in streamed]))
     capacity, _ = least_capacity(streamed, posed.arena.load)
     budget = posed.fixed_bytes + posed.arena.base + int(_BUDGET * capacity)
-    timed("plan", lambda: pipeline.plan_module(read, machine, budget, host_parameters=weights))
+    if with_plan:
+        timed("plan", lambda: pipeline.plan_module(read, machine, budget, host_parameters=weights))
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

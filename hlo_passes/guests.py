@@ -138,8 +138,10 @@ class _Hosts:
         busy.sort(key=itemgetter(1), reverse=True)
         above = len(self._buffers)
         for bottom, top in busy:
-            yield from range(above - 1, top - 1, -1)
-            above = min(above, bottom)
+            if top < above:
+                yield from range(above - 1, top - 1, -1)
+            if bottom < above:
+                above = bottom
         yield from range(above - 1, -1, -1)
 
     def _fits(self, buffer: Buffer, number: int) -> bool:
