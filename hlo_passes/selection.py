@@ -294,10 +294,11 @@ class TakenGaps:
         self._undo.append(undo)
 
     def _add_cost(self, tick: LogicalTime, seconds: float) -> None:
+        before = self.costs[tick]
         self.costs[tick] += seconds
 
-        def undo() -> None:
-            self.costs[tick] -= seconds
+        def undo() -> None:  # Not by subtraction: that rounds.
+            self.costs[tick] = before
 
         self._undo.append(undo)
 

@@ -123,14 +123,16 @@ def _check_reuse(
 
 
 def _takes_over(old: Value | None, new: Value | None, below: Slot, above: Slot) -> bool:
-    """Whether an instruction leaves its result in the bytes of an operand that it reads last."""
-    return (
-        old is not None
-        and new is not None
-        and old in new.over
-        and not old.is_taken
-        and old.last_read_beside(new.writer) <= new.written == above.live_range.start
-        and below.offset == above.offset
+    """Whether an instruction leaves its result in the bytes of an operand that it reads last, or
+    of a donated argument that nobody reads."""
+    if old is None or new is None:
+        return False
+    if old.writer.opcode == "parameter" and not old.is_taken and not old.is_read:
+        return True
+    fits = new.written == above.live_range.start and below.offset == above.offset
+    return fits and any(
+        v.bottom is old and not v.is_taken and v.last_read_beside(new.writer) <= new.written
+        for v in new.over
     )
 
 

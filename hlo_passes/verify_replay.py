@@ -53,6 +53,7 @@ class Value:
       first_use: of a transfer: tick of the first instruction that names it.
       needs_slot: it lies in device memory and nothing gives it a place there but a slot.
       over: the values that it may have been written over, if it has no slot of its own.
+      under: the operand in whose bytes it lies, if it has no slot of its own.
       is_taken: nothing may be written over it.
       home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
@@ -71,6 +72,7 @@ class Value:
     is_taken: bool = False
     home: Value | None = None
     over: Sequence[Value] = ()
+    under: Value | None = None
     slots: list[Slot] = field(default_factory=list[Slot])
     readers: list[Transfer] = field(default_factory=list[Transfer])
     _reads: dict[int | None, LogicalTime] = field(default_factory=dict[int | None, LogicalTime])
@@ -89,7 +91,7 @@ class Value:
 
     def hold(self, above: Value) -> None:
         """Takes note that `above` lies in the bytes, and needs them as long as it is needed."""
-        self.is_taken = True
+        self.is_taken, above.under = True, self
         self.last_read = max(self.last_read, above.last_read)
         self.read(above.last_used)
         self.readers += above.readers
@@ -102,6 +104,19 @@ class Value:
             return max(self.last_read, moved)
         reads = (t for start, t in self._reads.items() if start != writer.id)
         return max(moved, *reads, 0)
+
+    @property
+    def bottom(self) -> Value:
+        """The value whose slot it lies in."""
+        value = self
+        while value.under is not None:
+            value = value.under
+        return value
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an instruction or a transfer needs the bytes."""
+        return bool(self._reads or self.readers)
 
     def is_read_at(self, tick: LogicalTime) -> bool:
         return tick in self._reads.values() or any(t.done > tick for t in self.readers)

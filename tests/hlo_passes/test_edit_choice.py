@@ -1,0 +1,268 @@
+"""What is evicted and recomputed: enough, no more than that, and at the right price."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlo_passes import edits, pipeline, problem, verify
+from hlo_passes.edit_choice import Work, choose_edits, edited_lower_bound_s, edits_of, least_edits
+from hlo_passes.gaps import Temporary, find_temporaries
+from hlo_passes.machine import Machine
+from hlo_passes.plan import Eviction, Recompute, Refetch
+from hlo_passes.problem import Problem
+from hlo_passes.selection import TakenGaps
+from tests.hlo_passes.edited import Edited, edited
+from tests.hlo_passes.streamed import SIZE, entry
+from tests.hlo_passes.toys import link, toy_machine
+
+# Rules of XLA:GPU: there small temporaries count like large ones.
+FAST_LINK = toy_machine(
+    platform="gpu",
+    links=(
+        link("host", "hbm", nominal_bytes_per_s=1e6),
+        link("hbm", "host", nominal_bytes_per_s=1e6),
+    ),
+)
+SLOW_LINK = toy_machine(
+    platform="gpu",
+    links=(
+        link("host", "hbm", nominal_bytes_per_s=1e-3),
+        link("hbm", "host", nominal_bytes_per_s=1e-3),
+    ),
+)
+NO_LINK = toy_machine(platform="cpu")
+
+# A value is read, idle while there is much else, and read again.
+IDLE = """
+  %x = f32[64]{0} parameter(0)
+  %a = f32[64]{0} negate(%x)
+  %b = f32[64]{0} exponential(%a)
+  %c = f32[192]{0} concatenate(%b, %b, %b), dimensions={0}
+  %d = f32[64]{0} slice(%c), slice={[64:128]}
+  %e = f32[64]{0} multiply(%d, %a)
+  ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}
+"""
+
+SUM = """%sum (p: f32[], q: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  %q = f32[] parameter(1)
+  ROOT %s = f32[] add(%p, %q)
+}"""
+
+
+def posed(text: str, machine: Machine, *computations: str) -> Problem:
+    return problem.pose(entry(text, *computations), machine, ())
+
+
+def peak(of: Problem) -> int:
+    return int(of.arena.load.max())
+
+
+def temporaries(of: Problem) -> dict[str, Temporary]:
+    return {t.name: t for t in find_temporaries(of.ranges, of.ticks)}
+
+
+# ── What there is to choose ──────────────────────────────────────────────────────────────
+
+
+def test_a_temporary_knows_its_readers_and_what_it_is_made_of():
+    found = temporaries(posed(IDLE, FAST_LINK))
+    assert [r.tick for r in found["a"].reads] == [1, 4]
+    assert [o.via for o in found["a"].operands or ()] == ["x"]
+    (operand,) = found["b"].operands or ()
+    assert operand.temporary == found["a"].number
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("%a = f32[64]{0} rng(%zero, %one), distribution=rng_uniform", "random"),
+        (
+            '%a = f32[64]{0} custom-call(%x), custom_call_target="f", '
+            "custom_call_has_side_effect=true",
+            "effect",
+        ),
+        ("%a = f32[64]{0} all-reduce(%x), to_apply=%sum", "communication"),
+    ],
+)
+def test_what_does_more_than_compute_is_not_run_again(line: str, why: str):
+    scalars = "%zero = f32[] constant(0)\n%one = f32[] constant(1)\n"
+    text = IDLE.replace("%a = f32[64]{0} negate(%x)", scalars + line)
+    of = posed(text, NO_LINK, SUM)
+    assert temporaries(of)["a"].operands is None, why
+    assert not least_edits(of).recomputes
+
+
+def test_what_is_updated_in_place_stays():
+    text = IDLE.replace(
+        "%e = f32[64]{0} multiply(%d, %a)",
+        "%i = s32[] constant(0)\n%e = f32[64]{0} dynamic-update-slice(%a, %d, %i)",
+    )
+    assert "a" not in temporaries(posed(text, FAST_LINK))
+
+
+# ── What is chosen ───────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_is_edited_where_everything_fits():
+    of = posed(IDLE, FAST_LINK)
+    chosen = choose_edits(of, peak(of))
+    assert chosen is not None
+    assert not chosen.edits
+
+
+def test_a_fast_link_evicts():
+    of = posed(IDLE, FAST_LINK)
+    chosen = choose_edits(of, peak(of) - SIZE)
+    assert chosen is not None
+    assert chosen.edits.evictions == (Eviction("a", "b", (Refetch("e", ("e",)),)),)
+    assert not chosen.edits.recomputes
+
+
+@pytest.mark.parametrize("machine", [SLOW_LINK, NO_LINK])
+def test_where_the_link_is_slow_or_missing_it_is_computed_again(machine: Machine):
+    of = posed(IDLE, machine)
+    chosen = choose_edits(of, peak(of) - SIZE)
+    assert chosen is not None
+    assert chosen.edits.recomputes == (Recompute("a.again1", "a", "e", ("e",)),)
+    assert not chosen.edits.evictions
+
+
+def test_what_does_not_fit_is_refused():
+    of = posed(IDLE, FAST_LINK)
+    assert choose_edits(of, SIZE - 1) is None
+
+
+def test_a_late_bitcast_does_not_keep_the_original():
+    """It names the bytes as long as it stands there, so it reads the copy itself."""
+    text = IDLE.replace(
+        "%e = f32[64]{0} multiply(%d, %a)",
+        "%v = f32[64]{0} bitcast(%a)\n%e = f32[64]{0} multiply(%d, %v)",
+    )
+    of = posed(text, FAST_LINK)
+    chosen = choose_edits(of, peak(of) - SIZE)
+    assert chosen is not None
+    assert chosen.edits.evictions == (Eviction("a", "b", (Refetch("v", ("v",)),)),)
+
+
+def test_an_early_bitcast_is_made_again():
+    text = IDLE.replace(
+        "%b = f32[64]{0} exponential(%a)",
+        "%v = f32[64]{0} bitcast(%a)\n%b = f32[64]{0} exponential(%v)",
+    ).replace("multiply(%d, %a)", "multiply(%d, %v)")
+    of = posed(text, FAST_LINK)
+    chosen = choose_edits(of, peak(of) - SIZE)
+    assert chosen is not None
+    (eviction,) = chosen.edits.evictions
+    assert eviction.refetches == (Refetch("e", ("v.again1",)),)
+    assert chosen.edits.recomputes == (Recompute("v.again1", "v", "e", ("e",)),)
+
+
+def test_what_one_fusion_makes_is_made_again_together():
+    fused = """%two (p: f32[64]) -> (f32[64], f32[64]) {
+  %p = f32[64]{0} parameter(0)
+  %s = f32[64]{0} sine(%p)
+  %c = f32[64]{0} cosine(%p)
+  ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%s, %c)
+}"""
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %f = (f32[64]{0}, f32[64]{0}) fusion(%x), kind=kLoop, calls=%two
+  %g = f32[64]{0} get-tuple-element(%f), index=0
+  %h = f32[64]{0} get-tuple-element(%f), index=1
+  %a = f32[64]{0} add(%g, %h)
+  %b = f32[192]{0} concatenate(%a, %a, %a), dimensions={0}
+  %c = f32[64]{0} slice(%b), slice={[64:128]}
+  %d = f32[64]{0} multiply(%c, %g)
+  %e = f32[64]{0} multiply(%d, %h)
+  ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}
+""",
+        NO_LINK,
+        fused,
+    )
+    done = least_edits(of)
+    clones = {(r.original, r.before) for r in done.recomputes}
+    assert len(clones) == len(done.recomputes)  # At each tick the maker runs once for both.
+    assert any(len(r.readers) == 2 for r in done.recomputes if r.original == "f")
+    edited_module = edits.apply(of.module, done)
+    verify.verify_edits(of.module, edited_module)
+    assert peak(problem.pose(edited_module, NO_LINK, ())) < peak(of)
+
+
+MACHINES = st.sampled_from([FAST_LINK, SLOW_LINK])
+
+
+@given(edited(), MACHINES, st.floats(0, 1))
+def test_edits_need_what_they_say_and_plans_with_them_hold(
+    program: Edited, machine: Machine, share: float
+):
+    module = program.original
+    of = problem.pose(module, machine, ())
+    work = Work(of)
+    least = peak(problem.pose(edits.apply(module, least_edits(of)), machine, ()))
+    capacity = int(least + share * (work.load.max() - least))
+    chosen = choose_edits(of, capacity)
+    if chosen is None:
+        return
+    edited_module = edits.apply(module, chosen.edits)
+    verify.verify_edits(module, edited_module)
+    again = problem.pose(edited_module, machine, ())
+    assert Work(again).load.max() <= capacity
+    plan = pipeline.plan_module(module, machine, of.fixed_bytes + 4 * int(work.load.max()))
+    assert plan.prediction.step_time_s >= plan.prediction.lower_bound_s * (1 - 1e-9)
+
+
+@given(edited(), MACHINES, st.floats(0, 1))
+def test_every_gap_that_is_taken_is_needed(program: Edited, machine: Machine, share: float):
+    of = problem.pose(program.original, machine, ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    taken = work.select(capacity, 1e-3, 0)
+    for t in work.temporaries:
+        for start, gap in taken.taken[t.number].items():
+            if gap.action == "evict" and start != max(r.tick for r in t.reads):
+                assert taken.load[start + 1 : gap.end].max(initial=0) + t.size > capacity
+
+
+@given(edited(), st.floats(0.3, 1))
+def test_no_selection_undercuts_the_bound(program: Edited, share: float):
+    of = problem.pose(program.original, FAST_LINK, ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    chosen = choose_edits(of, capacity, search_s=1.0)
+    bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
+    if chosen is None:
+        return
+    assert bound <= chosen.step_time_s * (1 + 1e-9)
+
+
+def test_a_refused_recomputation_leaves_no_trace():
+    """Its operand is overwritten before it could be read again."""
+    text = """
+  %x = f32[64]{0} parameter(0)
+  %y = f32[64]{0} negate(%x)
+  %a = f32[64]{0} exponential(%y)
+  %b = f32[64]{0} sine(%a)
+  %i = s32[] constant(0)
+  %u = f32[64]{0} dynamic-update-slice(%y, %b, %i)
+  %c = f32[64]{0} cosine(%u)
+  %d = f32[64]{0} multiply(%c, %a)
+  ROOT %r = f32[64]{0} add(%d, %x)
+"""
+    work = Work(posed(text, NO_LINK))
+    number = next(t.number for t in work.temporaries if t.name == "a")
+    taken = TakenGaps(work.temporaries, work.load, work._posed.costs, work.rates, 16)
+    before = taken.load.copy(), taken.costs.copy(), [list(a) for a in taken.accesses]
+    starts = [s for s, e in pairwise(taken.accesses[number]) if e > s + 1]
+    assert starts
+    assert not any(taken.recompute(number, s, 0, float("inf")) for s in starts)
+    assert (taken.load == before[0]).all()
+    assert (taken.costs == before[1]).all()
+    assert taken.accesses == before[2]
+    assert not any(taken.taken)
+    assert not edits_of(work._posed, taken)
