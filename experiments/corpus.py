@@ -23,6 +23,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = [sweep.result() for sweep in sweeps]
     owns = [own for own, _ in found]
     points = [(own, point) for own, of in found for point in of]
-    write_tables([_own_table(owns), _point_table(points), _summary(points)], sys.stdout)
+    compared = [_point_table(points), _summary(points)] if points else []
+    write_tables([_own_table(owns), *compared], sys.stdout)
 
 
 class Log:
@@ -341,7 +343,7 @@ def _own_table(owns: Iterable[Own]) -> Table:
 
 def _own_row(own: Own) -> tuple[str, ...]:
     if own.failure:
-        return (own.workload, own.target, *["–"] * 7, own.failure)
+        return (own.workload, own.target, *["–"] * 7, _short(own.failure))
     return (
         own.workload,
         own.target,
@@ -382,7 +384,7 @@ def _point_table(points: Iterable[tuple[Own, Point]]) -> Table:
 def _point_row(own: Own, point: Point) -> tuple[str, ...]:
     named = (point.workload, point.target, f"{point.percent} %", format_bytes(point.budget))
     if not point.total:
-        verdict = point.failure or _least_verdict(own, point)
+        verdict = _short(point.failure) or _least_verdict(own, point)
         return (*named, verdict, *["–"] * (len(_POINT_COLUMNS) - len(named) - 1))
     return (
         *named,
@@ -397,6 +399,11 @@ def _point_row(own: Own, point: Point) -> tuple[str, ...]:
         format_seconds(point.planning_s),
         f"{point.planning_s / own.xla_s:.0%}",
     )
+
+
+def _short(failure: str) -> str:
+    """A failure in a cell; all of it is told when it comes, and in the file."""
+    return textwrap.shorten(failure, 60, placeholder=" …")
 
 
 def _least_verdict(own: Own, point: Point) -> str:

@@ -115,9 +115,24 @@ def test_a_failure_is_a_row_and_no_crash(
 
     monkeypatch.setattr(corpus, "measure_own", fail)
     corpus.main(["--target", "cpu", "--workload", "adam"])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.split()[:2] == ["adam", "cpu"]
+    assert row.endswith("the compiler gave up")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_failed_point_counts_as_feasible_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(wanted: Point, settings: Settings) -> Point:
+        raise MemplanError("the planner gave up")
+
+    monkeypatch.setattr(corpus, "measure_own", lambda own, _: replace(own, temp=9, step_time_s=1.0))
+    monkeypatch.setattr(corpus, "measure_point", fail)
+    corpus.main(["--target", "cpu", "--workload", "adam", "--budget", "50"])
     text = capsys.readouterr().out
-    assert "the compiler gave up" in text
-    assert text.splitlines()[-2].split()[:4] == ["all", "0", "0", "–"]
+    assert "the planner gave up" in text
+    assert text.splitlines()[-2].split()[:4] == ["all", "1", "1", "0%"]
 
 
 def test_resuming_needs_a_file(capsys: pytest.CaptureFixture[str]):
