@@ -99,7 +99,7 @@ def improve(
       evaluate: predicted seconds of a step; infinity where there is no schedule.
     """
     search = _Search(choices, capacity, evaluate, time.monotonic() + time_limit_s, start)
-    relaxation = relax(choices, capacity)
+    relaxation = relax(choices, capacity, time_limit_s)
     if relaxation is None:
         return start
     search.enough_s = relaxation.bound_s * (1 + _CLOSE)

@@ -548,8 +548,11 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
         link_s=sum(timed.link_s.values()),
         stall_s=timed.stall_s,
         recompute_s=sum(
-            float(seconds)
-            for i, seconds in zip(posed.ticks.instructions, posed.costs, strict=True)
-            if i.name in again
+            (
+                float(seconds)
+                for i, seconds in zip(posed.ticks.instructions, posed.costs, strict=True)
+                if i.name in again
+            ),
+            0.0,
         ),
     )

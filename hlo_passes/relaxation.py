@@ -34,7 +34,10 @@ _MORE_SAMPLES = 50
 _ROUNDS = 3
 
 # So many gaps are variables of the bound; the rest are given away.
-_GAPS = 4000
+_GAPS = 1500
+
+# What one linear program may take. Without its solution the bound is a weaker one.
+_PROGRAM_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +66,22 @@ def lower_bound_s(choices: Choices, capacity: int) -> float:
     It is a bound on plans that `choices` can say: whoever recomputes in a way that no recipe
     stands for, or cheaper than the recipe says, may be faster.
 
-    More than 4,000 gaps are merged as in `gap_groups`; of what are more then, the largest are
+    More than 1,500 gaps are merged as in `gap_groups`; of what are more then, the largest are
     chosen about, and the others are given away.
     """
     tightened = _tightened(choices, capacity)
     return math.inf if tightened is None else tightened.relaxation.bound_s
 
 
-def relax(choices: Choices, capacity: int) -> Relaxation | None:
+def relax(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> Relaxation | None:
     """Returns the bound of `lower_bound_s`, and fractions that reach it, or nearly so, and move
-    and recompute little; None when not even fractions fit into `capacity` bytes."""
-    tightened = _tightened(choices, capacity)
+    and recompute little; None when not even fractions fit into `capacity` bytes. A program that
+    takes longer than `program_s` seconds is given up, and the bound is a weaker one."""
+    tightened = _tightened(choices, capacity, program_s)
     if tightened is None or tightened.model is None:
         return tightened and tightened.relaxation
     bound_s = tightened.relaxation.bound_s
-    sparing = _solve(choices, tightened.groups, tightened.model, PRICE)
+    sparing = _solve(choices, tightened.groups, tightened.model, program_s, PRICE)
     return replace(sparing or tightened.relaxation, bound_s=bound_s)
 
 
@@ -90,7 +94,7 @@ class _Tightened:
     model: Model | None
 
 
-def _tightened(choices: Choices, capacity: int) -> _Tightened | None:
+def _tightened(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> _Tightened | None:
     """Solves the program, and again with the ticks at which the fractions do not fit."""
     if (least_bytes(choices) > capacity).any():
         return None
@@ -105,7 +109,7 @@ def _tightened(choices: Choices, capacity: int) -> _Tightened | None:
         groups = merge(choices, samples) if is_large else single(choices)
         kept = _largest(groups.choices, capacity)
         model = build(groups.choices, capacity, samples, kept, groups.merged)
-        found = _solve(choices, groups, model)
+        found = _solve(choices, groups, model, program_s)
         if found is None:
             return None
         bound_s = max(bound_s, found.bound_s)
@@ -190,7 +194,9 @@ def _crowded_between(
     return tuple(sorted(crowded, key=lambda t: -over[t])[:_MORE_SAMPLES])
 
 
-def _solve(choices: Choices, groups: Groups, model: Model, price: float = 0.0) -> Relaxation | None:
+def _solve(
+    choices: Choices, groups: Groups, model: Model, program_s: float, price: float = 0.0
+) -> Relaxation | None:
     """Returns the fractions, and as `bound_s` what the solution proves of the objective."""
     objective = model.objective(price)
     # scipy's stubs know of no sparse matrices here.
@@ -202,10 +208,11 @@ def _solve(choices: Choices, groups: Groups, model: Model, price: float = 0.0) -
         model.targets,
         np.stack([model.low, model.high], axis=1),
         method="highs",
+        options={"time_limit": program_s},
     )
     if solved.status == 2:
         return None
-    if solved.x is None:  # The solver gave up: that compute takes time is still true.
+    if solved.status != 0:  # The solver gave up: that compute takes time is still true.
         return replace(_untouched(choices, float(choices.costs.sum())), samples=model.samples)
     units = _dual_value(model, objective, solved.ineqlin.marginals, solved.eqlin.marginals)
     return _fractions(choices, groups, model, solved.x, units * model.second)

@@ -40,4 +40,5 @@ def test_the_small_size_compiles_and_writes_over_what_is_donated(name: str):
     memory = lowered.compile().memory_analysis()
     assert memory is not None
     donated = {"state": args[:1], "cache": args[-1:]}.get(entry.donate or "", ())
-    assert memory.alias_size_in_bytes >= size(donated)
+    arrays = [a for a in jax.tree.leaves(donated) if a.ndim]  # XLA may copy a scalar.
+    assert memory.alias_size_in_bytes >= size(arrays)
