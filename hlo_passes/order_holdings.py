@@ -64,9 +64,9 @@ def order_holdings(ranges: LiveRanges, ticks: EntryTicks, machine: Machine) -> H
     count = len(collector.sizes)
     fetched = [t for t in ticks.transfers if not t.evicts]
     costs = instruction_costs(ranges.dataflow.module, machine) if fetched else {}
-    clock = np.cumsum([0.0, *(costs.get(i.id, 0.0) for i in ticks.instructions)])
+    clock = np.cumsum([0.0, *(costs.get(i.id, 0.0) for i in ticks.instructions)]).tolist()
     for transfer in fetched:
-        collector.hold_weight(transfer, clock.tolist())
+        collector.hold_weight(transfer, clock)
     return Holdings(
         np.array(collector.sizes, np.int64),
         tuple(collector.touches),
@@ -95,8 +95,10 @@ class _Collector:
 
     def hold_temporaries(self) -> tuple[Lodging, ...]:
         """Holds every temporary that the entry sees, and returns what lets some lodge."""
-        target = self._machine.platform
-        reused = find_allocations(self._ranges, target, apart=self._apart).reused
+        reused: dict[int, int] = {}
+        if any(resident.kind == "guest" for resident in self._ticks.residents):
+            target = self._machine.platform
+            reused = find_allocations(self._ranges, target, apart=self._apart).reused
         lodgers: defaultdict[int, list[int]] = defaultdict(list)
         for b in self._dataflow.buffers:
             if b.kind == "temp" and b.memory_space == DEVICE_MEMORY_SPACE and self._is_held(b):

@@ -15,8 +15,9 @@ new order (`ticks`) decide whether it is taken.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from hlo_passes import edits
 from hlo_passes.assignment import assign_offsets, max_live_load
@@ -31,6 +32,7 @@ from hlo_passes.order_rules import order_rules
 from hlo_passes.order_search import lower_loads
 from hlo_passes.plan import Edits, LiveRange
 from hlo_passes.quick_peak import peak_at_most
+from hlo_passes.sharing import Target
 from hlo_passes.ticks import EntryTicks, entry_ticks
 
 # How often orders are looked for: again with less capacity, where XLA's rules need more for
@@ -78,23 +80,20 @@ def lower_peak(
     if peak_at_most(module, hosted or ()) <= capacity:
         return ()
     entry = _Entry(module, machine, hosted)
-    if entry.present.peak <= capacity or not entry.problem.is_in_order:
-        return ()
-    best, target = (), capacity
-    for _ in range(_ROUNDS):
+    best, names, target = entry.present, (), capacity
+    for _ in range(_ROUNDS if entry.problem.is_in_order else 0):
+        if best.peak <= capacity:
+            break
         _, *lower = lower_loads(entry.problem, target)
-        for load in lower[: -_TRIES - 1 : -1]:
-            names = entry.names(load)
-            need = entry.need(edits.apply(module, Edits(order=names)), load)
-            if need.peak < entry.present.peak and need.packed <= entry.present.packed:
-                break
-        else:
-            return best
-        best = names
-        if need.peak <= capacity or load.peak > target:
-            return best
-        target -= need.peak - load.peak
-    return best
+        found = entry.first_that_gains(lower[: -_TRIES - 1 : -1])
+        if found is None:
+            break
+        if found.peak < best.peak:
+            best, names = found, entry.names(found.load)
+        if found.load.peak > target:
+            break
+        target -= found.peak - found.load.peak
+    return names
 
 
 def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> OrderProblem:
@@ -112,16 +111,46 @@ def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> 
     )
 
 
-class _Need(NamedTuple):
-    """Bytes that an order needs by XLA's rules.
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What an order needs by XLA's rules.
 
     Attributes:
-      peak: the most that are live at once.
-      packed: what the target's packing makes of it.
+      ranges, ticks: of the entry in that order.
+      weights: how many holdings of the load, the last ones, are of fetched weights.
     """
 
-    peak: int
-    packed: int
+    ranges: LiveRanges
+    ticks: EntryTicks
+    load: Load
+    weights: int
+    target: Target
+
+    @cached_property
+    def _held(self) -> tuple[list[int], list[LiveRange]]:
+        held = [r for r in self.ticks.residents if r.kind in ("temp", "workspace")]
+        weights = slice(len(self.load.sizes) - self.weights, None)
+        first, last = self.load.first[weights], self.load.last[weights] + 1
+        return (
+            [r.size for r in held] + self.load.sizes[weights].tolist(),
+            [r.live_range for r in held] + [*map(LiveRange, first.tolist(), last.tolist())],
+        )
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes that are live at once."""
+        return max_live_load(*self._held)
+
+    @cached_property
+    def packed(self) -> int:
+        """Bytes of an arena that holds them; 0 where there are too many to say."""
+        if len(self._held[0]) > _MOST_PACKED:
+            return 0
+        if not self.ticks.transfers:
+            return measure_memory(self.ranges, self.target).heap_bytes
+        # Weights lie where the planner has them, not XLA.
+        backend = BACKENDS[self.target]
+        return assign_offsets(*self._held, backend.alignment, strategies=backend.strategies).total
 
 
 class _Entry:
@@ -130,48 +159,39 @@ class _Entry:
     def __init__(
         self, module: Module, machine: Machine, host_parameters: Collection[int] | None
     ) -> None:
-        self._machine, self._host_parameters = machine, host_parameters
+        self._module, self._host_parameters = module, host_parameters
+        self._target: Target = machine.platform
+        ranges, ticks = self._analyzed(module)
+        holdings = order_holdings(ranges, ticks, machine)
+        self.problem = order_problem(ranges, ticks, holdings)
+        self.present = _Measured(
+            ranges, ticks, self.problem.present, holdings.weights, self._target
+        )
+
+    def _analyzed(self, module: Module) -> tuple[LiveRanges, EntryTicks]:
         ranges = compute_live_ranges(analyze_dataflow(module))
-        self._ticks = entry_ticks(ranges, machine.platform, host_parameters)
-        holdings = order_holdings(ranges, self._ticks, machine)
-        self._weights = slice(len(holdings.sizes) - holdings.weights, None)
-        self.problem = order_problem(ranges, self._ticks, holdings)
-        self.present = self._need(ranges, self._ticks, self.problem.present)
+        return ranges, entry_ticks(ranges, self._target, self._host_parameters)
 
-    def need(self, reordered: Module, load: Load) -> _Need:
-        """What the entry needs in the order of `load`, which `reordered` has."""
-        ranges = compute_live_ranges(analyze_dataflow(reordered))
-        ticks = entry_ticks(ranges, self._machine.platform, self._host_parameters)
-        return self._need(ranges, ticks, load)
-
-    def _need(self, ranges: LiveRanges, ticks: EntryTicks, load: Load) -> _Need:
-        held = [r for r in ticks.residents if r.kind in ("temp", "workspace")]
-        sizes, lives = [r.size for r in held], [r.live_range for r in held]
-        first, last = load.first[self._weights], load.last[self._weights] + 1
-        sizes += load.sizes[self._weights].tolist()
-        lives += map(LiveRange, first.tolist(), last.tolist())
-        packed, target = 0, self._machine.platform
-        if len(sizes) <= _MOST_PACKED:
-            if ticks.transfers:  # Weights lie where the planner has them, not XLA.
-                backend = BACKENDS[target]
-                packing = assign_offsets(
-                    sizes, lives, backend.alignment, strategies=backend.strategies
-                )
-                packed = packing.total
-            else:
-                packed = measure_memory(ranges, target).heap_bytes
-        return _Need(max_live_load(sizes, lives), packed)
+    def first_that_gains(self, loads: Iterable[Load]) -> _Measured | None:
+        """The first of `loads` that needs less than the present order, packed or not."""
+        for load in loads:
+            reordered = edits.apply(self._module, Edits(order=self.names(load)))
+            ranges, ticks = self._analyzed(reordered)
+            found = _Measured(ranges, ticks, load, self.present.weights, self._target)
+            if found.peak < self.present.peak and found.packed <= self.present.packed:
+                return found
+        return None
 
     def names(self, load: Load) -> tuple[str, ...]:
         """The order by name, each copy from the host in front of its first reader."""
         fetched: defaultdict[int, list[str]] = defaultdict(list)
-        for transfer in self._ticks.transfers:
+        for transfer in self.present.ticks.transfers:
             halves = (transfer.start, transfer.done)
-            readers = [self._ticks.tick_of[read.user.id] for read in transfer.reads]
-            first = load.place[readers or [self._ticks.end - 1]].min()
+            readers = [self.present.ticks.tick_of[read.user.id] for read in transfer.reads]
+            first = load.place[readers or [self.present.ticks.end - 1]].min()
             fetched[int(first)] += [half.name for half in halves if half is not None]
         names: list[str] = []
         for place, step in enumerate(load.order.tolist()):
             names += fetched[place]
-            names.append(self._ticks.instructions[step].name)
+            names.append(self.present.ticks.instructions[step].name)
         return tuple(names)
