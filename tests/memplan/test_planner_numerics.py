@@ -24,8 +24,6 @@ _BF16_ULP = 2**16
 
 Forced = Literal["evict", "recompute", "reorder"]
 
-TRAINING = ("llama-train", "moe-train", "vit-train", "dit-train", "unet-train", "adam")
-
 
 def values(args: Any) -> Any:
     """Numbers of a size that keeps a training step in range; second moments are not negative."""
