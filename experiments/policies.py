@@ -90,7 +90,7 @@ _XLA_REMAT, _MEMPLAN, _BOTH = "XLA's rematerialisation", "memplan", "memplan on 
 
 _LIMITS = (0.75, 0.5, 0.25)
 _BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.25)
-_BUDGETS_ON_POLICY = (0.25, 0.2, 0.15)
+_BUDGETS_ON_POLICY = (0.3, 0.25, 0.2)
 
 _COLUMNS = (
     Column("way"),
@@ -237,7 +237,8 @@ def compile_run(run: Run) -> Found:
 def _limit_options(machine: Machine, limit: int | None) -> Mapping[str, Any] | None:
     """The XLA options that make its rematerialisation aim at `limit` bytes.
 
-    Both are shares of the device's memory, whole percents.
+    Both take whole percents of the device's memory. ``xla_tpu_max_hbm_size_mib`` would take
+    bytes, but ends the compilation where rematerialisation misses them.
     """
     if limit is None:
         return None
