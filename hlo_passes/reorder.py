@@ -67,8 +67,10 @@ def lower_peak(
     Returns:
       HLO names of all instructions of the entry but its parameters, in an order whose peak is
       lower than that of XLA's: at most `capacity`, or as low as was found. A weight's copy
-      stands in front of its first reader. Empty where XLA's order is good enough, or none
-      better was found.
+      stands in front of its first reader. Empty where XLA's order is good enough, where none
+      better was found, or where XLA's own order breaks `order_rules`: then they do not say
+      which others are right (seen with collectives that XLA:TPU v5e fuses, whose start is
+      said to write over a donated argument).
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.

@@ -198,6 +198,21 @@ def test_a_value_is_read_before_it_is_updated_in_place():
     assert names.index("r") < names.index("u")
 
 
+def test_an_order_that_breaks_the_rules_itself_stays():
+    module = module_of("""
+  x = F parameter(0)
+  z = s32[] parameter(1)
+  a = F reverse(x), dimensions={0}
+  b = F reverse(x), dimensions={0}
+  u = F dynamic-update-slice(a, b, z)
+  late = f32[1]{0} slice(a), slice={[0:1]}
+  s = f32[1]{0} slice(u), slice={[0:1]}
+  c = F negate(x)
+  ROOT t = (f32[1]{0}, f32[1]{0}, f32[256]{0}) tuple(late, s, c)
+""")
+    assert lower_peak(module, toy_machine(), 0) == ()
+
+
 SPAN = """
   x = F parameter(0)
   y = F parameter(1)
