@@ -199,18 +199,25 @@ def test_a_value_is_read_before_it_is_updated_in_place():
 
 
 def test_an_order_that_breaks_the_rules_itself_stays():
-    module = module_of("""
+    def module(read: str) -> Module:
+        return module_of(f"""
   x = F parameter(0)
   z = s32[] parameter(1)
-  a = F reverse(x), dimensions={0}
-  b = F reverse(x), dimensions={0}
+  a = F reverse(x), dimensions={{0}}
+  b = F negate(x)
   u = F dynamic-update-slice(a, b, z)
-  late = f32[1]{0} slice(a), slice={[0:1]}
-  s = f32[1]{0} slice(u), slice={[0:1]}
-  c = F negate(x)
-  ROOT t = (f32[1]{0}, f32[1]{0}, f32[256]{0}) tuple(late, s, c)
+  late = f32[1]{{0}} slice({read}), slice={{[0:1]}}
+  v0 = F reverse(x), dimensions={{0}}
+  v1 = F reverse(x), dimensions={{0}}
+  v2 = F reverse(x), dimensions={{0}}
+  c = f32[1]{{0}} slice(v0), slice={{[0:1]}}
+  d = f32[1]{{0}} slice(v1), slice={{[0:1]}}
+  e = f32[1]{{0}} slice(v2), slice={{[0:1]}}
+  ROOT r = f32[4]{{0}} concatenate(late, c, d, e), dimensions={{0}}
 """)
-    assert lower_peak(module, toy_machine(), 0) == ()
+
+    assert lower_peak(module("u"), toy_machine(), 0) != ()
+    assert lower_peak(module("a"), toy_machine(), 0) == ()  # u was written over it.
 
 
 SPAN = """
