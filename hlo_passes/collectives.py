@@ -75,6 +75,17 @@ def collectives(module: Module) -> Mapping[int, Collective]:
     return _Finder(module).all()
 
 
+def is_fused_start(module: Module, i: Instruction) -> bool:
+    """Whether `i` is a fusion in which XLA:TPU starts a collective: it hands its operand on, as
+    its first element, to the fusion that ends it."""
+    return i.opcode == "fusion" and _fused_target(module, i) == _FUSED_START
+
+
+def _fused_target(module: Module, fusion: Instruction) -> str:
+    (body,) = (module.computations[c] for c in fusion.called_computation_ids)
+    return body.root.custom_call_target
+
+
 class _Finder:
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -110,7 +121,7 @@ class _Finder:
             return i
         if i.opcode == "async-start":
             return self._collective_in(i)
-        if i.opcode == "fusion" and self._fused_target(i) == _FUSED_START:
+        if is_fused_start(self._module, i):
             return self._collective_in(i)
         return None
 
@@ -118,17 +129,13 @@ class _Finder:
         (body,) = (self._module.computations[c] for c in caller.called_computation_ids)
         return next((i for i in body.instructions if i.opcode in _KINDS), None)
 
-    def _fused_target(self, fusion: Instruction) -> str:
-        (body,) = (self._module.computations[c] for c in fusion.called_computation_ids)
-        return body.root.custom_call_target
-
     def _waits(self, computation: Computation) -> Mapping[int, int]:
         """The id of what waits for each asynchronous start, by the start's id."""
         found: dict[int, int] = {}
         chains: dict[str, int] = {}
         for i in computation.instructions:
             if i.opcode == "fusion":
-                target = self._fused_target(i)
+                target = _fused_target(self._module, i)
                 if target == _FUSED_START:
                     chains[self._chain(i)] = i.id
                 elif target == _FUSED_DONE and self._chain(i) in chains:

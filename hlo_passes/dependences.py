@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 
+from hlo_passes.collectives import is_fused_start
 from hlo_passes.dataflow import Buffer, Dataflow
 from hlo_passes.host_transfers import dones_of
 from hlo_passes.ir import Computation
@@ -50,7 +51,7 @@ class _View:
     """Everything that runs inside an instruction of the computation, seen as that one."""
 
     def __init__(self, dataflow: Dataflow, computation: Computation) -> None:
-        self._module = dataflow.module
+        self.module = dataflow.module
         self.place = {i.id: n for n, i in enumerate(computation.instructions)}
         dones = dones_of(dataflow.module, computation)
         self.end = {start: done.id for start, done in dones.items()}
@@ -59,7 +60,7 @@ class _View:
             self.top[i.id] = i.id
             pending = list(i.called_computation_ids) if i.opcode in _RUNS else []
             while pending:
-                for inner in self._module.computations[pending.pop()].instructions:
+                for inner in self.module.computations[pending.pop()].instructions:
                     self.top[inner.id] = i.id
                     if inner.opcode in _RUNS:
                         pending += inner.called_computation_ids
@@ -69,11 +70,18 @@ def _order_accesses(view: _View, buffer: Buffer, before: Mapping[int, set[int]])
     """Adds that all reads of each of a buffer's values come before the next one is written."""
     # What is written outside is there from the beginning.
     written: defaultdict[int, list[int]] = defaultdict(list)
+    sent: list[int] = []
     for value in buffer.values:
         writer = view.top.get(value.instruction.id, -1)
         readers = (view.top.get(use.instruction.id, -1) for use in value.uses)
         written[writer] += [r for r in readers if r >= 0]
+        if value.index == (0,) and is_fused_start(view.module, value.instruction):
+            sent.append(writer)
     writers = sorted(written, key=lambda w: view.place.get(w, -1))
+    for start in sent:  # It writes nothing there: its done reads what lies there.
+        earlier = writers[writers.index(start) - 1]
+        written[earlier] += written[start]
+        writers.remove(start)
     for earlier, writer in pairwise(writers):
         mine = {writer, view.end.get(writer, writer)}
         for access in (earlier, *written[earlier]):

@@ -38,6 +38,9 @@ _WRITING = frozenset(
     ("custom-call", "dynamic-update-slice", "fusion", "scatter", "set-dimension-size")
 )
 
+# XLA:TPU starts a collective on v5e in a fusion that ends in this call.
+_SENDING = "AsyncCollectiveStart"
+
 # The other operands of these calls are for the order only.
 _READ_BY_CALL = {targets.COPY_START: 1, targets.COPY_DONE: 2}
 
@@ -144,6 +147,13 @@ class _Called:
     def by(self, i: Instruction) -> list[_Summary]:
         return [self._summary(c) for c in i.called_computation_ids]
 
+    def only_sends(self, i: Instruction) -> bool:
+        """Whether what `i` gives in the bytes of an operand is that operand, to be sent."""
+        if i.opcode != "fusion":
+            return False
+        (body,) = (self.module.computations[c] for c in i.called_computation_ids)
+        return body.root.custom_call_target == _SENDING
+
     def _summary(self, computation_id: int) -> _Summary:
         if computation_id not in self._summaries:
             computation = self.module.computations[computation_id]
@@ -235,7 +245,8 @@ class _Walk:
     def _part(self, i: Instruction, index: ShapeIndex) -> tuple[View | None, bool]:
         declared = {a.output_index: a for a in i.output_operand_aliasing}
         if index in declared and i.opcode in ("async-start", "custom-call", "fusion"):
-            return View(declared[index].operand, declared[index].operand_index), True
+            part = View(declared[index].operand, declared[index].operand_index)
+            return part, not self._called.only_sends(i)
         match i.opcode, index:
             case (("dynamic-update-slice" | "set-dimension-size"), _):
                 return View(0, ()), True

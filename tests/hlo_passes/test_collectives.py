@@ -4,7 +4,7 @@ import pytest
 
 from hlo_passes.collectives import Collective, collectives
 from hlo_passes.machine import Interconnect
-from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.toys import module_of, two_fused_gathers
 
 
 def found_in(text):
@@ -129,35 +129,7 @@ ENTRY""",
 def test_a_fused_collective_starts_and_ends_in_fusions_of_its_chain():
     """As XLA:TPU schedules an all-gather on v5e: here two, the second inside the first."""
 
-    def halves(n):
-        gather = (
-            f"f32[400] all-gather(q), dimensions={{0}}, {GROUPS}, "
-            f'frontend_attributes={{chain_id="{n}"}}'
-        )
-        return f"""start.{n} {{
-  q = f32[100] parameter(0)
-  g = {gather}
-  ROOT t = (f32[100], f32[400]) custom-call(g), custom_call_target="AsyncCollectiveStart"
-}}
-done.{n} {{
-  q = f32[100] parameter(0)
-  o = f32[400] parameter(1)
-  g = {gather}
-  ROOT t = f32[400] custom-call(q, o, g), custom_call_target="AsyncCollectiveDone"
-}}
-"""
-
-    def pair(n):
-        return (
-            f"s.{n} = (f32[100], f32[400]) fusion(p), kind=kCustom, calls=start.{n}",
-            f"a.{n} = f32[100] get-tuple-element(s.{n}), index=0",
-            f"b.{n} = f32[400] get-tuple-element(s.{n}), index=1",
-            f"d.{n} = f32[400] fusion(a.{n}, b.{n}), kind=kCustom, calls=done.{n}",
-        )
-
-    outer, inner = pair(0), pair(1)
-    text = entry(*outer[:3], *inner, outer[3]).replace("ENTRY", halves(0) + halves(1) + "ENTRY")
-    found, dones = found_in(text)
+    found, dones = found_in(two_fused_gathers())
     assert dones == {"s.0": "d.0", "s.1": "d.1"}
     assert {c.sent_bytes for c in found.values()} == {1200}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.dependences import dependences
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Module
 from hlo_passes.verify_overwrites import EntryMemory
 from tests import corpus
 from tests.hlo_passes.streamed import entry
-from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.toys import module_of, two_fused_gathers
 
 FUSED = """
 %updating {
@@ -189,6 +191,33 @@ def test_a_donated_argument_is_read_before_its_successor_is_written():
     with pytest.raises(VerificationError, match="%w writes over what %x left, which %m reads"):
         EntryMemory(donated(n, first, last, over)).check()
     EntryMemory(donated(n, last, first, over)).check()
+
+
+def test_what_a_fused_collective_hands_on_it_has_not_written():
+    """Two read one array, and so does an instruction behind them."""
+    module = module_of(two_fused_gathers())
+    EntryMemory(module).check()
+    named = {i.name: i for i in module.entry.instructions}
+    needed = dependences(analyze_dataflow(module), module.entry)
+    assert needed[named["s.0"].id] == {named["p"].id}
+    assert needed[named["s.1"].id] == {named["p"].id}
+
+
+def test_nothing_writes_over_what_a_fused_collective_sends():
+    update = "r = f32[100] dynamic-update-slice(p, c, z)"
+    consts = "c = f32[1] constant({1})\n  z = s32[] constant(0)\n  "
+    text = two_fused_gathers().replace("r = f32[100] negate(p)", consts + update)
+    module = module_of(text)
+    EntryMemory(module).check()
+    lines = text.splitlines(keepends=True)
+    early = [line for line in lines if " constant(" in line or " dynamic-update-slice(" in line]
+    rest = [line for line in lines if line not in early]
+    done = next(n for n, line in enumerate(rest) if line.startswith("  d.0 = "))
+    with pytest.raises(VerificationError, match="%r writes over what %p left, which %d.0 reads"):
+        EntryMemory(module_of("".join((*rest[:done], *early, *rest[done:])))).check()
+    needed = dependences(analyze_dataflow(module), module.entry)
+    named = {i.name: i.id for i in module.entry.instructions}
+    assert needed[named["r"]] >= {named["d.0"], named["d.1"]}
 
 
 def test_says_who_writes_over_what():

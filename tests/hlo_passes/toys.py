@@ -14,6 +14,47 @@ def module_of(text: str) -> Module:
     return Module(hlo_pb2.HloModuleProto.FromString(hlo_text_to_proto(text)))
 
 
+def two_fused_gathers() -> str:
+    """Two all-gathers of one array as XLA:TPU schedules them on v5e, the second inside the first.
+    A start hands the array on to its done."""
+    called, lines = "", [list[str](), list[str]()]
+    for n in range(2):
+        gather = (
+            "f32[400] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3},{4,5,6,7}}, "
+            f'frontend_attributes={{chain_id="{n}"}}'
+        )
+        called += f"""start.{n} {{
+  q = f32[100] parameter(0)
+  g = {gather}
+  ROOT t = (f32[100], f32[400]) custom-call(g), custom_call_target="AsyncCollectiveStart"
+}}
+done.{n} {{
+  q = f32[100] parameter(0)
+  o = f32[400] parameter(1)
+  g = {gather}
+  ROOT t = f32[400] custom-call(q, o, g), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+        lines[n] = [
+            f"s.{n} = (f32[100], f32[400]) fusion(p), kind=kCustom, calls=start.{n}, "
+            "output_to_operand_aliasing={{0}: (0, {})}",
+            f"a.{n} = f32[100] get-tuple-element(s.{n}), index=0",
+            f"b.{n} = f32[400] get-tuple-element(s.{n}), index=1",
+            f"d.{n} = f32[400] fusion(a.{n}, b.{n}), kind=kCustom, calls=done.{n}, "
+            "output_to_operand_aliasing={{}: (1, {})}",
+        ]
+    body = "\n  ".join((*lines[0][:3], *lines[1], lines[0][3]))
+    return f"""HloModule m, is_scheduled=true
+{called}ENTRY e {{
+  x = f32[100] parameter(0)
+  p = f32[100] abs(x)
+  {body}
+  r = f32[100] negate(p)
+  ROOT t = (f32[400], f32[400], f32[100]) tuple(d.0, d.1, r)
+}}
+"""
+
+
 def link(source: str, destination: str, **changes: object) -> Link:
     """10 bytes a second, no latency, one engine, full duplex."""
     made = Link(source, destination, 10.0, 1.0, 0.0, 1, True)
