@@ -38,6 +38,7 @@ from hlo_passes import (
     verify,
 )
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
+from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
@@ -148,6 +149,7 @@ def _least_budget(posed: Problem, slots: int | None) -> tuple[int, Problem]:
     return (with_edits, edited) if with_edits < least else (least, posed)
 
 
+@collection_paused()
 def choose_stay(
     module: Module,
     machine: Machine,
@@ -206,6 +208,7 @@ def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
     return choice.step_time_s * _WORTH_IT <= float(posed.clock[-1])
 
 
+@collection_paused()
 def least_budget(
     module: Module,
     machine: Machine,
@@ -225,6 +228,7 @@ def least_budget(
     return _least_budget(posed, slots)[0]
 
 
+@collection_paused()
 def plan_module(
     module: Module,
     machine: Machine,
@@ -272,6 +276,7 @@ def plan_module(
     return plan
 
 
+@collection_paused()
 def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     """Writes `plan` into `module` and has the checker compare the two.
 

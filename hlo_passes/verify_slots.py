@@ -11,6 +11,7 @@ its host then needs. The plan does not say which one that is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from hlo_passes.errors import VerificationError
@@ -28,25 +29,27 @@ def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
     """
     tiers = {a.name: a.tier for a in plan.allocations}
     holders: dict[Slot, Value] = {}
+    ends = _Ends(replay)
     for value in reversed(replay.values):
         # A name inside a computation that is called twice stands for two values.
         value.slots = [s for s in value.slots if s not in holders]
         if value.home is not None:
-            _settle(replay.module, value, value.home)
+            ends.forget(_settle(replay.module, value, value.home))
         elif not value.needs_slot:
             holders.update(dict.fromkeys(value.slots, value))
         elif value.slots:
             holders[_fitting_slot(replay.module, value, tiers, plan)] = value
         else:
-            under = _overwritten(replay.module, value)
+            under = _overwritten(replay.module, value, ends)
             under.hold(value)
+            ends.forget(under)
             if value in replay.apart:
                 replay.apart.add(under)  # An output's bytes, before the output is there.
     return holders
 
 
-def _settle(module: Module, value: Value, home: Value) -> None:
-    """Finds how a value comes to lie in the bytes of `home`, an argument that was given away.
+def _settle(module: Module, value: Value, home: Value) -> Value:
+    """Finds what a value is written over to lie in the bytes of `home`, a donated argument.
 
         home     ░░░░░░░ read                    free from here on
         copy             │        ▒▒▒▒▒▒▒        has no operand to lie in: lies in home, too
@@ -74,9 +77,10 @@ def _settle(module: Module, value: Value, home: Value) -> None:
     under.is_taken = True
     if under is not home:
         under.hold(value)
+    return under
 
 
-def _overwritten(module: Module, value: Value) -> Value:
+def _overwritten(module: Module, value: Value, ends: _Ends) -> Value:
     """The operand in whose bytes a value without a slot lies.
 
     The plan does not say which one it means. It must have been read for the last time, and
@@ -86,8 +90,7 @@ def _overwritten(module: Module, value: Value) -> Value:
     """
 
     def until(under: Value) -> LogicalTime:
-        ends = (s.live_range.end for v in _origins(under) for s in v.slots)
-        return min((end for end in ends if end > value.last_read), default=0)
+        return min((end for end in ends.of(under) if end > value.last_read), default=0)
 
     lasting = {v: until(v) for v in value.over if _is_free_for(value, v)}
     free = [v for v, end in lasting.items() if end]
@@ -118,6 +121,44 @@ def _origins(value: Value) -> list[Value]:
         pending += new
         seen.update(new)
     return found
+
+
+class _Ends:
+    """When the slots end in which a value may lie, its own or those of its `_origins`.
+
+    What was found holds until one of the values on the way is written over. A slot that ends
+    before a value is written can hold neither it nor what is written over it: so few are kept.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self._found: dict[Value, frozenset[LogicalTime]] = {}
+        self._above: defaultdict[Value, list[Value]] = defaultdict(list)
+        for value in replay.values:
+            for under in value.over:
+                self._above[under].append(value)
+
+    def of(self, value: Value) -> frozenset[LogicalTime]:
+        """Returns the ends after the tick at which `value` is written."""
+        pending = [value]
+        while pending:  # Operands first: a chain of them can be as long as the schedule.
+            v = pending[-1]
+            below = [] if v.slots else [u for u in v.over if _is_free_for(v, u)]
+            unknown = [u for u in below if u not in self._found]
+            if unknown:
+                pending += unknown
+                continue
+            pending.pop()
+            ends = {s.live_range.end for s in v.slots}.union(*(self._found[u] for u in below))
+            self._found[v] = frozenset(end for end in ends if end > v.written)
+        return self._found[value]
+
+    def forget(self, under: Value) -> None:
+        """Takes note that `under` was written over: nothing else may lie in it."""
+        pending = [under]
+        while pending:
+            for above in self._above[pending.pop()]:
+                if self._found.pop(above, None) is not None:
+                    pending.append(above)
 
 
 def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: Plan) -> Slot:
