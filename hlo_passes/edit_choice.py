@@ -11,7 +11,7 @@ front of which it stands.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,18 +37,18 @@ from hlo_passes.plan import (
 from hlo_passes.prefetch import DoesNotFit, Fetch, schedule_starts
 from hlo_passes.problem import Evicted, Problem, fetches
 from hlo_passes.relaxation import lower_bound_s
-from hlo_passes.selection import Action, Rates, TakenGaps, complete, select
+from hlo_passes.selection import DEAREST, Action, Rates, TakenGaps, Terms, complete, select
 from hlo_passes.timeline import queue_of
 
-# What is tried: seconds of the step that a second of a link is worth, from next to nothing,
-# when links have time to spare, to more than one of compute; and how long chains of what runs
-# again may be. Without any, everything can be evicted: no other choice makes do with less.
-_TRIED = (
-    (1e-3, 0),
-    *((price, depth) for price in (1e-3, 0.1, 0.3, 1.0, 3.0) for depth in (1, 3, 16)),
-)
-
-_DEEPEST = _TRIED[-1][1]
+# What is tried: prices of links and shares of the step's compute for which they are theirs,
+# with chains of any length; then prices for all that moves, down from where next to nothing
+# does, with chains of at most so many instructions. Where none is, everything can be
+# evicted: no other choice makes do with less.
+_LINK_PRICES = (0.01, 0.02, 0.03, 0.04, 0.05)
+_LINK_SHARES = (0.25, 0.5, 0.75)
+_DEEPEST = 16
+_DEPTHS = (1, 3, _DEEPEST)
+_FREE_OF_LINKS = (1e-3, 0.07, 0.1, 0.3, 1.0, DEAREST)
 
 # A selection with which a step takes less than this, over its compute, is not improved.
 _GOOD_ENOUGH = 1.001
@@ -60,18 +60,16 @@ _SMALLEST_SHARE = 1 / 4096
 _TOLD = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EditChoice:
-    """Edits, and what they are for.
+    """Gaps that are taken.
 
     Attributes:
-      edits: of the module of the problem.
-      decisions: see `Plan`.
+      taken: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
 
-    edits: Edits
-    decisions: tuple[Decision, ...]
+    taken: TakenGaps
     step_time_s: float
 
 
@@ -81,38 +79,9 @@ def least_edits(posed: Problem) -> Edits:
     work = Work(posed)
     if not work.load.size:
         return Edits()
-    selections = (work.select(0, *tried) for tried in (*_TRIED[:1], *_TRIED[-3:]))
+    prices = (Terms(1e-3, np.inf, 0), *(Terms(DEAREST, np.inf, depth) for depth in _DEPTHS))
+    selections = (work.select(0, terms) for terms in prices)
     return edits_of(posed, min(selections, key=lambda s: int(s.load.max())))
-
-
-def choose_edits(
-    posed: Problem, capacity: int, slots: int | None = None, search_s: float = 0.0
-) -> EditChoice | None:
-    """Chooses what to evict and what to recompute, so that the load of the arena fits.
-
-    Args:
-      posed: a module without edits but for its order; its weights on the host are streamed.
-      capacity: bytes of the arena above its base.
-      slots: at most so many streamed arrays on the device at once.
-      search_s: seconds to look for something better than what a few greedy selections give.
-
-    Returns:
-      The fastest choice found, before packing; None when the load cannot be brought down to
-      `capacity`.
-    """
-    work = Work(posed)
-    best: tuple[float, TakenGaps] | None = None
-    for price, depth in _TRIED if work.rates.can_evict else _TRIED[-3:]:
-        taken = work.select(capacity, price, depth)
-        seconds = work.step_seconds(taken, capacity, slots)
-        if seconds < (np.inf if best is None else best[0]):
-            best = seconds, taken
-    if best is None:
-        return None
-    if search_s > 0 and best[0] > float(posed.clock[-1]) * _GOOD_ENOUGH:
-        best = work.improve(best, capacity, slots, search_s)
-    decisions = work.decisions(best[1], capacity)
-    return EditChoice(edits_of(posed, best[1]), decisions, best[0])
 
 
 def edits_of(posed: Problem, taken: TakenGaps) -> Edits:
@@ -135,7 +104,8 @@ def least_load(posed: Problem) -> npt.NDArray[np.int64]:
 
 
 class Work:
-    """A problem as `select` takes it.
+    """What there is to choose about a module without edits but for its order, whose weights on
+    the host are streamed.
 
     Attributes:
       temporaries, rates: of the entry.
@@ -167,15 +137,48 @@ class Work:
         share = int(self.load.max(initial=0) * _SMALLEST_SHARE)
         return max(share, self._posed.arena.smallest)
 
-    def select(self, capacity: int, link_price: float, depth: int) -> TakenGaps:
+    def choose(
+        self, capacity: int, slots: int | None = None, target: int | None = None
+    ) -> list[EditChoice]:
+        """Chooses what to evict and what to recompute, so that the load of the arena fits.
+
+        Args:
+          capacity: bytes of the arena above its base.
+          slots: at most so many streamed arrays on the device at once.
+          target: the load that is aimed at, where packing takes more; None for `capacity`.
+
+        Returns:
+          Different choices, the fastest first; none when the load cannot be brought down to
+          `capacity`.
+        """
+        found: dict[frozenset[object], EditChoice] = {}
+        for terms in self._tried():
+            taken = self.select(capacity if target is None else target, terms)
+            if taken.all not in found:
+                seconds = self.step_seconds(taken, capacity, slots)
+                found[taken.all] = EditChoice(taken, seconds)
+        fitting = (choice for choice in found.values() if choice.step_time_s < np.inf)
+        return sorted(fitting, key=lambda choice: choice.step_time_s)
+
+    def _tried(self) -> Iterator[Terms]:
+        compute_s = float(self._posed.clock[-1])
+        if self.rates.can_evict:
+            yield Terms(_FREE_OF_LINKS[0], np.inf, 0)
+            for price in _LINK_PRICES:
+                for share in _LINK_SHARES:
+                    yield Terms(price, share * compute_s, _DEEPEST)
+        for price in _FREE_OF_LINKS if self.rates.can_evict else _FREE_OF_LINKS[-1:]:
+            for depth in _DEPTHS:
+                yield Terms(price, np.inf, depth)
+
+    def select(self, capacity: int, terms: Terms) -> TakenGaps:
         return select(
             self.temporaries,
             self.load,
             self._posed.costs,
             self.rates,
             capacity,
-            link_price,
-            depth,
+            terms,
             self.smallest,
         )
 
@@ -221,10 +224,12 @@ class Work:
         return choices, starts
 
     def improve(
-        self, best: tuple[float, TakenGaps], capacity: int, slots: int | None, search_s: float
-    ) -> tuple[float, TakenGaps]:
-        """Searches with mixed-integer programs; what they choose is carried out, and completed,
-        to see what it is worth."""
+        self, best: EditChoice, capacity: int, slots: int | None, search_s: float
+    ) -> EditChoice:
+        """Searches with mixed-integer programs for `search_s` seconds; what they choose is
+        carried out, and completed, to see what it is worth."""
+        if best.step_time_s <= float(self._posed.clock[-1]) * _GOOD_ENOUGH:
+            return best
         choices, starts = self.choices(self._posed.arena.load, self.smallest, may_stay=False)
         number = {start: k for k, start in enumerate(starts)}
         found = [best]
@@ -237,20 +242,20 @@ class Work:
             for k, _ in sorted(selection.recomputed, key=lambda r: choices.gaps[r[0]].end):
                 if starts[k][1] not in taken.taken[starts[k][0]]:
                     taken.recompute(*starts[k], capacity, np.inf)
-            complete(taken, capacity, 1.0, self.smallest)
+            complete(taken, capacity, self.smallest)
             taken.give_back(capacity)
             return taken
 
         def evaluate(selection: Selection) -> float:
             taken = carried_out(selection)
             seconds = self.step_seconds(taken, capacity, slots)
-            if seconds < found[0][0]:
-                found[0] = seconds, taken
+            if seconds < found[0].step_time_s:
+                found[0] = EditChoice(taken, seconds)
             return seconds
 
         evicted: set[int] = set()
         recomputed: list[tuple[int, int]] = []
-        for n, gaps in enumerate(best[1].taken):
+        for n, gaps in enumerate(best.taken.taken):
             for start, taken in gaps.items():
                 k = number.get((n, start))
                 if k is not None and taken.action == "evict":

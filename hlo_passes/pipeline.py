@@ -59,7 +59,10 @@ from hlo_passes.problem import Problem
 _WORTH_IT = 0.99
 
 # What packing may lose of the arena, as a share of it.
-_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8)
+_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4)
+
+# How many choices are packed for each of these shares, the fastest first.
+_PACKED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ PASSES = (
     Pass("problem", problem.pose, "loads, seconds and movable weights as numbers"),
     Pass("placement", placement.choose_placement, "which weights stay on the device"),
     Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
-    Pass("edit-choice", edit_choice.choose_edits, "what is evicted, what is computed again"),
+    Pass("edit-choice", edit_choice.Work.choose, "what is evicted, what is computed again"),
     Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
     Pass("verify-edits", verify.verify_edits, "the edited module computes the same"),
     Pass("eviction", eviction.schedule_evictions, "the ticks at which temporaries leave"),
@@ -195,11 +198,11 @@ def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[st
         capacity = placement.capacity_beside(posed, budget, stay)
         if capacity <= 0:
             continue
-        chosen = edit_choice.choose_edits(streamed, capacity, slots)
-        if chosen is None or not chosen.edits:
+        chosen = edit_choice.Work(streamed).choose(capacity, slots)
+        if not chosen or not chosen[0].taken.all:
             continue  # Without edits the search above has done better.
-        if best is None or chosen.step_time_s < best[0] * _WORTH_IT:
-            best = chosen.step_time_s, stay
+        if best is None or chosen[0].step_time_s < best[0] * _WORTH_IT:
+            best = chosen[0].step_time_s, stay
     return best[1] if best is not None else None
 
 
@@ -342,16 +345,32 @@ def _edit(
     posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
 ) -> _Found | None:
     """Evicts and recomputes until the packed arena fits; at last as much as is possible."""
+    work = edit_choice.Work(posed)
     capacity = budget - posed.fixed_bytes - posed.arena.base
-    for share in _FRAGMENTATION:
-        chosen = edit_choice.choose_edits(posed, int(capacity * (1 - share)), slots, search_s)
-        if chosen is None:
-            break
-        again = _edited(posed, chosen.edits)
+
+    def packed(chosen: edit_choice.EditChoice) -> _Found | None:
+        edits = edit_choice.edits_of(posed, chosen.taken)
+        again = _edited(posed, edits)
         choice = placement.fit(again, frozenset(), budget, slots)
-        if choice is not None:
-            done = replace(chosen.edits, order=order.order)
-            return _Found(again, choice, done, posed, chosen.decisions)
+        if choice is None:
+            return None
+        done = replace(edits, order=order.order)
+        return _Found(again, choice, done, posed, work.decisions(chosen.taken, capacity))
+
+    tried: set[frozenset[object]] = set()
+    for share in _FRAGMENTATION:
+        target = int(capacity * (1 - share))
+        choices = [c for c in work.choose(capacity, slots, target) if c.taken.all not in tried]
+        for chosen in choices[:_PACKED]:
+            tried.add(chosen.taken.all)
+            found = packed(chosen)
+            if found is None:
+                continue
+            better = work.improve(chosen, target, slots, search_s) if search_s > 0 else chosen
+            improved = packed(better) if better is not chosen else None
+            if improved is not None and improved.choice.step_time_s < found.choice.step_time_s:
+                return improved
+            return found
     least = edit_choice.least_edits(posed)
     again = _edited(posed, least)
     choice = placement.fit(again, frozenset(), budget, slots)

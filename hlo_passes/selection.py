@@ -13,8 +13,9 @@ nonnegative data", Mathematics of Operations Research 7, 1982), until none is; t
 turned out not to be needed are given back.
 
 What moves occupies a link, and that costs something only where the link has no time left. So
-link seconds have a *price* in seconds of the step, and the whole is done for a few prices,
-from nothing to that of compute: the best by the predicted step counts.
+link seconds have a *price* in seconds of the step, and there are only so many of them; what
+then still has to go pays more for them than for compute. The whole is done for a few prices
+and seconds, from nothing to that of compute: the best by the predicted step counts.
 
 `TakenGaps` are consistent all the time. To run an instruction again, its operands have
 to be there: one that is away comes back then already, by whatever way was chosen for it, and
@@ -45,6 +46,9 @@ _HOLD_SHARE = 16
 
 # How often all gaps are gone through; what is computed again may hold others longer.
 _ROUNDS = 4
+
+DEAREST = 3.0
+"""Seconds of the step for a second of a link, when links have no time left."""
 
 
 class Taken(NamedTuple):
@@ -117,6 +121,12 @@ class TakenGaps:
             self._made_by[t.maker.id].append(t.number)
         self._undo: list[Callable[[], None]] = []
 
+    @property
+    def all(self) -> frozenset[tuple[int, LogicalTime, Taken]]:
+        """Temporary and start of every gap that is taken, and what is done with it."""
+        taken = enumerate(self.taken)
+        return frozenset((n, start, t) for n, gaps in taken for start, t in gaps.items())
+
     # --- taking gaps ---------------------------------------------------------------------
 
     def gap_end(self, n: int, start: LogicalTime) -> LogicalTime:
@@ -127,6 +137,10 @@ class TakenGaps:
     def is_away(self, n: int) -> bool:
         """Whether a copy of a temporary is on the host already."""
         return any(t.action == "evict" for t in self.taken[n].values())
+
+    def moving_s(self, n: int) -> float:
+        """Seconds of links to evict a temporary once more."""
+        return self.rates.moving_s(self.temporaries[n].size, is_away=self.is_away(n))
 
     def evict(self, n: int, start: LogicalTime) -> bool:
         """Evicts a temporary during the gap from `start`."""
@@ -318,14 +332,28 @@ class _Option(NamedTuple):
     most_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms gaps are taken.
+
+    Attributes:
+      link_price: seconds of the step that a second of a link is worth.
+      link_s: seconds of links at that price; more of them are worth `DEAREST`.
+      depth: see `TakenGaps`.
+    """
+
+    link_price: float
+    link_s: float
+    depth: int
+
+
 def select(
     temporaries: Sequence[Temporary],
     load: npt.NDArray[np.int64],
     costs: npt.NDArray[np.float64],
     rates: Rates,
     capacity: int,
-    link_price: float,
-    depth: int,
+    terms: Terms,
     smallest: int = 0,
 ) -> TakenGaps:
     """Takes gaps until the load is within `capacity` everywhere, or none is left that helps.
@@ -333,18 +361,24 @@ def select(
     Args:
       load: int64[ticks], bytes; costs: float64[ticks], seconds.
       capacity: bytes.
-      link_price: seconds of the step that a second of a link is worth.
-      depth: see `TakenGaps`.
       smallest: temporaries of fewer bytes are left alone.
     """
-    selection = TakenGaps(temporaries, load, costs, rates, depth)
-    complete(selection, capacity, link_price, smallest)
+    selection = TakenGaps(temporaries, load, costs, rates, terms.depth)
+    _take(selection, capacity, terms.link_price, terms.link_s, smallest)
+    complete(selection, capacity, smallest)
     selection.give_back(capacity)
     return selection
 
 
-def complete(selection: TakenGaps, capacity: int, link_price: float, smallest: int = 0) -> None:
+def complete(selection: TakenGaps, capacity: int, smallest: int = 0) -> None:
     """Takes more gaps, as `select` does, where the load is over `capacity` still."""
+    _take(selection, capacity, DEAREST, np.inf, smallest)
+
+
+def _take(
+    selection: TakenGaps, capacity: int, link_price: float, link_s: float, smallest: int
+) -> None:
+    left_s = link_s
     for _ in range(_ROUNDS):
         if selection.load.max(initial=0) <= capacity:
             break
@@ -356,10 +390,13 @@ def complete(selection: TakenGaps, capacity: int, link_price: float, smallest: i
                 continue
             if selection.load[start + 1 : end].max(initial=0) <= capacity:
                 continue
-            if option.action == "evict":
-                changed |= selection.evict(n, start)
-            else:
+            if option.action == "recompute":
                 changed |= selection.recompute(n, start, capacity, option.most_s)
+                continue
+            needed_s = selection.moving_s(n)
+            if needed_s <= left_s:
+                left_s -= needed_s
+                changed |= selection.evict(n, start)
         if not changed:
             break
 
@@ -383,7 +420,7 @@ def _options(
             benefit = t.size * covered
             price = np.inf
             if rates.can_evict:
-                needed = rates.moving_s(t.size, is_away=is_away)
+                needed = selection.moving_s(t.number)
                 idle = clock[end] - clock[start + 1 if is_away else t.written + 1]
                 price = link_price * needed + max(0.0, needed - idle)
                 yield _Option(float(price / benefit), t.number, start, "evict", np.inf)

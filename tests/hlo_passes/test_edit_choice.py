@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlo_passes import edits, pipeline, problem, verify
-from hlo_passes.edit_choice import Work, choose_edits, edited_lower_bound_s, edits_of, least_edits
+from hlo_passes.edit_choice import Work, edited_lower_bound_s, edits_of, least_edits
 from hlo_passes.gaps import Temporary, find_temporaries
 from hlo_passes.machine import Machine
-from hlo_passes.plan import Eviction, Recompute, Refetch
+from hlo_passes.plan import Edits, Eviction, Recompute, Refetch
 from hlo_passes.problem import Problem
-from hlo_passes.selection import TakenGaps
+from hlo_passes.selection import TakenGaps, Terms
 from tests.hlo_passes.edited import Edited, edited
 from tests.hlo_passes.streamed import SIZE, entry
 from tests.hlo_passes.toys import link, toy_machine
@@ -60,6 +61,11 @@ def posed(text: str, machine: Machine, *computations: str) -> Problem:
 
 def peak(of: Problem) -> int:
     return int(of.arena.load.max())
+
+
+def fastest(of: Problem, capacity: int) -> Edits:
+    """The edits of the first choice."""
+    return edits_of(of, Work(of).choose(capacity)[0].taken)
 
 
 def temporaries(of: Problem) -> dict[str, Temporary]:
@@ -109,31 +115,27 @@ def test_what_is_updated_in_place_stays():
 
 def test_nothing_is_edited_where_everything_fits():
     of = posed(IDLE, FAST_LINK)
-    chosen = choose_edits(of, peak(of))
-    assert chosen is not None
-    assert not chosen.edits
+    assert not fastest(of, peak(of))
 
 
 def test_a_fast_link_evicts():
     of = posed(IDLE, FAST_LINK)
-    chosen = choose_edits(of, peak(of) - SIZE)
-    assert chosen is not None
-    assert chosen.edits.evictions == (Eviction("a", "b", (Refetch("e", ("e",)),)),)
-    assert not chosen.edits.recomputes
+    chosen = fastest(of, peak(of) - SIZE)
+    assert chosen.evictions == (Eviction("a", "b", (Refetch("e", ("e",)),)),)
+    assert not chosen.recomputes
 
 
 @pytest.mark.parametrize("machine", [SLOW_LINK, NO_LINK])
 def test_where_the_link_is_slow_or_missing_it_is_computed_again(machine: Machine):
     of = posed(IDLE, machine)
-    chosen = choose_edits(of, peak(of) - SIZE)
-    assert chosen is not None
-    assert chosen.edits.recomputes == (Recompute("a.again1", "a", "e", ("e",)),)
-    assert not chosen.edits.evictions
+    chosen = fastest(of, peak(of) - SIZE)
+    assert chosen.recomputes == (Recompute("a.again1", "a", "e", ("e",)),)
+    assert not chosen.evictions
 
 
 def test_what_does_not_fit_is_refused():
     of = posed(IDLE, FAST_LINK)
-    assert choose_edits(of, SIZE - 1) is None
+    assert not Work(of).choose(SIZE - 1)
 
 
 def test_a_late_bitcast_does_not_keep_the_original():
@@ -143,9 +145,8 @@ def test_a_late_bitcast_does_not_keep_the_original():
         "%v = f32[64]{0} bitcast(%a)\n%e = f32[64]{0} multiply(%d, %v)",
     )
     of = posed(text, FAST_LINK)
-    chosen = choose_edits(of, peak(of) - SIZE)
-    assert chosen is not None
-    assert chosen.edits.evictions == (Eviction("a", "b", (Refetch("v", ("v",)),)),)
+    chosen = fastest(of, peak(of) - SIZE)
+    assert chosen.evictions == (Eviction("a", "b", (Refetch("v", ("v",)),)),)
 
 
 def test_an_early_bitcast_is_made_again():
@@ -154,11 +155,10 @@ def test_an_early_bitcast_is_made_again():
         "%v = f32[64]{0} bitcast(%a)\n%b = f32[64]{0} exponential(%v)",
     ).replace("multiply(%d, %a)", "multiply(%d, %v)")
     of = posed(text, FAST_LINK)
-    chosen = choose_edits(of, peak(of) - SIZE)
-    assert chosen is not None
-    (eviction,) = chosen.edits.evictions
+    chosen = fastest(of, peak(of) - SIZE)
+    (eviction,) = chosen.evictions
     assert eviction.refetches == (Refetch("e", ("v.again1",)),)
-    assert chosen.edits.recomputes == (Recompute("v.again1", "v", "e", ("e",)),)
+    assert chosen.recomputes == (Recompute("v.again1", "v", "e", ("e",)),)
 
 
 def test_what_one_fusion_makes_is_made_again_together():
@@ -205,10 +205,10 @@ def test_edits_need_what_they_say_and_plans_with_them_hold(
     work = Work(of)
     least = peak(problem.pose(edits.apply(module, least_edits(of)), machine, ()))
     capacity = int(least + share * (work.load.max() - least))
-    chosen = choose_edits(of, capacity)
-    if chosen is None:
+    choices = work.choose(capacity)
+    if not choices:
         return
-    edited_module = edits.apply(module, chosen.edits)
+    edited_module = edits.apply(module, edits_of(of, choices[0].taken))
     verify.verify_edits(module, edited_module)
     again = problem.pose(edited_module, machine, ())
     assert Work(again).load.max() <= capacity
@@ -221,7 +221,7 @@ def test_every_gap_that_is_taken_is_needed(program: Edited, machine: Machine, sh
     of = problem.pose(program.original, machine, ())
     work = Work(of)
     capacity = int(share * work.load.max())
-    taken = work.select(capacity, 1e-3, 0)
+    taken = work.select(capacity, Terms(1e-3, math.inf, 0))
     for t in work.temporaries:
         for start, gap in taken.taken[t.number].items():
             if gap.action == "evict" and start != max(r.tick for r in t.reads):
@@ -233,11 +233,54 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
     of = problem.pose(program.original, FAST_LINK, ())
     work = Work(of)
     capacity = int(share * work.load.max())
-    chosen = choose_edits(of, capacity, search_s=1.0)
-    bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
-    if chosen is None:
+    choices = work.choose(capacity)
+    if not choices:
         return
-    assert bound <= chosen.step_time_s * (1 + 1e-9)
+    bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
+    improved = work.improve(choices[0], capacity, None, search_s=1.0)
+    assert bound <= improved.step_time_s * (1 + 1e-9)
+    assert improved.step_time_s <= choices[0].step_time_s
+
+
+@given(edited(), st.floats(0.3, 1))
+def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, share: float):
+    of = problem.pose(program.original, FAST_LINK, ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    choices = work.choose(capacity, target=capacity * 3 // 4)
+    assert len({c.taken.all for c in choices}) == len(choices)
+    assert all(c.taken.load.max() <= capacity for c in choices)
+    assert choices == sorted(choices, key=lambda c: c.step_time_s)
+
+
+def test_links_have_only_so_many_seconds_at_their_price():
+    """Two values are idle; one can be away before the price is that of compute."""
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %a = f32[64]{0} exponential(%x)
+  %b = f32[64]{0} sine(%x)
+  %c = f32[256]{0} concatenate(%a, %b, %a, %b), dimensions={0}
+  %d = f32[64]{0} slice(%c), slice={[64:128]}
+  %e = f32[64]{0} multiply(%d, %a)
+  %f = f32[64]{0} multiply(%e, %b)
+  %g = f32[256]{0} concatenate(%f, %f, %f, %f), dimensions={0}
+  %h = f32[64]{0} slice(%g), slice={[64:128]}
+  %i = f32[64]{0} multiply(%h, %a)
+  %j = f32[64]{0} multiply(%i, %b)
+  ROOT %r = f32[1]{0} slice(%j), slice={[0:1]}
+""",
+        toy_machine(platform="gpu"),
+    )
+    work = Work(of)
+    once = work.rates.moving_s(SIZE, is_away=False)
+
+    def actions(link_s: float) -> list[str]:
+        taken = work.select(peak(of) - 2 * SIZE, Terms(1e-9, link_s, 16)).taken
+        return [t.action for gaps in taken for t in gaps.values()]
+
+    assert actions(math.inf).count("evict") > actions(once).count("evict") >= 1
+    assert actions(once).count("recompute") > actions(math.inf).count("recompute")
 
 
 def test_a_refused_recomputation_leaves_no_trace():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -14,7 +15,7 @@ from hlo_passes.edit_choice import Work, edits_of
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Edits
-from hlo_passes.selection import select
+from hlo_passes.selection import Terms, select
 from memplan.replaying import max_difference, replay
 from memplan.topologies import topology
 from models.corpus import CORPUS
@@ -53,8 +54,8 @@ def forced(module: Module, machine: Machine, what: Forced) -> Edits:
         return Edits(reorder.lower_peak(module, machine, 0))
     posed = problem.pose(module, machine, ())
     work = Work(posed)
-    price, depth = (1e-3, 0) if what == "evict" else (1e3, 16)
-    taken = select(work.temporaries, posed.load, posed.costs, work.rates, 0, price, depth)
+    terms = Terms(1e-3, math.inf, 0) if what == "evict" else Terms(1e3, math.inf, 16)
+    taken = select(work.temporaries, posed.load, posed.costs, work.rates, 0, terms)
     return edits_of(posed, taken)
 
 
