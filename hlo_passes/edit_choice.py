@@ -24,6 +24,7 @@ from hlo_passes.choices import Choices, Gap, Recipe, Selection, Weight
 from hlo_passes.eviction import schedule_evictions
 from hlo_passes.gaps import Temporary, bitcast_sources, find_temporaries
 from hlo_passes.improve import improve
+from hlo_passes.once import once
 from hlo_passes.placement import step_seconds
 from hlo_passes.plan import (
     Decision,
@@ -65,10 +66,12 @@ class EditChoice:
     """Gaps that are taken.
 
     Attributes:
+      terms: on which they were taken.
       taken: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
 
+    terms: Terms
     taken: TakenGaps
     step_time_s: float
 
@@ -76,7 +79,7 @@ class EditChoice:
 def least_edits(posed: Problem) -> Edits:
     """Returns the edits with which the arena's load is as low as was found, whatever they take;
     all weights on the host are streamed."""
-    work = Work(posed)
+    work = work_on(posed)
     if not work.load.size:
         return Edits()
     prices = (Terms(1e-3, np.inf, 0), *(Terms(DEAREST, np.inf, depth) for depth in _DEPTHS))
@@ -92,14 +95,14 @@ def edits_of(posed: Problem, taken: TakenGaps) -> Edits:
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
     """Returns seconds that no plan within `budget` undercuts, whatever it evicts, recomputes
     and streams, with the compute in this order; infinity when there is no plan."""
-    work = Work(posed)
+    work = work_on(posed)
     choices, _ = work.choices(posed.load, may_stay=True)
     return lower_bound_s(choices, budget - posed.fixed_bytes - posed.arena.tables)
 
 
 def least_load(posed: Problem) -> npt.NDArray[np.int64]:
     """Returns int64[ticks], bytes that no edits can go below at each tick by itself."""
-    choices, _ = Work(posed).choices(posed.load, may_stay=True)
+    choices, _ = work_on(posed).choices(posed.load, may_stay=True)
     return least_bytes(replace(choices, weights=()))
 
 
@@ -138,7 +141,11 @@ class Work:
         return max(share, self._posed.arena.smallest)
 
     def choose(
-        self, capacity: int, slots: int | None = None, target: int | None = None
+        self,
+        capacity: int,
+        slots: int | None = None,
+        target: int | None = None,
+        among: Sequence[Terms] = (),
     ) -> list[EditChoice]:
         """Chooses what to evict and what to recompute, so that the load of the arena fits.
 
@@ -146,17 +153,21 @@ class Work:
           capacity: bytes of the arena above its base.
           slots: at most so many streamed arrays on the device at once.
           target: the load that is aimed at, where packing takes more; None for `capacity`.
+          among: the terms that are tried; none for all that are known.
 
         Returns:
           Different choices, the fastest first; none when the load cannot be brought down to
           `capacity`.
         """
         found: dict[frozenset[object], EditChoice] = {}
-        for terms in self._tried():
-            taken = self.select(capacity if target is None else target, terms)
+        target = capacity if target is None else target
+        for terms in among or self._tried():
+            taken = self.select(target, terms)
             if taken.all not in found:
                 seconds = self.step_seconds(taken, capacity, slots)
-                found[taken.all] = EditChoice(taken, seconds)
+                found[taken.all] = EditChoice(terms, taken, seconds)
+            if not taken.all and taken.load.max(initial=0) <= target:
+                break  # Nothing has to go.
         fitting = (choice for choice in found.values() if choice.step_time_s < np.inf)
         return sorted(fitting, key=lambda choice: choice.step_time_s)
 
@@ -250,7 +261,7 @@ class Work:
             taken = carried_out(selection)
             seconds = self.step_seconds(taken, capacity, slots)
             if seconds < found[0].step_time_s:
-                found[0] = EditChoice(taken, seconds)
+                found[0] = replace(best, taken=taken, step_time_s=seconds)
             return seconds
 
         evicted: set[int] = set()
@@ -338,6 +349,12 @@ class Work:
         return tuple(found[:_TOLD])
 
 
+@once
+def work_on(posed: Problem) -> Work:
+    """Returns the `Work` of a problem, made once."""
+    return Work(posed)
+
+
 def _disjoint(reads: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
     """The same ticks in ranges that do not touch."""
     found: list[LiveRange] = []
@@ -401,8 +418,8 @@ class _Writer:
         for t in self._temporaries:
             for read in t.reads:
                 self._read(t.number, _Reader(read.tick, read.reader, read.via))
-        # The first pieces first: what stands at one tick is ordered by who reads whom.
-        for n, k in sorted(self._readers, key=lambda p: self._pieces[p[0]][p[1]].reads):
+        # What is made again before one tick stands in the order of the program.
+        for n, k in sorted(self._readers, key=lambda p: (self._pieces[p[0]][p[1]].reads.start, p)):
             self._write(n, k)
         evictions = [self._eviction(t) for t in self._temporaries]
         return Edits((), tuple(self._recomputes), tuple(e for e in evictions if e is not None))

@@ -54,6 +54,7 @@ from hlo_passes.plan import (
     Transfer,
 )
 from hlo_passes.problem import Problem
+from hlo_passes.selection import Terms
 
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
@@ -61,8 +62,10 @@ _WORTH_IT = 0.99
 # What packing may lose of the arena, as a share of it.
 _FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4)
 
-# How many choices are packed for each of these shares, the fastest first.
+# How many choices are packed for each of these shares, the fastest first, and on the terms of
+# how many the next share is tried.
 _PACKED = 3
+_AGAIN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[st
         capacity = placement.capacity_beside(posed, budget, stay)
         if capacity <= 0:
             continue
-        chosen = edit_choice.Work(streamed).choose(capacity, slots)
+        chosen = edit_choice.work_on(streamed).choose(capacity, slots)
         if not chosen or not chosen[0].taken.all:
             continue  # Without edits the search above has done better.
         if best is None or chosen[0].step_time_s < best[0] * _WORTH_IT:
@@ -345,7 +348,7 @@ def _edit(
     posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
 ) -> _Found | None:
     """Evicts and recomputes until the packed arena fits; at last as much as is possible."""
-    work = edit_choice.Work(posed)
+    work = edit_choice.work_on(posed)
     capacity = budget - posed.fixed_bytes - posed.arena.base
 
     def packed(chosen: edit_choice.EditChoice) -> _Found | None:
@@ -358,10 +361,13 @@ def _edit(
         return _Found(again, choice, done, posed, work.decisions(chosen.taken, capacity))
 
     tried: set[frozenset[object]] = set()
+    terms: list[Terms] = []
     for share in _FRAGMENTATION:
         target = int(capacity * (1 - share))
-        choices = [c for c in work.choose(capacity, slots, target) if c.taken.all not in tried]
-        for chosen in choices[:_PACKED]:
+        choices = work.choose(capacity, slots, target, terms)
+        terms = [c.terms for c in choices[:_AGAIN]]
+        new = [c for c in choices if c.taken.all not in tried]
+        for chosen in new[:_PACKED]:
             tried.add(chosen.taken.all)
             found = packed(chosen)
             if found is None:

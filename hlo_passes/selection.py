@@ -29,6 +29,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -119,7 +120,15 @@ class TakenGaps:
         self._made_by: defaultdict[int, list[int]] = defaultdict(list)
         for t in temporaries:
             self._made_by[t.maker.id].append(t.number)
+        # What is made again before a tick: the number of a temporary, and whether others that
+        # are made again there are all that reads it; and the bytes that this takes on the way.
+        self._clones: defaultdict[LogicalTime, dict[int, bool]] = defaultdict(dict)
+        self._on_the_way: defaultdict[LogicalTime, int] = defaultdict(int)
+        self._changed: set[LogicalTime] = set()
         self._undo: list[Callable[[], None]] = []
+        # What is being tried: bytes and ticks over this capacity that it adds, and seconds, of
+        # which it may add so many.
+        self._capacity, self._over, self._added_s, self._most_s = 0, 0, 0.0, np.inf
 
     @property
     def all(self) -> frozenset[tuple[int, LogicalTime, Taken]]:
@@ -155,20 +164,18 @@ class TakenGaps:
         there, all that has to run again for it takes no more than `most_s` seconds, and the
         load comes nearer to `capacity` by it. Else nothing changes."""
         end = self.gap_end(n, start)
-        over, seconds = self._over(capacity), self.costs.sum()
+        self._capacity, self._over, self._added_s, self._most_s = capacity, 0, 0.0, most_s
         shared = self._sibling_tick(n, start, end, capacity)
         if shared is not None:
             self._insert_access(n, shared)
             end = shared
         self._set_taken(n, start, Taken("recompute", end))
         self._add_load(start + 1, end, -self.temporaries[n].size)
-        if (
-            self._make_again(n, end, 0)
-            and self.costs.sum() - seconds <= most_s
-            and self._over(capacity) < over
-        ):
-            self._undo.clear()
-            return True
+        if self._make_again(n, end, 0) and self._added_s <= most_s:
+            self._count_clones()
+            if self._over < 0:
+                self._undo.clear()
+                return True
         self._roll_back()
         return False
 
@@ -185,13 +192,18 @@ class TakenGaps:
             size = self.temporaries[n].size
             if start == self._last_own_access(n) or end <= start + 1:
                 continue  # Not a gap of the program's: it is made for another one only.
+            if self._is_passing(n, start) or self._is_passing(n, end):
+                continue
             if self.load[start + 1 : end].max(initial=0) + size > capacity:
                 continue
             del self.taken[n][start]
             self.load[start + 1 : end] += size
-            if action == "recompute" and not self._siblings_made_at(n, end):
-                self.costs[end] -= self.rates.maker_s[self.temporaries[n].maker.id]
-                self.load[end] -= self.temporaries[n].beside
+            if action == "recompute":
+                if not self._siblings_made_at(n, end):
+                    self.costs[end] -= self.rates.maker_s[self.temporaries[n].maker.id]
+                self._set_clone(n, end, None)
+                self._count_clones()
+        self._undo.clear()
 
     def _price_s(self, n: int, start: LogicalTime, action: Action) -> float:
         t = self.temporaries[n]
@@ -203,9 +215,6 @@ class TakenGaps:
         t = self.temporaries[n]
         return max((r.tick for r in t.reads), default=t.written)
 
-    def _over(self, capacity: int) -> int:
-        return int(np.maximum(self.load - capacity, 0).sum())
-
     # --- operands ------------------------------------------------------------------------
 
     def _make_again(self, n: int, tick: LogicalTime, depth: int) -> bool:
@@ -213,10 +222,13 @@ class TakenGaps:
         t = self.temporaries[n]
         if t.operands is None or depth >= self.depth:
             return False
+        if n not in self._clones[tick]:
+            self._set_clone(n, tick, False)
         if self._siblings_made_at(n, tick):
             return True
         self._add_cost(tick, self.rates.maker_s[t.maker.id])
-        self._add_load(tick, tick + 1, t.beside)
+        if self._added_s > self._most_s:
+            return False
         return all(self._ensure(o, tick, t.size, depth + 1) for o in t.operands)
 
     def _ensure(self, operand: Operand, tick: LogicalTime, size: int, depth: int) -> bool:
@@ -234,10 +246,11 @@ class TakenGaps:
         if at == len(accesses):  # It is dead.
             self._insert_access(n, tick)
             if t.size * _HOLD_SHARE <= size or t.operands is None:
+                self._keep_from(n, start)
                 self._add_load(start + 1, tick + 1, t.size)
                 return t.size * _HOLD_SHARE <= size
             self._set_taken(n, start, Taken("recompute", tick))
-            self._add_load(tick, tick + 1, t.size)
+            self._set_clone(n, tick, True)
             return self._make_again(n, tick, depth)
         self._insert_access(n, tick)
         found = self.taken[n].get(start)
@@ -248,10 +261,56 @@ class TakenGaps:
         self._add_load(tick, found.end, t.size)
         if found.action == "evict":
             return tick > start + 1
+        self._keep_from(n, found.end)
+        self._set_clone(n, found.end, None)
         if not self._siblings_made_at(n, found.end):
             self._add_cost(found.end, -self.rates.maker_s[t.maker.id])
-            self._add_load(found.end, found.end + 1, -t.beside)
         return self._make_again(n, tick, depth)
+
+    def _is_passing(self, n: int, tick: LogicalTime) -> bool:
+        """Whether a temporary is made again before `tick` for others that are, and for no one
+        else."""
+        return self._clones[tick].get(n, False)
+
+    def _keep_from(self, n: int, tick: LogicalTime) -> None:
+        """Counts a temporary at `tick` like any other, if it was passing."""
+        if self._is_passing(n, tick):
+            self._set_clone(n, tick, False)
+            self._add_load(tick, tick + 1, self.temporaries[n].size)
+
+    def _count_clones(self) -> None:
+        """Brings the load up to date with what is made again on the way to something else."""
+        for tick in sorted(self._changed):
+            before, now = self._on_the_way[tick], self._most_on_the_way(tick)
+            self._on_the_way[tick] = now
+            self._undo.append(partial(self._on_the_way.__setitem__, tick, before))
+            self._add_load(tick, tick + 1, now - before)
+        self._changed.clear()
+
+    def _most_on_the_way(self, tick: LogicalTime) -> int:
+        """Bytes of what only clones before `tick` read, and of what their makers make besides,
+        where most of that is there at once. They stand in the order of the program."""
+        clones = self._clones[tick]
+        made: dict[int, list[int]] = {}
+        last: dict[int, int] = {}
+        for n in sorted(clones):
+            t = self.temporaries[n]
+            made.setdefault(t.maker.id, []).append(n)
+            last[n] = t.maker.id
+            for operand in t.operands or ():
+                if operand.temporary in last:
+                    last[operand.temporary] = t.maker.id
+        gone: defaultdict[int, int] = defaultdict(int)
+        for n, maker in last.items():
+            gone[maker] += self.temporaries[n].size if clones[n] else 0
+        most = there = 0
+        for maker, elements in made.items():
+            there += sum(self.temporaries[n].size for n in elements if clones[n])
+            others = sum(self.temporaries[n].size for n in elements[1:])
+            beside = max(0, self.temporaries[elements[0]].beside - others)
+            most = max(most, there + beside)
+            there -= gone[maker]
+        return most
 
     def _siblings_made_at(self, n: int, tick: LogicalTime) -> bool:
         """Whether the maker of a temporary runs before `tick` for another element already."""
@@ -282,6 +341,7 @@ class TakenGaps:
     def _roll_back(self) -> None:
         while self._undo:
             self._undo.pop()()
+        self._changed.clear()
 
     def _set_taken(self, n: int, start: LogicalTime, taken: Taken) -> None:
         before = self.taken[n].get(start)
@@ -295,11 +355,28 @@ class TakenGaps:
 
         self._undo.append(undo)
 
+    def _set_clone(self, n: int, tick: LogicalTime, is_passing: bool | None) -> None:
+        """Takes note that a temporary is made again before `tick`; None: that it is not."""
+        clones = self._clones[tick]
+        before = clones.get(n)
+        self._changed.add(tick)
+
+        def put(value: bool | None) -> None:
+            if value is None:
+                clones.pop(n, None)
+            else:
+                clones[n] = value
+
+        put(is_passing)
+        self._undo.append(partial(put, before))
+
     def _insert_access(self, n: int, tick: LogicalTime) -> None:
         insort(self.accesses[n], tick)
         self._undo.append(lambda: self.accesses[n].remove(tick))
 
     def _add_load(self, start: LogicalTime, end: LogicalTime, size: int) -> None:
+        over = self.load[start:end] - self._capacity
+        self._over += int(np.maximum(over + size, 0).sum() - np.maximum(over, 0).sum())
         self.load[start:end] += size
 
         def undo() -> None:
@@ -309,6 +386,7 @@ class TakenGaps:
 
     def _add_cost(self, tick: LogicalTime, seconds: float) -> None:
         before = self.costs[tick]
+        self._added_s += seconds
         self.costs[tick] += seconds
 
         def undo() -> None:  # Not by subtraction: that rounds.
@@ -379,6 +457,7 @@ def _take(
     selection: TakenGaps, capacity: int, link_price: float, link_s: float, smallest: int
 ) -> None:
     left_s = link_s
+    refused: set[tuple[int, LogicalTime]] = set()
     for _ in range(_ROUNDS):
         if selection.load.max(initial=0) <= capacity:
             break
@@ -391,7 +470,11 @@ def _take(
             if selection.load[start + 1 : end].max(initial=0) <= capacity:
                 continue
             if option.action == "recompute":
-                changed |= selection.recompute(n, start, capacity, option.most_s)
+                if (n, start) not in refused:
+                    is_taken = selection.recompute(n, start, capacity, option.most_s)
+                    changed |= is_taken
+                    if not is_taken:
+                        refused.add((n, start))
                 continue
             needed_s = selection.moving_s(n)
             if needed_s <= left_s:
