@@ -15,7 +15,7 @@ from hlo_passes.gaps import Temporary, find_temporaries
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Edits, Eviction, Recompute, Refetch
 from hlo_passes.problem import Problem
-from hlo_passes.selection import TakenGaps, Terms
+from hlo_passes.selection import DEAREST, TakenGaps, Terms
 from tests.hlo_passes.edited import Edited, edited
 from tests.hlo_passes.streamed import SIZE, entry
 from tests.hlo_passes.toys import link, toy_machine
@@ -251,6 +251,42 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     assert len({c.taken.all for c in choices}) == len(choices)
     assert all(c.taken.load.max() <= capacity for c in choices)
     assert choices == sorted(choices, key=lambda c: c.step_time_s)
+
+
+@given(edited(), st.sampled_from([1, 3, 16]), st.floats(0, 1))
+def test_what_is_made_again_takes_no_more_than_was_counted(
+    program: Edited, depth: int, share: float
+):
+    of = problem.pose(program.original, NO_LINK, ())
+    work = Work(of)
+    taken = work.select(int(share * work.load.max()), Terms(DEAREST, math.inf, depth))
+    module = edits.apply(program.original, edits_of(of, taken))
+    verify.verify_edits(program.original, module)
+    assert Work(problem.pose(module, NO_LINK, ())).load.max() <= taken.load.max()
+
+
+def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
+    """d is made again in four steps: of what only those read, two are there at once."""
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %a = f32[64]{0} exponential(%x)
+  %b = f32[64]{0} sine(%a)
+  %c = f32[64]{0} cosine(%b)
+  %d = f32[64]{0} negate(%c)
+  %e = f32[512]{0} concatenate(%d, %d, %d, %d, %d, %d, %d, %d), dimensions={0}
+  %f = f32[64]{0} slice(%e), slice={[64:128]}
+  %g = f32[64]{0} multiply(%f, %d)
+  ROOT %r = f32[1]{0} slice(%g), slice={[0:1]}
+""",
+        NO_LINK,
+    )
+    work = Work(of)
+    taken = work.select(peak(of) - SIZE, Terms(DEAREST, math.inf, 16))
+    names = {work.temporaries[n].name for n, gaps in enumerate(taken.taken) if gaps}
+    assert names == {"a", "b", "c", "d"}
+    added = taken.load - work.load
+    assert added.tolist() == [0, 0, 0, 0, 0, -SIZE, 2 * SIZE, 0]
 
 
 def test_links_have_only_so_many_seconds_at_their_price():
