@@ -55,6 +55,8 @@ class Value:
       over: the values that it may have been written over, if it has no slot of its own.
       under: the operand in whose bytes it lies, if it has no slot of its own.
       is_taken: nothing may be written over it.
+      followed_at: the tick at which a result is written to its bytes that is not written over
+        it; what lies there in between must be gone by then.
       home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
       readers: transfers that read them between their start and their done.
@@ -70,6 +72,7 @@ class Value:
     first_use: LogicalTime | None = None
     needs_slot: bool = True
     is_taken: bool = False
+    followed_at: LogicalTime | None = None
     home: Value | None = None
     over: Sequence[Value] = ()
     under: Value | None = None

@@ -67,7 +67,10 @@ def _settle(module: Module, value: Value, home: Value) -> Value:
         is_read = home.last_read > value.written or home.is_read_at(value.written)
         if under is not home:
             under.home = home
-        elif home.is_taken or is_read:
+        elif not home.is_taken and not is_read:
+            home.followed_at = value.written
+            return home
+        else:
             raise VerificationError(
                 f"%{value.name} takes the place of %{home.name} at tick {value.written}, which "
                 f"is read until tick {home.last_read}",
@@ -106,7 +109,9 @@ def _overwritten(module: Module, value: Value, ends: _Ends) -> Value:
 
 def _is_free_for(value: Value, under: Value) -> bool:
     """Whether an operand dies where `value` is written, and has not been written over yet."""
-    return not under.is_taken and under.last_read_beside(value.writer) <= value.written
+    if under.is_taken or under.last_read_beside(value.writer) > value.written:
+        return False
+    return under.followed_at is None or value.last_read < under.followed_at
 
 
 def _origins(value: Value) -> list[Value]:
@@ -149,11 +154,14 @@ class _Ends:
                 continue
             pending.pop()
             ends = {s.live_range.end for s in v.slots}.union(*(self._found[u] for u in below))
+            if v.followed_at is not None:
+                ends = {min(end, v.followed_at) for end in ends}
             self._found[v] = frozenset(end for end in ends if end > v.written)
         return self._found[value]
 
     def forget(self, under: Value) -> None:
-        """Takes note that `under` was written over: nothing else may lie in it."""
+        """Takes note that something else may not lie in `under` any more, or not as long."""
+        self._found.pop(under, None)
         pending = [under]
         while pending:
             for above in self._above[pending.pop()]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from hlo_passes import pipeline
+from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Module
 from hlo_passes.plan import (
     Allocation,
@@ -23,7 +27,7 @@ from tests.hlo_passes.streamed import (
     rejection,
     with_transfer,
 )
-from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.toys import module_of, toy_machine
 
 FETCH = """
     %x = f32[64]{0} parameter(0)
@@ -370,3 +374,32 @@ def test_a_placement_agrees_with_the_module():
     assert "3 placements for 2 parameters" in rejection(
         replace(plan, placements=(*plan.placements, Placement(2, "z", "hbm", 0))), module
     )
+
+
+def test_results_that_change_places_lie_in_the_arguments_until_they_are_copied():
+    """As XLA:TPU leaves an optimizer's update: n is made in the bytes of g, and p in those of n."""
+    alias = "input_output_alias={ {0}: (0, {}), {1}: (1, {}) }"
+    lines = """
+    %p = f32[64]{0} parameter(0)
+    %n = f32[64]{0} parameter(1)
+    %x = f32[1]{0} parameter(2)
+    %zero = s32[] constant(0)
+    %y = f32[64]{0} parameter(3)
+    %g = f32[64]{0} negate(%y)
+    %new_n = f32[64]{0} dynamic-update-slice(%g, %x, %zero)
+    %new_p = f32[64]{0} dynamic-update-slice(%n, %x, %zero)
+    %first = f32[64]{0} copy(%new_p)
+    %second = f32[64]{0} copy(%new_n)
+    ROOT %r = (f32[64]{0}, f32[64]{0}) tuple(%first, %second)
+"""
+    text = f"HloModule m, is_scheduled=true, {alias}\n\nENTRY %main {{{lines}}}\n"
+    module = module_of(text)
+    machine = toy_machine(platform="gpu")
+    plan = pipeline.plan_module(module, machine, 10**6)
+    verify_plan(module, plan, machine)
+    # The other way round the bytes of n still hold p when its successor is copied there.
+    first, second = (line for line in lines.splitlines() if " copy(" in line)
+    swapped = text.replace(first, "?").replace(second, first).replace("?", second)
+    wrong = replace(plan, module_fingerprint=module_of(swapped).fingerprint)
+    with pytest.raises(VerificationError, match=r"%new_p has no slot|takes the place of"):
+        verify_plan(module_of(swapped), wrong, machine)
