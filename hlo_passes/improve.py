@@ -433,6 +433,7 @@ def _solve(
         ],
         options={
             "node_limit": _NODES,
+            "presolve": False,  # With it scipy 1.18's HiGHS writes to stdout.
             "mip_rel_gap": _GAP,
             "time_limit": max(0.01, time_limit_s),
         },

@@ -52,6 +52,8 @@ def verify_loops(original: Module, loops: Sequence[LoopSchedule], reordered: Mod
     O(positions of the scheduled computations).
     """
     check_scheduled(reordered)
+    if reordered is original and not loops:
+        return  # Modules are frozen.
     named = {c.name: c for c in original.computations.values()}
     scheduled: dict[int, tuple[int, LoopSchedule]] = {}
     for n, loop in enumerate(loops):
