@@ -90,7 +90,10 @@ _XLA_REMAT, _MEMPLAN, _BOTH = "XLA's rematerialisation", "memplan", "memplan on 
 
 _LIMITS = (0.75, 0.5, 0.25)
 _BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.25)
-_BUDGETS_ON_POLICY = (0.3, 0.25, 0.2)
+_BUDGETS_ON_POLICY = {
+    "dots_with_no_batch_dims_saveable": (0.5, 0.4),
+    "nothing_saveable": (0.3, 0.25, 0.2),
+}
 
 _COLUMNS = (
     Column("way"),
@@ -266,9 +269,9 @@ def _rows(step: str, target: str, results: Results, peers: bool) -> Iterator[Row
         return
     for share in _BUDGETS:
         yield row(_MEMPLAN, f"hbm {share:.0%}", hbm=int(own * share))
-    for share in _BUDGETS_ON_POLICY:
-        policy = "nothing_saveable"
-        yield row(_BOTH, f"{policy}, hbm {share:.0%}", policy=policy, hbm=int(own * share))
+    for policy, shares in _BUDGETS_ON_POLICY.items():
+        for share in shares:
+            yield row(_BOTH, f"{policy}, hbm {share:.0%}", policy=policy, hbm=int(own * share))
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

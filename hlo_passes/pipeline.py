@@ -17,6 +17,7 @@ from hlo_passes import (
     dataflow,
     dependences,
     edit_choice,
+    edit_writer,
     edits,
     eviction,
     fences,
@@ -352,7 +353,7 @@ def _edit(
     capacity = budget - posed.fixed_bytes - posed.arena.base
 
     def packed(chosen: edit_choice.EditChoice) -> _Found | None:
-        edits = edit_choice.edits_of(posed, chosen.taken)
+        edits = edit_writer.edits_of(posed, chosen.taken)
         again = _edited(posed, edits)
         choice = placement.fit(again, frozenset(), budget, slots)
         if choice is None:

@@ -15,7 +15,8 @@ from hlo_passes.gaps import Temporary, find_temporaries
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Edits, Eviction, Recompute, Refetch
 from hlo_passes.problem import Problem
-from hlo_passes.selection import DEAREST, TakenGaps, Terms
+from hlo_passes.selection import DEAREST, Terms
+from hlo_passes.taken_gaps import TakenGaps
 from tests.hlo_passes.edited import Edited, edited
 from tests.hlo_passes.streamed import SIZE, entry
 from tests.hlo_passes.toys import link, toy_machine

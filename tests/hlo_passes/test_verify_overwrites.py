@@ -213,7 +213,7 @@ def test_nothing_writes_over_what_a_fused_collective_sends():
     early = [line for line in lines if " constant(" in line or " dynamic-update-slice(" in line]
     rest = [line for line in lines if line not in early]
     done = next(n for n, line in enumerate(rest) if line.startswith("  d.0 = "))
-    with pytest.raises(VerificationError, match="%r writes over what %p left, which %d.0 reads"):
+    with pytest.raises(VerificationError, match=r"%r writes over what %p left, which %d\.0 reads"):
         EntryMemory(module_of("".join((*rest[:done], *early, *rest[done:])))).check()
     needed = dependences(analyze_dataflow(module), module.entry)
     named = {i.name: i.id for i in module.entry.instructions}

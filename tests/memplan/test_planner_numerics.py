@@ -11,7 +11,8 @@ import pytest
 
 import memplan
 from hlo_passes import edits, inject, problem, reorder, sink, verify
-from hlo_passes.edit_choice import Work, edits_of
+from hlo_passes.edit_choice import Work
+from hlo_passes.edit_writer import edits_of
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Edits
