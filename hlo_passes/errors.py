@@ -308,6 +308,22 @@ class TierCapacityError(MemplanError):
         )
 
 
+class UnreachableTierError(MemplanError):
+    """A plan moves a buffer to a tier that XLA does not reach.
+
+    Attributes:
+      machine, tier, buffer: their names.
+    """
+
+    def __init__(self, machine: str, tier: str, host: str, buffer: str) -> None:
+        self.machine, self.tier, self.buffer = machine, tier, buffer
+        super().__init__(
+            f"the plan keeps %{buffer} in the tier {tier!r} of machine {machine!r}, and XLA moves "
+            f"buffers to {host!r} only: such a plan can be simulated, not run. Try a larger "
+            f"hbm=, with which {host!r} holds what leaves the device."
+        )
+
+
 class LoopMismatchError(MemplanError, ValueError):
     """A loop's schedule was applied to a computation that it was not made for."""
 

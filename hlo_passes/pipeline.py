@@ -5,7 +5,7 @@ Each pass reads what stands before it and gives one thing; nothing flows back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -35,10 +35,16 @@ from hlo_passes import (
     rewrite,
     sink,
     ticks,
+    tiers,
     timeline,
     verify,
 )
-from hlo_passes.errors import LiveBuffer, MemoryBudgetError, TierCapacityError
+from hlo_passes.errors import (
+    LiveBuffer,
+    MemoryBudgetError,
+    TierCapacityError,
+    UnreachableTierError,
+)
 from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
@@ -102,6 +108,7 @@ PASSES = (
     Pass("edit-choice", edit_choice.Work.choose, "what is evicted, what is computed again"),
     Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
     Pass("verify-edits", verify.verify_edits, "the edited module computes the same"),
+    Pass("tiers", tiers.choose_tiers, "where each waits, if one tier does not hold them all"),
     Pass("eviction", eviction.schedule_evictions, "the ticks at which temporaries leave"),
     Pass("prefetch", prefetch.schedule_starts, "the tick at which each transfer starts"),
     Pass("assignment", assignment.assign_offsets, "the offset of each buffer in its arena"),
@@ -272,13 +279,15 @@ def plan_module(
     found = _fit(posed, budget, slots, search_s)
     if found is None:
         raise _budget_error(posed, budget, slots)
-    plan = _assemble(found, budget, labels or {}, loops)
+    plan = _assemble(found, budget, labels or {}, loops, ())
     verify.verify_edits(module, found.posed.module)
     module = found.posed.module
     slow = machine.tier(posed.link.source)
     stored = _stored_bytes(module, plan, slow.name, machine)
     if sum(stored.values()) > slow.capacity_bytes:
-        raise TierCapacityError(machine.name, slow.name, stored, slow.capacity_bytes)
+        if not found.posed.evictions or len(tiers.off_device_tiers(machine)) == 1:
+            raise TierCapacityError(machine.name, slow.name, stored, slow.capacity_bytes)
+        plan = _assemble(found, budget, labels or {}, loops, _tiers(found, plan, slow.name))
     verify.verify_plan(module, plan, machine)
     return plan
 
@@ -290,9 +299,15 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     Raises:
       PlanMismatchError: when the plan was made for another module.
       LoopMismatchError: when one of its loops was.
+      UnreachableTierError: when it moves something where XLA cannot.
       VerificationError: when the rewritten module does not compute the same.
     """
     on_cpu = machine.platform == "cpu"
+    link = problem.host_link(machine)
+    for t in plan.transfers:
+        if {t.source, t.destination} != {link.source, link.destination}:
+            far = next(n for n in (t.source, t.destination) if n != link.destination)
+            raise UnreachableTierError(machine.name, far, link.source, t.buffer)
     sunk = sink.sink_weight_work(module)
     verify.verify_reordering(module, sunk)
     ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
@@ -414,13 +429,40 @@ def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> di
     }
 
 
-def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]:
+def _tiers(found: _Found, plan: Plan, host: str) -> tuple[str, ...]:
+    """The tier of each eviction, where the host's does not hold them all."""
+    posed, away = found.posed, {t.buffer: t for t in plan.transfers if t.kind == "evict"}
+    machine, clock = posed.machine, posed.clock
+    kept = memory.memory_usage(found.kept.module, machine.platform, HOST_MEMORY_SPACE)
+    held = sum(p.size for p in plan.placements if p.tier == host)
+    held += kept.output_bytes - kept.alias_bytes + kept.temp_bytes
+    copies = [
+        tiers.AwayCopy(
+            e.buffer,
+            e.size,
+            LiveRange(away[e.buffer].start, away[e.buffer].end + 1),
+            float(clock[away[e.buffer].end] - clock[e.free]),
+        )
+        for e in posed.evictions
+    ]
+    return tiers.choose_tiers(machine, copies, {host: held})
+
+
+def _transfers(
+    posed: Problem, choice: placement.Choice, away: Sequence[str]
+) -> tuple[Transfer, ...]:
+    """The transfers in the order in which they are issued.
+
+    Args:
+      away: the tier of each eviction; none where all go to the host's.
+    """
     link, out = posed.link, posed.link_out
+    away = away or [out.destination] * len(posed.evictions)
     found = [
         Transfer(
             id=0,
             buffer=fetch.buffer,
-            source=link.source,
+            source=link.source if fetch.eviction is None else away[fetch.eviction],
             destination=link.destination,
             size=fetch.size,
             start=start,
@@ -435,7 +477,7 @@ def _transfers(posed: Problem, choice: placement.Choice) -> tuple[Transfer, ...]
             id=0,
             buffer=evicted.buffer,
             source=out.source,
-            destination=out.destination,
+            destination=away[n],
             size=evicted.size,
             start=departure.start,
             done=departure.done,
@@ -461,30 +503,34 @@ def _arena_slots(
     )
 
 
-def _host_slots(transfers: tuple[Transfer, ...]) -> tuple[Slot, ...]:
-    """The places of evicted temporaries in the host's memory: named slots, used in turn."""
-    evicted = [t for t in transfers if t.kind == "evict"]
+def _away_slots(transfers: tuple[Transfer, ...], tier: str) -> tuple[Slot, ...]:
+    """The places of evicted temporaries in a tier: named slots, used in turn."""
+    evicted = [t for t in transfers if t.kind == "evict" and t.destination == tier]
     # At a tick evictions start before fetches are done: the bytes are free behind it.
     ranges = [LiveRange(t.start, t.end + 1) for t in evicted]
     packing = assignment.assign_offsets([t.size for t in evicted], ranges)
     return tuple(
-        Slot(fences.slot_name(t.buffer, t.id), "host_temp", offset, t.size, live)
+        Slot(fences.slot_name(t.buffer, t.id), f"{tier}_temp", offset, t.size, live)
         for t, live, offset in zip(evicted, ranges, packing.offsets, strict=True)
     )
 
 
 def _assemble(
-    found: _Found, budget: int, labels: Mapping[str, str], loops: tuple[LoopSchedule, ...]
+    found: _Found,
+    budget: int,
+    labels: Mapping[str, str],
+    loops: tuple[LoopSchedule, ...],
+    away: Sequence[str],
 ) -> Plan:
     posed, choice = found.posed, found.choice
-    transfers = _transfers(posed, choice)
+    transfers = _transfers(posed, choice, away)
     packing = choice.packing
     arena_slots = _arena_slots(posed, transfers, choice)
-    host_slots = _host_slots(transfers)
     device, host = posed.link.destination, posed.link.source
+    away_slots = {tier: _away_slots(transfers, tier) for tier in dict.fromkeys((host, *away))}
     moving = {m.buffer: m for m in posed.movables}
     placements: list[Placement] = []
-    slots = [*arena_slots, *host_slots]
+    slots = [*arena_slots, *(slot for of_tier in away_slots.values() for slot in of_tier)]
     tops = {"arguments": 0, "outputs": 0, "constants": 0, "host": 0}
 
     def hold(name: str, allocation: str, size: int, live: LiveRange) -> None:
@@ -537,7 +583,10 @@ def _assemble(
         allocations=(
             Allocation("arena", device, packing.total),
             *(Allocation(n, host if n == "host" else device, top) for n, top in tops.items()),
-            Allocation("host_temp", host, max((s.offset + s.size for s in host_slots), default=0)),
+            *(
+                Allocation(f"{tier}_temp", tier, max((s.offset + s.size for s in of), default=0))
+                for tier, of in away_slots.items()
+            ),
         ),
         slots=tuple(slots),
         transfers=transfers,

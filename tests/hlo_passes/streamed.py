@@ -35,6 +35,18 @@ SIZE = 256  # bytes of f32[64], the only shape here
 HERE = 'metadata={source_file="train.py" source_line=%d}'
 
 
+# A value is read, idle while there is much else, and read again.
+IDLE = """
+  %x = f32[64]{0} parameter(0)
+  %a = f32[64]{0} negate(%x)
+  %b = f32[64]{0} exponential(%a)
+  %c = f32[192]{0} concatenate(%b, %b, %b), dimensions={0}
+  %d = f32[64]{0} slice(%c), slice={[64:128]}
+  %e = f32[64]{0} multiply(%d, %a)
+  ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}
+"""
+
+
 def entry(lines: str, *before: str) -> Module:
     body = "\n  ".join(line.strip() for line in lines.strip().splitlines())
     parts = ("HloModule by_hand, is_scheduled=true", *before, f"ENTRY %main {{\n  {body}\n}}")

@@ -18,7 +18,7 @@ from hlo_passes.problem import Problem
 from hlo_passes.selection import DEAREST, Terms
 from hlo_passes.taken_gaps import TakenGaps
 from tests.hlo_passes.edited import Edited, edited
-from tests.hlo_passes.streamed import SIZE, entry
+from tests.hlo_passes.streamed import IDLE, SIZE, entry
 from tests.hlo_passes.toys import link, toy_machine
 
 # Rules of XLA:GPU: there small temporaries count like large ones.
@@ -37,17 +37,6 @@ SLOW_LINK = toy_machine(
     ),
 )
 NO_LINK = toy_machine(platform="cpu")
-
-# A value is read, idle while there is much else, and read again.
-IDLE = """
-  %x = f32[64]{0} parameter(0)
-  %a = f32[64]{0} negate(%x)
-  %b = f32[64]{0} exponential(%a)
-  %c = f32[192]{0} concatenate(%b, %b, %b), dimensions={0}
-  %d = f32[64]{0} slice(%c), slice={[64:128]}
-  %e = f32[64]{0} multiply(%d, %a)
-  ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}
-"""
 
 SUM = """%sum (p: f32[], q: f32[]) -> f32[] {
   %p = f32[] parameter(0)

@@ -14,9 +14,10 @@ from hlo_passes.errors import (
     PlanFormatError,
     PlanMismatchError,
     TierCapacityError,
+    UnreachableTierError,
 )
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.machine import Machine, Tier, load_machine
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
 from hlo_passes.plan import Plan
 from hlo_passes.reader import read_module
@@ -25,6 +26,8 @@ from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.replaying import max_difference, replay
 from tests import corpus
+from tests.hlo_passes.streamed import IDLE, SIZE, entry
+from tests.hlo_passes.toys import link, toy_machine
 from tests.memplan.replay_programs import PROGRAMS, read
 
 REPLAYED = ["chain.tpu", "chain.gpu", "chain.cublas", "embedding.tpu", "embedding.gpu"]
@@ -285,3 +288,36 @@ def test_what_has_no_weights_on_the_host_is_left_alone():
 def test_passes_have_names_and_facts():
     assert len({p.name for p in PASSES}) == len(PASSES)
     assert all(callable(p.run) and p.establishes for p in PASSES)
+
+
+def test_what_the_host_does_not_hold_waits_in_a_slower_tier():
+    """For a simulator: XLA does not reach it."""
+    ways = [(a, b) for far in ("host", "nvme") for a, b in (("hbm", far), (far, "hbm"))]
+    machine = toy_machine(
+        platform="gpu",
+        tiers=(Tier("hbm", 0, 10_000), Tier("host", 5, SIZE // 2), Tier("nvme", 6, 10_000)),
+        links=tuple(link(a, b, nominal_bytes_per_s=1e4) for a, b in ways),
+    )
+    module = entry(IDLE)
+    free = plan_module(module, machine, 10_000)
+    plan = plan_module(module, machine, free.prediction.total_bytes - SIZE)
+    out, back = plan.transfers
+    assert (out.kind, out.destination, back.source) == ("evict", "nvme", "nvme")
+    assert {a.name: a.size for a in plan.allocations if a.tier == "nvme"} == {"nvme_temp": SIZE}
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(UnreachableTierError, match=r"'nvme'.*XLA moves buffers to 'host' only"):
+        rewrite_module(module, plan, machine)
+
+
+def test_without_another_tier_it_is_refused():
+    machine = replace(
+        toy_machine(platform="gpu"),
+        tiers=(Tier("hbm", 0, 10_000), Tier("host", 5, SIZE // 2)),
+        links=tuple(
+            link(a, b, nominal_bytes_per_s=1e4) for a, b in (("host", "hbm"), ("hbm", "host"))
+        ),
+    )
+    module = entry(IDLE)
+    free = plan_module(module, machine, 10_000)
+    with pytest.raises(TierCapacityError, match="temporaries 256 B"):
+        plan_module(module, machine, free.prediction.total_bytes - SIZE)
