@@ -93,14 +93,16 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     streamed = frozenset[str]()
     if fit(problem, streamed, least, slots) is not None:
         return least, tick
-    # Packing takes some bytes more. How many, is found by doubling and then by halving.
-    step, most = arena.alignment, least + capacity + sum(m.size for m in problem.movables)
+    # Packing takes some bytes more. How many, is found by doubling and then by halving, until
+    # it is known to a thousandth of what is needed.
+    close = max(arena.alignment, least >> 10)
+    step, most = close, least + capacity + sum(m.size for m in problem.movables)
     while least + step < most and fit(problem, streamed, least + step, slots) is None:
         step *= 2
     if fit(problem, streamed, least + step, slots) is None:
         return least if slots is None else least_budget(problem)[0], tick
     too_little, enough = step // 2, step
-    while enough - too_little > arena.alignment:
+    while enough - too_little > close:
         middle = (too_little + enough) // 2
         if fit(problem, streamed, least + middle, slots) is None:
             too_little = middle
