@@ -127,8 +127,7 @@ PASSES = (
 def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
     """Says what stands at the tick that needs most when every weight is streamed, and all that
     can be is evicted or computed again."""
-    least, posed = _least_budget(posed, slots)
-    _, tick = placement.least_budget(posed, slots)
+    least, tick, posed = _least_budget(posed, slots)
     live = [
         (r.size, r.name)
         for r in posed.arena.temporaries
@@ -155,12 +154,12 @@ def _budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudge
     )
 
 
-def _least_budget(posed: Problem, slots: int | None) -> tuple[int, Problem]:
-    """The least budget for which a plan is found, and the module edited for it."""
-    least, _ = placement.least_budget(posed, slots)
+def _least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
+    """The least budget for which a plan is found, the tick that needs it, and the module edited
+    for it."""
     edited = _edited(posed, edit_choice.least_edits(posed))
-    with_edits, _ = placement.least_budget(edited, slots)
-    return (with_edits, edited) if with_edits < least else (least, posed)
+    best = min((posed, edited), key=placement.unpacked_budget)
+    return *placement.least_budget(best, slots), best
 
 
 @collection_paused()

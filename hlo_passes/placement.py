@@ -89,7 +89,7 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     """
     arena = problem.arena
     capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
-    least = problem.fixed_bytes + arena.base + capacity
+    least = unpacked_budget(problem)
     streamed = frozenset[str]()
     if fit(problem, streamed, least, slots) is not None:
         return least, tick
@@ -109,6 +109,13 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
         else:
             enough = middle
     return least + enough, tick
+
+
+def unpacked_budget(problem: Problem) -> int:
+    """Returns the budget in bytes that `least_budget` begins with: without what packing takes."""
+    streamed = fetches(problem.movables, problem.clock, 0.0)
+    capacity, _ = least_capacity(streamed, problem.arena.load)
+    return problem.fixed_bytes + problem.arena.base + capacity
 
 
 def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
