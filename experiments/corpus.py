@@ -15,7 +15,8 @@ does for it up to its scheduler.
 A budget that cannot be kept shows the least one that the planner names, and with ``--least``
 whether a program compiled for that keeps to it. Each compilation has a process and a time
 limit of its own: one that fails is a row that says so. ``--json`` writes a line a result as
-it comes; with ``--resume`` what stands there is not measured again.
+it comes; with ``--resume`` what stands there is not measured again, and with ``--show`` nothing
+is, and the tables are of what stands there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,11 +158,14 @@ class Settings:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     settings = Settings(options.small, options.least, options.timeout)
-    log = Log(options.json, options.resume)
+    log = Log(options.json, options.resume or options.show)
     pairs = [(w, t) for t in options.target or TARGETS for w in options.workload or CORPUS]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        sweeps = [pool.submit(_sweep, *pair, options.budget, settings, log) for pair in pairs]
-        found = [sweep.result() for sweep in sweeps]
+    if options.show:
+        found = list(log.known(pairs, options.budget))
+    else:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            sweeps = [pool.submit(_sweep, *pair, options.budget, settings, log) for pair in pairs]
+            found = [sweep.result() for sweep in sweeps]
     owns = [own for own, _ in found]
     points = [(own, point) for own, of in found for point in of]
     compared = [_point_table(points), _summary(points)] if points else []
@@ -188,6 +192,17 @@ class Log:
                 self._known[_key(result)] = result
         else:
             path.write_text("", encoding="utf-8")
+
+    def known(
+        self, pairs: Iterable[tuple[str, str]], percents: Iterable[int]
+    ) -> Iterator[tuple[Own, list[Point]]]:
+        """Of each workload and target what is known."""
+        wanted = sorted(percents, reverse=True)
+        for pair in pairs:
+            own = self._known.get(pair)
+            if isinstance(own, Own):
+                points = (self._known.get((*pair, percent)) for percent in wanted)
+                yield own, [point for point in points if isinstance(point, Point)]
 
     def measured[Result: (Own, Point)](
         self, wanted: Result, measure: Callable[[], Result]
@@ -476,11 +491,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least", action="store_true", help="try the least budgets named")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true", help="keep what is in FILE")
+    parser.add_argument("--show", action="store_true", help="measure nothing, show FILE")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at once")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each")
     options = parser.parse_args(arguments)
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json FILE")
+    if (options.resume or options.show) and options.json is None:
+        parser.error("--resume and --show need --json FILE")
     return options
 
 

@@ -104,6 +104,13 @@ def test_every_point_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1.000" in kept
     assert " least " in refused
     assert text.splitlines()[-2].split()[:4] == ["all", "2", "1", "100%"]
+    # The same tables of the file alone, with what else was asked for left out.
+    capsys.readouterr()
+    options = ["--small", "--target", "cpu", "--budget", "100", "60", "10", "--show"]
+    corpus.main([*options, "--json", str(path)])
+    shown = capsys.readouterr().out
+    assert [f" {percent} % " in shown for percent in (100, 60, 10)] == [True, False, True]
+    assert len(path.read_text().splitlines()) == len(found)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -138,4 +145,4 @@ def test_a_failed_point_counts_as_feasible_and_not_kept(
 def test_resuming_needs_a_file(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         corpus.main(["--resume"])
-    assert "--resume needs --json FILE" in capsys.readouterr().err
+    assert "--resume and --show need --json FILE" in capsys.readouterr().err
