@@ -204,7 +204,7 @@ class Lowered:
         rounds: list[str] = []
         mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
-            look = self._look_below(budget, overhead, options)
+            look = self._look_below(budget, overhead, 2 ** len(reported), options)
             try:
                 executable = self._compile_planned(look, options)
             except (PlanMismatchError, LoopMismatchError) as error:
@@ -224,14 +224,16 @@ class Lowered:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
 
-    def _look_below(self, budget: int, overhead: int, options: Mapping[str, Any] | None) -> Look:
+    def _look_below(
+        self, budget: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+    ) -> Look:
         """Plans for a budget that XLA was seen to exceed by `overhead`.
 
         Another plan breaks up XLA's arena in another way: where the budget has room for it,
-        twice of what was seen is left free, so that one more compilation is enough.
+        `caution` times of what was seen is left free, so that one more compilation is enough.
         """
         try:
-            return self._looks.look(budget - 2 * overhead, options)
+            return self._looks.look(budget - caution * overhead, options)
         except MemoryBudgetError as error:
             if not overhead:
                 raise error.asked_for(budget, error.least) from None
