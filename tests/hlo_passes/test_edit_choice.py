@@ -123,6 +123,12 @@ def test_where_the_link_is_slow_or_missing_it_is_computed_again(machine: Machine
     assert not chosen.evictions
 
 
+def test_the_fastest_choice_comes_first():
+    of = posed(IDLE, SLOW_LINK)
+    computed, moved = Work(of).choose(peak(of) - SIZE)
+    assert computed.step_time_s < moved.step_time_s
+
+
 def test_what_does_not_fit_is_refused():
     of = posed(IDLE, FAST_LINK)
     assert not Work(of).choose(SIZE - 1)

@@ -401,5 +401,5 @@ def test_results_that_change_places_lie_in_the_arguments_until_they_are_copied()
     first, second = (line for line in lines.splitlines() if " copy(" in line)
     swapped = text.replace(first, "?").replace(second, first).replace("?", second)
     wrong = replace(plan, module_fingerprint=module_of(swapped).fingerprint)
-    with pytest.raises(VerificationError, match=r"%new_p has no slot|takes the place of"):
+    with pytest.raises(VerificationError, match="%new_p has no slot"):
         verify_plan(module_of(swapped), wrong, machine)

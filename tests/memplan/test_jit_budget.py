@@ -9,6 +9,7 @@ import pytest
 
 import hlo_passes.xla as xla
 import memplan.api as memplan
+import memplan.looks as looks
 import memplan.stages as stages
 from hlo_passes.errors import (
     BudgetSyntaxError,
@@ -189,6 +190,22 @@ def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
     assert len(compiled.rounds) == 2
     assert f"XLA reports {HALF + 1000}" in compiled.rounds[0]
     assert compiled.plan.prediction.total_bytes <= HALF - 1000
+
+
+def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
+    """Whatever is asked for, there is one plan, and XLA exceeds it twice."""
+    look = looks.Looks.look
+    asked: list[int] = []
+
+    def watched(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+        asked.append(budget)
+        return look(self, HALF, options)
+
+    monkeypatch.setattr(looks.Looks, "look", watched)
+    monkeypatch.setattr(stages, "device_bytes", lambda *_: HALF + (len(asked) < 3))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    overhead = HALF + 1 - compiled.plan.prediction.total_bytes
+    assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
