@@ -144,7 +144,9 @@ class Program:
         """
         absent = self.target.topology
         if absent is None or absent.platform != "gpu":
-            return lambda: self.lowered.compile(compiler_options=dict(options) if options else None)
+            # Without options jax would hand out its first executable again, whatever a hook is
+            # to make of the program this time.
+            return lambda: self.lowered.compile(compiler_options=dict(options or {}))
         devices = absent.devices[: self.arguments.device_count]
         merged = {**self.options, **(options or {})}
         return lambda: TopologyExecutable(xla.compile_for_topology(self.stablehlo, devices, merged))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import memplan.api as memplan
+from hlo_passes import inject
+from hlo_passes.ir import Module
 from memplan.stages import Compiled
 from memplan.streams.hosting import Hosting
 
@@ -54,3 +56,17 @@ def test_numpy_arrays_are_nobodys_to_consume():
     arrays = [np.ones((4, 4), np.float32) for _ in range(3)]
     with pytest.warns(memplan.PlacementWarning):
         assert compiled(*arrays) == "results"
+
+
+def test_each_plan_is_compiled_though_the_program_is_the_same():
+    """Else a second round gets the executable of the first."""
+    struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    program = memplan.jit(update).lower(struct, struct, struct).placing.program
+    compiler, shown = program.compiler(None), list[str]()
+
+    def note(module: Module) -> None:
+        shown.append(module.attributes[inject.TOKEN])
+
+    for plan in ("first", "second"):
+        inject.compile_with("cpu", program.stablehlo, plan, note, compiler)
+    assert shown == ["first", "second"]
