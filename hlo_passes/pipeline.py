@@ -12,6 +12,7 @@ from typing import Any
 from hlo_passes import (
     assembling,
     assignment,
+    barriers,
     budget_bound,
     cost,
     dataflow,
@@ -58,6 +59,7 @@ class Pass:
 PASSES = (
     # Reading.
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
+    Pass("barriers", barriers.remove_barriers, "no barrier hides who reads what"),
     Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
     # Loops.
     Pass("host-transfers", host_transfers.host_transfers, "the slices that cross to the host"),
@@ -121,7 +123,7 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    module, _ = _order_loops(sink.sink_weight_work(module), machine)
+    module, _ = _order_loops(_sunk(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     stay = fitting.choose_stay(posed, budget, slots)
     if stay is None:
@@ -144,7 +146,7 @@ def least_budget(
       module: scheduled; its loops get their schedule first.
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
-    module, _ = _order_loops(sink.sink_weight_work(module), machine)
+    module, _ = _order_loops(_sunk(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     return fitting.least_budget(posed, slots)[0]
 
@@ -173,15 +175,15 @@ def plan_module(
       labels: HLO parameter name to the user's name.
 
     Returns:
-      A verified plan; its ticks are those of the module after `sink.sink_weight_work`,
-      `loop_rewrite.rewrite_loops` and `edits.apply`.
+      A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
+      `sink.sink_weight_work`, `loop_rewrite.rewrite_loops` and `edits.apply`.
 
     Raises:
       MemoryBudgetError: when no plan keeps to the budget.
       TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    module, loops = _order_loops(sink.sink_weight_work(module), machine)
+    module, loops = _order_loops(_sunk(module), machine)
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     found = fitting.fit(posed, budget, slots, search_s)
     if found is None:
@@ -208,8 +210,10 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
         if {t.source, t.destination} != {link.source, link.destination}:
             far = next(n for n in (t.source, t.destination) if n != link.destination)
             raise UnreachableTierError(machine.name, far, link.source, t.buffer)
-    sunk = sink.sink_weight_work(module)
-    verify.verify_reordering(module, sunk)
+    opened = barriers.remove_barriers(module)
+    verify.verify_barriers(module, opened)
+    sunk = sink.sink_weight_work(opened)
+    verify.verify_reordering(opened, sunk)
     ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
     verify.verify_loops(sunk, plan.loops, ordered)
     edited = edits.apply(ordered, plan.edits)
@@ -217,6 +221,10 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
     verify.verify_rewrite(edited, plan, rewritten)
     return rewritten
+
+
+def _sunk(module: Module) -> Module:
+    return sink.sink_weight_work(barriers.remove_barriers(module))
 
 
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:

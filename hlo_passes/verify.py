@@ -29,6 +29,7 @@ from hlo_passes.errors import PlanMismatchError, VerificationError
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan, Slot, Transfer
+from hlo_passes.verify_barriers import verify_barriers
 from hlo_passes.verify_edits import verify_edits
 from hlo_passes.verify_hlo import check_scheduled, describe
 from hlo_passes.verify_loops import verify_loops
@@ -46,6 +47,7 @@ from hlo_passes.verify_slots import assign_slots, bytes_of, ticks_of
 
 __all__ = [
     "Followed",
+    "verify_barriers",
     "verify_edits",
     "verify_executable",
     "verify_loops",
