@@ -197,6 +197,9 @@ class LiveBuffer:
     op_name: str
 
 
+_STACKS_NAMED = 3
+
+
 class MemoryBudgetError(MemplanError):
     """No plan keeps to the budget.
 
@@ -234,8 +237,11 @@ class MemoryBudgetError(MemplanError):
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
         limit = f" with slots={slots}" if slots is not None else ""
-        stacks = "; ".join(f"{path}: {reason}" for path, reason in self.left_alone.items())
-        advice = f" On the device as a whole: {stacks}." if stacks else ""
+        stacks = [f"{path}: {reason}" for path, reason in self.left_alone.items()]
+        more = len(stacks) - _STACKS_NAMED
+        shown = "; ".join(stacks[:_STACKS_NAMED])
+        shown += f"; and {more} more, in `left_alone`" if more > 0 else ""
+        advice = f" On the device as a whole: {shown}." if stacks else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
             f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "

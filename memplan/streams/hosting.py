@@ -157,7 +157,7 @@ def stack_bytes(stack: Stack) -> int:
 def _reason(stack: Stack, tiled: bool) -> str:
     """Why a stack cannot be streamed; ``""`` when it can."""
     if stack.whole:
-        return "; ".join(stack.whole)
+        return "; ".join(dict.fromkeys(stack.whole))
     for aval in (*stack.taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
         if tiled and aval.dtype.itemsize < 2:
             return f"XLA:TPU cannot slice {aval.dtype} arrays on the host"

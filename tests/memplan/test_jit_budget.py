@@ -208,6 +208,16 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
+def test_of_many_stacks_that_stay_the_error_names_some():
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=1).lower(weights(), activations()).plan()
+    left_alone = {f"w{n}": "read whole" for n in range(5)}
+    error = raised.value.asked_for(1, 2, left_alone)
+    assert "w2: read whole; and 2 more, in `left_alone`." in str(error)
+    assert "w3" not in str(error)
+    assert error.left_alone == left_alone
+
+
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
     reported = itertools.chain([HALF + 30, HALF + 20, HALF + 10], itertools.repeat(HALF))
     monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))

@@ -155,3 +155,13 @@ def test_a_stack_that_cannot_be_sliced_beside_one_that_can():
     memory = executable.memory_analysis()
     assert memory.host_argument_size_in_bytes >= 2 * (weights.size + scales.size)
     assert memory.temp_size_in_bytes < weights.size
+
+
+def test_why_a_stack_stays_is_said_once():
+    def forward(weights: jax.Array, x: jax.Array) -> jax.Array:
+        scanned = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+        return scanned + sum(jnp.sum(weights * n) for n in (1.0, 2.0))
+
+    weights, x = shapes(64, 8)
+    reason = memplan.jit(forward, hbm="1GiB").lower(weights, x).left_alone["weights"]
+    assert reason.count("read whole by mul") == 1
