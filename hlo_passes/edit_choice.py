@@ -1,8 +1,8 @@
-"""Which gaps are taken: a few greedy selections, the fastest of them, and a search for better.
+"""Which gaps are taken: a few greedy selections, the fastest of them first.
 
-    terms ──► select ──► gaps that are taken ──► step_seconds ──► the fastest ──► improve
-    prices of links,      (`selection`)            evictions and fetches           mixed-integer
-    depths of chains                               scheduled as in a plan          programs
+    terms ──► select ──► gaps that are taken ──► step_seconds ──► the fastest first
+    prices of links,      (`selection`)            evictions and fetches
+    depths of chains                               scheduled as in a plan
 
 What a choice is worth is what a step with it takes, its transfers scheduled as they will be in
 the plan, but not packed.
@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.choice_bytes import least_bytes
-from hlo_passes.choices import Choices, Gap, Recipe, Selection, Weight
+from hlo_passes.choices import Choices, Gap, Recipe, Weight
 from hlo_passes.edit_writer import edits_of, pieces_of
 from hlo_passes.eviction import schedule_evictions
 from hlo_passes.gaps import find_temporaries
-from hlo_passes.improve import improve
 from hlo_passes.once import once
 from hlo_passes.placement import step_seconds
 from hlo_passes.plan import (
@@ -35,7 +34,7 @@ from hlo_passes.plan import (
 from hlo_passes.prefetch import DoesNotFit, Fetch, schedule_starts
 from hlo_passes.problem import Evicted, Problem, fetches
 from hlo_passes.relaxation import lower_bound_s
-from hlo_passes.selection import DEAREST, Terms, complete, select
+from hlo_passes.selection import DEAREST, Terms, select
 from hlo_passes.taken_gaps import Rates, TakenGaps
 from hlo_passes.timeline import queue_of
 
@@ -45,12 +44,12 @@ from hlo_passes.timeline import queue_of
 # evicted: no other choice makes do with less.
 _LINK_PRICES = (0.01, 0.02, 0.03, 0.04, 0.05)
 _LINK_SHARES = (0.25, 0.5, 0.75)
-_DEEPEST = 16
-_DEPTHS = (1, 3, _DEEPEST)
+DEEPEST = 16
+_DEPTHS = (1, 3, DEEPEST)
 _FREE_OF_LINKS = (1e-3, 0.07, 0.1, 0.3, 1.0, DEAREST)
 
-# A selection with which a step takes less than this, over its compute, is not improved.
-_GOOD_ENOUGH = 1.001
+# A step that takes more than this, over its compute, waits for links.
+_WAITING = 1.02
 
 # Temporaries below this share of the peak are left alone: they are many and hold little.
 _SMALLEST_SHARE = 1 / 4096
@@ -64,14 +63,19 @@ class EditChoice:
     """Gaps that are taken.
 
     Attributes:
-      terms: on which they were taken.
+      terms: on which they were taken; None where a program chose (`edit_search`).
       taken: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
 
-    terms: Terms
+    terms: Terms | None
     taken: TakenGaps
     step_time_s: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether compute waits for links, as far as counts."""
+        return self.step_time_s > float(self.taken.costs.sum()) * _WAITING
 
 
 def least_edits(posed: Problem) -> Edits:
@@ -104,11 +108,12 @@ class Work:
     the host are streamed.
 
     Attributes:
-      temporaries, rates: of the entry.
+      posed: the module.
+      temporaries, rates: of its entry.
     """
 
     def __init__(self, posed: Problem) -> None:
-        self._posed = posed
+        self.posed = posed
         self.temporaries = find_temporaries(posed.ranges, posed.ticks)
         self._streamed = fetches(posed.movables, posed.clock, 0.0)
         self._weights = np.zeros_like(posed.arena.load)
@@ -125,19 +130,19 @@ class Work:
     @property
     def load(self) -> npt.NDArray[np.int64]:
         """Bytes at each tick with every temporary kept and every weight fetched when read."""
-        return self._posed.arena.load + self._weights
+        return self.posed.arena.load + self._weights
 
     @property
     def smallest(self) -> int:
         """Bytes below which a temporary is left alone."""
         share = int(self.load.max(initial=0) * _SMALLEST_SHARE)
-        return max(share, self._posed.arena.smallest)
+        return max(share, self.posed.arena.smallest)
 
     def choose(
         self,
         capacity: int,
         slots: int | None = None,
-        target: int | None = None,
+        reserve: npt.NDArray[np.int64] | int = 0,
         among: Sequence[Terms] = (),
     ) -> list[EditChoice]:
         """Chooses what to evict and what to recompute, so that the load of the arena fits.
@@ -145,7 +150,7 @@ class Work:
         Args:
           capacity: bytes of the arena above its base.
           slots: at most so many streamed arrays on the device at once.
-          target: the load that is aimed at, where packing takes more; None for `capacity`.
+          reserve: int64[ticks], bytes of that which are left free, since packing takes more.
           among: the terms that are tried; none for all that are known.
 
         Returns:
@@ -153,33 +158,34 @@ class Work:
           `capacity`.
         """
         found: dict[frozenset[object], EditChoice] = {}
-        target = capacity if target is None else target
         for terms in among or self._tried():
-            taken = self.select(target, terms)
+            taken = self.select(capacity, terms, reserve)
             if taken.all not in found:
                 seconds = self.step_seconds(taken, capacity, slots)
                 found[taken.all] = EditChoice(terms, taken, seconds)
-            if not taken.all and taken.load.max(initial=0) <= target:
+            if not taken.all and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
         fitting = (choice for choice in found.values() if choice.step_time_s < np.inf)
         return sorted(fitting, key=lambda choice: choice.step_time_s)
 
     def _tried(self) -> Iterator[Terms]:
-        compute_s = float(self._posed.clock[-1])
+        compute_s = float(self.posed.clock[-1])
         if self.rates.can_evict:
             yield Terms(_FREE_OF_LINKS[0], np.inf, 0)
             for price in _LINK_PRICES:
                 for share in _LINK_SHARES:
-                    yield Terms(price, share * compute_s, _DEEPEST)
+                    yield Terms(price, share * compute_s, DEEPEST)
         for price in _FREE_OF_LINKS if self.rates.can_evict else _FREE_OF_LINKS[-1:]:
             for depth in _DEPTHS:
                 yield Terms(price, np.inf, depth)
 
-    def select(self, capacity: int, terms: Terms) -> TakenGaps:
+    def select(
+        self, capacity: int, terms: Terms, reserve: npt.NDArray[np.int64] | int = 0
+    ) -> TakenGaps:
         return select(
             self.temporaries,
-            self.load,
-            self._posed.costs,
+            self.load + reserve,
+            self.posed.costs,
             self.rates,
             capacity,
             terms,
@@ -196,7 +202,7 @@ class Work:
         things: what must be there for it may be there for other reasons, too. So nothing that
         can be done is cheaper than the choices say.
         """
-        posed = self._posed
+        posed = self.posed
         made = Counter(t.maker.id for t in self.temporaries)
         gaps: list[Gap] = []
         starts: list[tuple[int, LogicalTime]] = []
@@ -227,51 +233,9 @@ class Work:
         )
         return choices, starts
 
-    def improve(
-        self, best: EditChoice, capacity: int, slots: int | None, search_s: float
-    ) -> EditChoice:
-        """Searches with mixed-integer programs for `search_s` seconds; what they choose is
-        carried out, and completed, to see what it is worth."""
-        if best.step_time_s <= float(self._posed.clock[-1]) * _GOOD_ENOUGH:
-            return best
-        choices, starts = self.choices(self._posed.arena.load, self.smallest, may_stay=False)
-        number = {start: k for k, start in enumerate(starts)}
-        found = [best]
-
-        def carried_out(selection: Selection) -> TakenGaps:
-            taken = TakenGaps(self.temporaries, self.load, self._posed.costs, self.rates, _DEEPEST)
-            for k in selection.evicted:
-                if starts[k][1] in taken.accesses[starts[k][0]]:
-                    taken.evict(*starts[k])
-            for k, _ in sorted(selection.recomputed, key=lambda r: choices.gaps[r[0]].end):
-                if starts[k][1] not in taken.taken[starts[k][0]]:
-                    taken.recompute(*starts[k], capacity, np.inf)
-            complete(taken, capacity, self.smallest)
-            taken.give_back(capacity)
-            return taken
-
-        def evaluate(selection: Selection) -> float:
-            taken = carried_out(selection)
-            seconds = self.step_seconds(taken, capacity, slots)
-            if seconds < found[0].step_time_s:
-                found[0] = replace(best, taken=taken, step_time_s=seconds)
-            return seconds
-
-        evicted: set[int] = set()
-        recomputed: list[tuple[int, int]] = []
-        for n, gaps in enumerate(best.taken.taken):
-            for start, taken in gaps.items():
-                k = number.get((n, start))
-                if k is not None and taken.action == "evict":
-                    evicted.add(k)
-                elif k is not None:
-                    recomputed.append((k, 0))
-        start = Selection(frozenset(evicted), tuple(sorted(recomputed)), frozenset())
-        improve(choices, capacity, start, search_s, evaluate)
-        return found[0]
-
     def step_seconds(self, selection: TakenGaps, capacity: int, slots: int | None) -> float:
-        """Predicts the step's time; infinity where it does not fit."""
+        """Predicts the step's time; infinity where it does not fit. What the load has in reserve
+        is not lent to transfers either."""
         if selection.load.max(initial=0) > capacity:
             return np.inf
         load = selection.load - self._weights
@@ -289,7 +253,7 @@ class Work:
                     jobs.append(Fetch(t.name, t.size, piece.reads, len(evicted) - 1))
                     load[piece.reads.start : piece.reads.end] -= t.size
         jobs.sort(key=lambda f: f.reads)
-        posed = self._posed
+        posed = self.posed
         departures = schedule_evictions(
             evicted, jobs, load, capacity, selection.costs, posed.link_out
         )
@@ -314,7 +278,7 @@ class Work:
     def decisions(self, selection: TakenGaps, capacity: int) -> tuple[Decision, ...]:
         """What became of the temporaries that are idle while the load is over `capacity`."""
         over = np.concatenate([[0], np.cumsum(self.load > capacity)])
-        clock, names = self._posed.clock, [i.name for i in self._posed.ticks.instructions]
+        clock, names = self.posed.clock, [i.name for i in self.posed.ticks.instructions]
         found: list[Decision] = []
         for t in self.temporaries:
             accesses = sorted({t.written, *(r.tick for r in t.reads)})

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from hlo_passes import edit_choice, edit_writer, edits, placement, problem, reorder
+from hlo_passes.edit_search import EditSearch
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.plan import Decision, Edits
 from hlo_passes.problem import Problem
@@ -25,11 +29,17 @@ from hlo_passes.selection import Terms
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
 
-# What packing may lose of the arena, as a share of it.
-_FRAGMENTATION = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4)
+# How often choices are made anew, with more bytes left free where packing exceeded the budget;
+# how often at most after one fitted; and how close to the fastest that one is soon enough.
+_ROUNDS = 12
+_ROUNDS_MORE = 4
+_NEAR = 1.02
 
-# How many choices are packed for each of these shares, the fastest first, and on the terms of
-# how many the next share is tried.
+# What part of the arena is left free everywhere when it is not known where packing failed.
+_PARTS = 64
+
+# How many choices are packed each time, the fastest first, and on the terms of how many the
+# next ones are made.
 _PACKED = 3
 _AGAIN = 8
 
@@ -78,42 +88,81 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
 def _edit(
     posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
 ) -> Fitted | None:
-    """Evicts and recomputes until the packed arena fits; at last as much as is possible."""
+    """Evicts and recomputes until the packed arena fits; at last as much as is possible.
+
+    A choice whose load fits may take more when it is packed. Where it does, more is left free,
+    and all choose again; and also where a choice fits that is much slower than one that
+    nearly did.
+    """
     work = edit_choice.work_on(posed)
     capacity = budget - posed.fixed_bytes - posed.arena.base
+    search = EditSearch(work, capacity, slots)
 
-    def packed(chosen: edit_choice.EditChoice) -> Fitted | None:
+    def packed(chosen: edit_choice.EditChoice) -> Fitted | npt.NDArray[np.int64]:
+        """Or by how many bytes the packing is above the capacity at each tick."""
         edits = edit_writer.edits_of(posed, chosen.taken)
         again = _edited(posed, edits)
-        choice = placement.fit(again, frozenset(), budget, slots)
-        if choice is None:
-            return None
+        choice = placement.fit_or_excess(again, frozenset(), budget, slots)
+        if not isinstance(choice, placement.Choice):
+            return _before_edits(posed, again, choice)
         done = replace(edits, order=order.order)
         return Fitted(again, choice, done, posed, work.decisions(chosen.taken, capacity))
 
+    best: tuple[Fitted, edit_choice.EditChoice, npt.NDArray[np.int64]] | None = None
+    best_s = fastest_s = np.inf
+    rounds_left = _ROUNDS
     tried: set[frozenset[object]] = set()
     terms: list[Terms] = []
-    for share in _FRAGMENTATION:
-        target = int(capacity * (1 - share))
-        choices = work.choose(capacity, slots, target, terms)
-        terms = [c.terms for c in choices[:_AGAIN]]
-        new = [c for c in choices if c.taken.all not in tried]
-        for chosen in new[:_PACKED]:
+    reserve = np.zeros_like(work.load)
+    while rounds_left and (best is None or best_s > fastest_s * _NEAR):
+        rounds_left -= 1
+        choices = work.choose(capacity, slots, reserve, terms)
+        terms = [c.terms for c in choices[:_AGAIN] if c.terms is not None] or terms
+        if not choices or choices[0].waits:
+            choices = sorted((*choices, *search.rounded(reserve)), key=lambda c: c.step_time_s)
+        if not choices:
+            break
+        fastest_s = min(fastest_s, choices[0].step_time_s)
+        promising = [c for c in choices if c.taken.all not in tried and c.step_time_s < best_s]
+        excesses: list[npt.NDArray[np.int64]] = []
+        for chosen in {c.taken.all: c for c in promising[:_PACKED]}.values():
             tried.add(chosen.taken.all)
             found = packed(chosen)
-            if found is None:
-                continue
-            better = work.improve(chosen, target, slots, search_s) if search_s > 0 else chosen
-            improved = packed(better) if better is not chosen else None
-            if improved is not None and improved.choice.step_time_s < found.choice.step_time_s:
-                return improved
-            return found
+            if isinstance(found, Fitted):
+                if found.choice.step_time_s < best_s:
+                    best, best_s = (found, chosen, reserve), found.choice.step_time_s
+                    rounds_left = min(rounds_left, _ROUNDS_MORE)
+                break
+            excesses.append(found)
+        nearest = min(excesses, key=lambda e: int(e.max(initial=0)), default=np.zeros_like(reserve))
+        reserve = reserve + (nearest if nearest.any() else capacity // _PARTS)
+    if best is not None:
+        found, chosen, reserve = best
+        better = search.improved(chosen, reserve, search_s) if search_s > 0 else chosen
+        improved = packed(better) if better is not chosen else None
+        if isinstance(improved, Fitted) and improved.choice.step_time_s < best_s:
+            return improved
+        return found
     least = edit_choice.least_edits(posed)
     again = _edited(posed, least)
     choice = placement.fit(again, frozenset(), budget, slots)
     if choice is None:
         return None
     return Fitted(again, choice, replace(least, order=order.order), posed)
+
+
+def _before_edits(
+    posed: Problem, edited: Problem, excess: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Bytes at the ticks of a module from those of an edited one. What is new stands in front of
+    what needs it."""
+    at = {i.name: tick for tick, i in enumerate(posed.ticks.instructions)}
+    found = np.zeros(posed.ticks.end, np.int64)
+    tick = posed.ticks.end - 1
+    for i, above in zip(reversed(edited.ticks.instructions), excess[::-1], strict=True):
+        tick = at.get(i.name, tick)
+        found[tick] = max(found[tick], above)
+    return found
 
 
 def _edited(posed: Problem, what: Edits) -> Problem:

@@ -51,8 +51,8 @@ _GAP = 1e-3
 # A selection this close to the bound is good enough.
 _CLOSE = 1e-4
 
-# Fractions from which a choice is made.
-_LIKELY = (0.5, 0.9, 0.1)
+LIKELY = (0.5, 0.9, 0.1)
+"""Fractions from which a choice is made."""
 
 _EVICT = -1  # stands where else the index of a recipe does
 
@@ -116,7 +116,7 @@ def _rounded(search: _Search, relaxation: Relaxation) -> Iterator[Selection | No
         slower = relaxation
         if pace < 1.0:
             slower = relax(_slower(search.choices, pace), search.capacity) or relaxation
-        for likely in _LIKELY:
+        for likely in LIKELY:
             yield round_up(search.choices, search.capacity, slower, likely)
 
 

@@ -31,10 +31,13 @@ from itertools import combinations, count
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from hlo_passes.arena import Arena
 from hlo_passes.assignment import Packing
 from hlo_passes.budget_bound import budget_lower_bound_s
 from hlo_passes.eviction import schedule_evictions
+from hlo_passes.plan import LiveRange
 from hlo_passes.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
 from hlo_passes.problem import Departure, Movable, Problem, fetches
 from hlo_passes.timeline import queue_of
@@ -128,13 +131,23 @@ def choose_placement(problem: Problem, budget: int, slots: int | None = None) ->
     Returns:
       The fastest choice found whose packed arena fits, or None when there is none.
     """
-    return _search(problem, budget, _candidates(problem, budget), slots)
+    found = _search(problem, budget, _candidates(problem, budget), slots)
+    return found if isinstance(found, Choice) else None
 
 
 def fit(
     problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
 ) -> Choice | None:
     """Streams every weight that does not stay, such that the arena fits when it is packed."""
+    found = fit_or_excess(problem, stay, budget, slots)
+    return found if isinstance(found, Choice) else None
+
+
+def fit_or_excess(
+    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
+) -> Choice | npt.NDArray[np.int64]:
+    """The same; where it does not fit, int64[ticks] of the packing that came nearest: by how
+    many bytes what is live at a tick lies above the budget. All 0 where nothing was packed."""
     return _search(problem, budget, [stay], slots)
 
 
@@ -153,9 +166,10 @@ class _Attempt:
 
 def _search(
     problem: Problem, budget: int, candidates: Iterable[frozenset[str]], slots: int | None
-) -> Choice | None:
+) -> Choice | npt.NDArray[np.int64]:
+    excess = np.zeros(problem.ticks.end, np.int64)
     if problem.ticks.transfers and not problem.ticks.end:
-        return None  # It only hands its arguments back: there is no tick to bring them at.
+        return excess  # It only hands its arguments back: there is no tick to bring them at.
     serial = count()  # of equals the earlier one
     queue: list[tuple[float, int, int, _Attempt, _Schedule | None]] = []
 
@@ -166,6 +180,7 @@ def _search(
     for attempt in _attempts(problem, budget, candidates):
         push(_unhindered_s(problem, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
+    nearest = 0
     while queue:
         seconds, _, _, attempt, schedule = heapq.heappop(queue)
         if schedule is None:
@@ -176,7 +191,8 @@ def _search(
             if seconds > enough:
                 push(seconds, attempt, schedule)
                 continue
-        packing = problem.arena_until(schedule.departures).pack(attempt.fetches, schedule.starts)
+        arena = problem.arena_until(schedule.departures)
+        packing = arena.pack(attempt.fetches, schedule.starts)
         over = packing.total - problem.arena.base - capacity_beside(problem, budget, attempt.stay)
         if over <= 0:
             return Choice(
@@ -188,6 +204,9 @@ def _search(
                 seconds,
                 packing,
             )
+        if not nearest or over < nearest:
+            nearest = over
+            excess = _excess(arena, attempt.fetches, schedule.starts, packing, over)
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
             # No schedule for less memory is known to be faster. Steps double, so that the last
             # one is the whole way to the least: in a broken up arena it may be the first to fit.
@@ -199,7 +218,22 @@ def _search(
                 replace(attempt, capacity=capacity, tightened=attempt.tightened + 1),
                 None,
             )
-    return None
+    return excess
+
+
+def _excess(
+    arena: Arena, jobs: Sequence[Fetch], starts: Sequence[int], packing: Packing, over: int
+) -> npt.NDArray[np.int64]:
+    """How far what is live at each tick reaches above the budget, of which the packing takes
+    `over` bytes too many."""
+    excess = np.zeros_like(arena.load)
+    held = [(f.size, LiveRange(s, f.reads.end)) for f, s in zip(jobs, starts, strict=True)]
+    held += [(t.size, t.live_range) for t in arena.temporaries]
+    for (size, live), offset in zip(held, packing.offsets, strict=True):
+        above = offset + size - (packing.total - over)
+        if above > 0:
+            np.maximum(excess[live.start : live.end], above, out=excess[live.start : live.end])
+    return excess
 
 
 def _attempts(

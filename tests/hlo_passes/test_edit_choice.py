@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hlo_passes import edits, pipeline, problem, verify
 from hlo_passes.edit_choice import Work, edited_lower_bound_s, edits_of, least_edits
+from hlo_passes.edit_search import EditSearch
 from hlo_passes.gaps import Temporary, find_temporaries
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Edits, Eviction, Recompute, Refetch
@@ -233,7 +235,9 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
     if not choices:
         return
     bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
-    improved = work.improve(choices[0], capacity, None, search_s=1.0)
+    search, nothing = EditSearch(work, capacity, None), np.zeros_like(work.load)
+    assert all(bound <= c.step_time_s * (1 + 1e-9) for c in search.rounded(nothing))
+    improved = search.improved(choices[0], nothing, search_s=1.0)
     assert bound <= improved.step_time_s * (1 + 1e-9)
     assert improved.step_time_s <= choices[0].step_time_s
 
@@ -243,10 +247,15 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     of = problem.pose(program.original, FAST_LINK, ())
     work = Work(of)
     capacity = int(share * work.load.max())
-    choices = work.choose(capacity, target=capacity * 3 // 4)
+    reserve = np.where(np.arange(len(work.load)) % 2, capacity // 4, 0)
+    choices = work.choose(capacity, reserve=reserve)
     assert len({c.taken.all for c in choices}) == len(choices)
-    assert all(c.taken.load.max() <= capacity for c in choices)
     assert choices == sorted(choices, key=lambda c: c.step_time_s)
+    for choice in (*choices, *EditSearch(work, capacity, None).rounded(reserve)):
+        edited_module = edits.apply(program.original, edits_of(of, choice.taken))
+        load = problem.pose(edited_module, FAST_LINK, ()).arena.load
+        assert choice.taken.load.max() <= capacity
+        assert load.max() <= capacity
 
 
 @given(edited(), st.sampled_from([1, 3, 16]), st.floats(0, 1))
@@ -330,7 +339,7 @@ def test_a_refused_recomputation_leaves_no_trace():
 """
     work = Work(posed(text, NO_LINK))
     number = next(t.number for t in work.temporaries if t.name == "a")
-    taken = TakenGaps(work.temporaries, work.load, work._posed.costs, work.rates, 16)
+    taken = TakenGaps(work.temporaries, work.load, work.posed.costs, work.rates, 16)
     before = taken.load.copy(), taken.costs.copy(), [list(a) for a in taken.accesses]
     starts = [s for s, e in pairwise(taken.accesses[number]) if e > s + 1]
     assert starts
@@ -339,4 +348,4 @@ def test_a_refused_recomputation_leaves_no_trace():
     assert (taken.costs == before[1]).all()
     assert taken.accesses == before[2]
     assert not any(taken.taken)
-    assert not edits_of(work._posed, taken)
+    assert not edits_of(work.posed, taken)

@@ -123,6 +123,18 @@ def test_of_many_weights_good_sets_are_found(posed: Problem, share: float):
     assert choice is None or best <= choice.step_time_s * (1 + 1e-9) <= 1.5 * best
 
 
+@given(problems(), st.integers(1, 64))
+def test_where_packing_exceeds_the_budget_is_known(posed: Problem, missing: int):
+    budget = placement.least_budget(posed)[0] - missing
+    found = placement.fit_or_excess(posed, frozenset(), budget)
+    if isinstance(found, placement.Choice):
+        assert found.packing.total <= budget - posed.fixed_bytes
+        return
+    is_packed = budget >= placement.unpacked_budget(posed)
+    assert found.shape == posed.load.shape
+    assert (found.max() > 0) == is_packed
+
+
 @given(problems(), st.floats(0, 1))
 def test_the_search_predicts_what_the_timeline_does(posed: Problem, share: float):
     choice = placement.choose_placement(posed, budgets(posed, share))
