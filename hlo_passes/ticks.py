@@ -258,7 +258,7 @@ class _View:
             if b.kind == "output":
                 live = LiveRange(self._ticks_of(b.values).start, self.end)
             elif b.id in hosts:
-                live = LiveRange(0, self._ticks_of(b.values[:1]).end)
+                live = LiveRange(0, self._ticks_of(self._unbroken(b)).end)
             yield Resident(self._name(b), b.size, live, b.kind)
         groups: dict[int, list[HeapRange]] = {}
         for h in allocations.heap:
@@ -281,6 +281,18 @@ class _View:
             name = self.instructions[tick].name
             for size in _workspaces(members, carried[tick]):
                 yield Resident(name, size, LiveRange(tick, tick + 1), "workspace")
+
+    def _unbroken(self, buffer: Buffer) -> Sequence[Value]:
+        """The values of an argument that follow on each other: it, and what is updated in place.
+        Between them and a result that is copied there at last, others may have the bytes."""
+        values = sorted(buffer.values, key=lambda v: self.ranges.of_value[v.id].start)
+        end = 0
+        for n, v in enumerate(values):
+            live = self.ranges.of_value[v.id]
+            if n and live.start > end:
+                return values[:n]
+            end = max(end, live.end)
+        return values
 
     def _in_entry(self, value: Value) -> bool:
         return any(p.instruction.computation_id == self.entry.id for p in value.positions)

@@ -34,7 +34,7 @@ def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
         # A name inside a computation that is called twice stands for two values.
         value.slots = [s for s in value.slots if s not in holders]
         if value.home is not None:
-            ends.forget(_settle(replay.module, value, value.home))
+            ends.forget(_settle(replay.module, value, value.home, ends))
         elif not value.needs_slot:
             holders.update(dict.fromkeys(value.slots, value))
         elif value.slots:
@@ -48,7 +48,7 @@ def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
     return holders
 
 
-def _settle(module: Module, value: Value, home: Value) -> Value:
+def _settle(module: Module, value: Value, home: Value, ends: _Ends) -> Value:
     """Finds what a value is written over to lie in the bytes of `home`, a donated argument.
 
         home     ░░░░░░░ read                    free from here on
@@ -62,8 +62,12 @@ def _settle(module: Module, value: Value, home: Value) -> Value:
     free = [v for v in value.over if _is_free_for(value, v)]
     under = home
     if home not in free:
-        origins = {v: _origins(v) for v in free if v.needs_slot}
-        under = next((v for v, found in origins.items() if home in found or not found), home)
+
+        def lies_there(v: Value) -> bool:
+            has_place = any(end > v.last_read for end in ends.of(v))
+            return v.needs_slot and (not has_place or home in _origins(v))
+
+        under = next(filter(lies_there, free), home)
         is_read = home.last_read > value.written or home.is_read_at(value.written)
         if under is not home:
             under.home = home

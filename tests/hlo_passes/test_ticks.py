@@ -194,3 +194,30 @@ def test_without_transfers_the_residents_need_what_xla_needs(key: str) -> None:
     load = max_live_load([r.size for r in arena], [r.live_range for r in arena])
     bound = memory_usage(module, target).lower_bound_bytes
     assert bound <= load
+
+
+DONATED = """
+ENTRY e {
+  p = f32[64]{0} parameter(0)
+  x = f32[64]{0} parameter(1)
+  s = f32[1]{0} parameter(2)
+  z = s32[] constant(0)
+  u = f32[64]{0} dynamic-update-slice(p, s, z)
+  a = f32[64]{0} negate(x)
+  b = f32[64]{0} add(a, u)
+  c = f32[64]{0} reverse(b), dimensions={0}
+  d = f32[64]{0} reverse(c), dimensions={0}
+  n = f32[64]{0} copy(d)
+  ROOT r = (f32[64]{0}) tuple(n)
+}
+"""
+
+
+def test_a_donated_argument_is_held_while_it_is_updated_in_place() -> None:
+    found = ticks(DONATED, "gpu", header=", input_output_alias={ {0}: (0, {}) }")
+    by_name = {i.name: tick for tick, i in enumerate(found.instructions)}
+    held = residents(found)
+    guests = {name for name, (kind, _) in held.items() if kind == "guest"}
+    # Not until n is copied there: others lie in its bytes before.
+    assert held["p"] == ("parameter", (0, by_name["b"] + 1))
+    assert guests

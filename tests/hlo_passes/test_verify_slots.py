@@ -403,3 +403,44 @@ def test_results_that_change_places_lie_in_the_arguments_until_they_are_copied()
     wrong = replace(plan, module_fingerprint=module_of(swapped).fingerprint)
     with pytest.raises(VerificationError, match="%new_p has no slot"):
         verify_plan(module_of(swapped), wrong, machine)
+
+
+def test_updates_that_begin_in_a_donated_argument_stay_there():
+    """XLA:GPU's update of a stack in two steps. The first could lie in g, had that a slot for as
+    long as it takes."""
+    module = module_of("""HloModule m, is_scheduled=true, input_output_alias={ {0}: (0, {}) }
+
+%update {
+  %a = f32[64]{0} parameter(0)
+  %c = f32[64]{0} parameter(1)
+  %e = f32[64]{0} parameter(2)
+  %zero = s32[] constant(0)
+  %s = f32[1]{0} slice(%c), slice={[0:1]}
+  %t = f32[1]{0} slice(%e), slice={[0:1]}
+  %u = f32[1]{0} add(%s, %t)
+  ROOT %d = f32[64]{0} dynamic-update-slice(%a, %u, %zero)
+}
+
+%again {
+  %a = f32[64]{0} parameter(0)
+  %c = f32[64]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %s = f32[1]{0} slice(%c), slice={[0:1]}
+  ROOT %d = f32[64]{0} dynamic-update-slice(%a, %s, %zero)
+}
+
+ENTRY %main {
+  %p = f32[64]{0} parameter(0)
+  %y = f32[64]{0} parameter(1)
+  %c = f32[64]{0} copy(%p)
+  %g = f32[64]{0} negate(%y)
+  %k = f32[64]{0} copy(%g)
+  %first = f32[64]{0} fusion(%k, %c, %g), kind=kLoop, calls=%update
+  %h = f32[1]{0} slice(%y), slice={[0:1]}
+  %second = f32[64]{0} fusion(%first, %c), kind=kLoop, calls=%again
+  ROOT %r = (f32[64]{0}, f32[1]{0}) tuple(%second, %h)
+}
+""")
+    # Which the checker agrees to.
+    plan = pipeline.plan_module(module, toy_machine(platform="gpu"), 10**6)
+    assert not {s.buffer for s in plan.slots} & {"k", "first", "second"}
