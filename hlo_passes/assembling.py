@@ -21,6 +21,7 @@ from hlo_passes import (
 from hlo_passes.errors import TierCapacityError
 from hlo_passes.fitting import Fitted
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
+from hlo_passes.issued import issue
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
@@ -89,47 +90,6 @@ def _tiers(found: Fitted, plan: Plan, host: str) -> tuple[str, ...]:
     return tiers.choose_tiers(machine, copies, {host: held})
 
 
-def _transfers(
-    posed: Problem, choice: placement.Choice, away: Sequence[str]
-) -> tuple[Transfer, ...]:
-    """The transfers in the order in which they are issued.
-
-    Args:
-      away: the tier of each eviction; none where all go to the host's.
-    """
-    link, out = posed.link, posed.link_out
-    away = away or [out.destination] * len(posed.evictions)
-    found = [
-        Transfer(
-            id=0,
-            buffer=fetch.buffer,
-            source=link.source if fetch.eviction is None else away[fetch.eviction],
-            destination=link.destination,
-            size=fetch.size,
-            start=start,
-            done=fetch.reads.start,
-            end=fetch.reads.end,
-        )
-        for fetch, start in zip(choice.fetches, choice.starts, strict=True)
-    ]
-    back = {f.eviction: f.reads.start for f in choice.fetches}  # The last of each.
-    for n, (evicted, departure) in enumerate(zip(posed.evictions, choice.departures, strict=True)):
-        leaving = Transfer(
-            id=0,
-            buffer=evicted.buffer,
-            source=out.source,
-            destination=away[n],
-            size=evicted.size,
-            start=departure.start,
-            done=departure.done,
-            end=back[n],
-            kind="evict",
-        )
-        found.append(leaving)
-    found.sort(key=lambda t: (t.start, t.kind != "evict"))  # Stable: the order of the search.
-    return tuple(replace(t, id=i) for i, t in enumerate(found))
-
-
 def _arena_slots(
     posed: Problem, transfers: tuple[Transfer, ...], choice: placement.Choice
 ) -> tuple[Slot, ...]:
@@ -164,7 +124,7 @@ def _assemble(
     away: Sequence[str],
 ) -> Plan:
     posed, choice = found.posed, found.choice
-    transfers = _transfers(posed, choice, away)
+    transfers = issue(posed, choice, away)
     packing = choice.packing
     arena_slots = _arena_slots(posed, transfers, choice)
     device, host = posed.link.destination, posed.link.source

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hlo_passes import edit_choice, edit_writer, edits, placement, problem, reorder
 from hlo_passes.edit_search import EditSearch
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.issued import excess_of
 from hlo_passes.plan import Decision, Edits
 from hlo_passes.problem import Problem
 from hlo_passes.selection import Terms
@@ -37,6 +38,9 @@ _NEAR = 1.02
 
 # What part of the arena is left free everywhere when it is not known where packing failed.
 _PARTS = 64
+
+# What of the arena is left free, one after the other, where a packing turns out otherwise.
+_FRAGMENTATION = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
 
 # How many choices are packed each time, the fastest first, and on the terms of how many the
 # next ones are made.
@@ -65,17 +69,19 @@ class Fitted:
 def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitted | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
-    choice = placement.fit(posed, frozenset(), budget, slots)
-    plain = Fitted(posed, choice, Edits(), posed) if choice is not None else None
-    if choice is not None and _is_hidden(choice, posed):
-        return plain
+    choice = _placed(posed, budget, slots)
+    plain: Fitted | None = None
+    if isinstance(choice, placement.Choice):
+        plain = Fitted(posed, choice, Edits(), posed)
+        if _is_hidden(choice, posed):
+            return plain
     if plain is None:
         capacity = budget - posed.fixed_bytes - posed.arena.base
         on_host = [m.parameter for m in posed.movables]
         order = Edits(reorder.lower_peak(posed.module, posed.machine, capacity, on_host))
         posed = _edited(posed, order)
-        choice = placement.fit(posed, frozenset(), budget, slots)
-        if choice is not None:
+        choice = _placed(posed, budget, slots)
+        if isinstance(choice, placement.Choice):
             return Fitted(posed, choice, order, posed)
     else:
         order = Edits()
@@ -102,7 +108,7 @@ def _edit(
         """Or by how many bytes the packing is above the capacity at each tick."""
         edits = edit_writer.edits_of(posed, chosen.taken)
         again = _edited(posed, edits)
-        choice = placement.fit_or_excess(again, frozenset(), budget, slots)
+        choice = _placed(again, budget, slots)
         if not isinstance(choice, placement.Choice):
             return _before_edits(posed, again, choice)
         done = replace(edits, order=order.order)
@@ -120,6 +126,9 @@ def _edit(
         terms = [c.terms for c in choices[:_AGAIN] if c.terms is not None] or terms
         if not choices or choices[0].waits:
             choices = sorted((*choices, *search.rounded(reserve)), key=lambda c: c.step_time_s)
+        if not choices and reserve.any():
+            reserve = reserve // 2
+            continue
         if not choices:
             break
         fastest_s = min(fastest_s, choices[0].step_time_s)
@@ -145,10 +154,31 @@ def _edit(
         return found
     least = edit_choice.least_edits(posed)
     again = _edited(posed, least)
-    choice = placement.fit(again, frozenset(), budget, slots)
-    if choice is None:
+    choice = _placed(again, budget, slots)
+    if not isinstance(choice, placement.Choice):
         return None
     return Fitted(again, choice, replace(least, order=order.order), posed)
+
+
+def _placed(
+    posed: Problem, budget: int, slots: int | None
+) -> placement.Choice | npt.NDArray[np.int64]:
+    """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`."""
+    tighter = budget
+    nearest: npt.NDArray[np.int64] | None = None
+    for share in _FRAGMENTATION:
+        found = placement.fit_or_excess(posed, frozenset(), tighter, slots)
+        if not isinstance(found, placement.Choice):
+            return found if nearest is None else nearest
+        excess = excess_of(posed, found, budget)
+        if not excess.any():
+            return found
+        nearest = excess if nearest is None else nearest
+        if not found.fetches:
+            break  # There is nothing that could come later.
+        tighter = int(budget - share * (budget - posed.fixed_bytes))
+    assert nearest is not None
+    return nearest
 
 
 def _before_edits(
@@ -204,7 +234,11 @@ def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     for it."""
     edited = _edited(posed, edit_choice.least_edits(posed))
     best = min((posed, edited), key=placement.unpacked_budget)
-    return *placement.least_budget(best, slots), best
+    return *placement.least_budget(best, slots, _does_fit), best
+
+
+def _does_fit(posed: Problem, budget: int, slots: int | None) -> bool:
+    return isinstance(_placed(posed, budget, slots), placement.Choice)
 
 
 def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:

@@ -45,11 +45,18 @@ def rewrite(module: Module, plan: Plan, *, custom_calls: bool) -> Module:
         raise PlanMismatchError(module.name, plan.module_fingerprint, module.fingerprint)
     if not plan.transfers:
         return module
+    if not custom_calls:
+        return move_copies(module, plan.transfers)
     editor = _Editor(module)
-    if custom_calls:
-        _insert_custom_calls(editor, plan)
-    else:
-        _move_copies(editor, plan)
+    _insert_custom_calls(editor, plan)
+    return editor.finish()
+
+
+def move_copies(module: Module, transfers: Iterable[Transfer]) -> Module:
+    """Returns `module` with its ``copy-start``/``copy-done`` pairs where `transfers` say, cloned
+    where one is fetched again."""
+    editor = _Editor(module)
+    _move_copies(editor, transfers)
     return editor.finish()
 
 
@@ -137,12 +144,12 @@ class _Editor:
         return Module(self.proto, self.module)
 
 
-def _move_copies(editor: _Editor, plan: Plan) -> None:
+def _move_copies(editor: _Editor, transfers: Iterable[Transfer]) -> None:
     served: defaultdict[str, list[tuple[Transfer, int]]] = defaultdict(list)
     # What stands at a tick, in this order: see `plan`.
     starts: defaultdict[int, list[_Proto]] = defaultdict(list)
     dones: defaultdict[int, list[_Proto]] = defaultdict(list)
-    for transfer in plan.transfers:
+    for transfer in transfers:
         if transfer.kind == "evict":
             start, done = editor.evictions[transfer.buffer]
             editor.before[transfer.start].append(start)
@@ -159,9 +166,9 @@ def _move_copies(editor: _Editor, plan: Plan) -> None:
         waiting.sort(key=lambda half: half.opcode != "copy-start")
     for tick in starts.keys() | dones.keys():
         editor.before[tick] += starts[tick] + dones[tick]
-    for buffer, transfers in served.items():
+    for buffer, fetched in served.items():
         if buffer not in editor.evictions:
-            editor.replace_reads({done.id for _, done in editor.copies[buffer]}, transfers)
+            editor.replace_reads({done.id for _, done in editor.copies[buffer]}, fetched)
 
 
 def _pair(editor: _Editor, transfer: Transfer, number: int) -> tuple[_Proto, _Proto]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hlo_passes.fitting as fitting
 import hlo_passes.placement as placement
 from hlo_passes.budget_bound import budget_lower_bound_s
 from hlo_passes.errors import MemoryBudgetError
@@ -236,11 +237,12 @@ def test_too_few_slots_are_no_matter_of_the_budget():
 
 def test_a_budget_that_is_too_small_is_explained():
     posed = problem([(0, 1), (1, 1)], [16, 96])
-    least = placement.least_budget(posed)[0]
+    least = fitting.least_budget(posed, None)[0]
     with pytest.raises(MemoryBudgetError, match=rf"The least budget that would do is hbm={least}"):
         plan_module(posed.module, posed.machine, least - GPU_ALIGNMENT)
     plan = plan_module(posed.module, posed.machine, least)
-    assert least - GPU_ALIGNMENT < plan.prediction.total_bytes <= least
+    # The plan does not count what XLA holds for each of the two copies under way.
+    assert least - 3 * GPU_ALIGNMENT < plan.prediction.total_bytes <= least
 
 
 def test_one_weight_of_several_sizes_sets_the_bound():
