@@ -42,6 +42,9 @@ _PARTS = 64
 # What of the arena is left free, one after the other, where a packing turns out otherwise.
 _FRAGMENTATION = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
 
+# How often a least budget is raised by what its packing takes more.
+_LEAST_ROUNDS = 8
+
 # How many choices are packed each time, the fastest first, and on the terms of how many the
 # next ones are made.
 _PACKED = 3
@@ -76,9 +79,7 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
         if _is_hidden(choice, posed):
             return plain
     if plain is None:
-        capacity = budget - posed.fixed_bytes - posed.arena.base
-        on_host = [m.parameter for m in posed.movables]
-        order = Edits(reorder.lower_peak(posed.module, posed.machine, capacity, on_host))
+        order = _lower_order(posed, budget)
         posed = _edited(posed, order)
         choice = _placed(posed, budget, slots)
         if isinstance(choice, placement.Choice):
@@ -195,6 +196,15 @@ def _before_edits(
     return found
 
 
+def _lower_order(posed: Problem, budget: int) -> Edits:
+    """An order of the compute with less live at once, all weights streamed; or nothing."""
+    if not posed.ticks.end:
+        return Edits()
+    capacity = budget - posed.fixed_bytes - posed.arena.base
+    on_host = [m.parameter for m in posed.movables]
+    return Edits(reorder.lower_peak(posed.module, posed.machine, capacity, on_host))
+
+
 def _edited(posed: Problem, what: Edits) -> Problem:
     """Poses the module anew, with edits."""
     if not what:
@@ -210,6 +220,18 @@ def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str
     choice = placement.choose_placement(posed, budget, slots)
     if choice is not None and _is_hidden(choice, posed):
         return choice.stay
+    found = _choose_stay(posed, budget, slots, choice)
+    if found is None and (order := _lower_order(posed, budget)):
+        posed = _edited(posed, order)
+        choice = placement.choose_placement(posed, budget, slots)
+        found = _choose_stay(posed, budget, slots, choice)
+    return found
+
+
+def _choose_stay(
+    posed: Problem, budget: int, slots: int | None, choice: placement.Choice | None
+) -> frozenset[str] | None:
+    """Compares `choice` with some that evict and recompute."""
     best = (choice.step_time_s, choice.stay) if choice is not None else None
     for stay in placement.shares(posed):
         streamed = replace(posed, movables=tuple(m for m in posed.movables if m.buffer not in stay))
@@ -232,13 +254,17 @@ def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
 def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     """The least budget for which a plan is found, the tick that needs it, and the module edited
     for it."""
-    edited = _edited(posed, edit_choice.least_edits(posed))
-    best = min((posed, edited), key=placement.unpacked_budget)
-    return *placement.least_budget(best, slots, _does_fit), best
-
-
-def _does_fit(posed: Problem, budget: int, slots: int | None) -> bool:
-    return isinstance(_placed(posed, budget, slots), placement.Choice)
+    ordered = _edited(posed, _lower_order(posed, 0))
+    plain = (posed, ordered) if ordered is not posed else (posed,)
+    edited = (_edited(p, edit_choice.least_edits(p)) for p in plain)
+    best = min((*plain, *edited), key=placement.unpacked_budget)
+    least, tick = placement.least_budget(best, slots)
+    for _ in range(_LEAST_ROUNDS):
+        found = _placed(best, least, slots)
+        if isinstance(found, placement.Choice) or not found.any():
+            break
+        least += int(found.max())
+    return least, tick, best
 
 
 def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:

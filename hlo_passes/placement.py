@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 from typing import NamedTuple
@@ -84,44 +84,33 @@ class Choice:
         return sum(f.size for f in self.fetches)
 
 
-def least_budget(
-    problem: Problem,
-    slots: int | None = None,
-    does_fit: Callable[[Problem, int, int | None], bool] | None = None,
-) -> tuple[int, int]:
+def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     """Returns the least budget in bytes for which a plan was found, and the tick that needs
     most: with every weight streamed, and each held only while it is read.
 
     When `slots` rule out every plan, it is the budget that would do without them.
-
-    Args:
-      does_fit: whether a budget is enough, with so many slots; None to ask `fit`.
     """
-    if does_fit is None:
-
-        def does_fit(problem: Problem, budget: int, slots: int | None) -> bool:
-            return fit(problem, frozenset(), budget, slots) is not None
-
     arena = problem.arena
     capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
     least = unpacked_budget(problem)
-    if does_fit(problem, least, slots):
+    streamed = frozenset[str]()
+    if fit(problem, streamed, least, slots) is not None:
         return least, tick
     # Packing takes some bytes more. How many, is found by doubling and then by halving, until
     # it is known to a thousandth of what is needed.
     close = max(arena.alignment, least >> 10)
     step, most = close, least + capacity + sum(m.size for m in problem.movables)
-    while least + step < most and not does_fit(problem, least + step, slots):
+    while least + step < most and fit(problem, streamed, least + step, slots) is None:
         step *= 2
-    if not does_fit(problem, least + step, slots):
-        return least if slots is None else least_budget(problem, None, does_fit)[0], tick
+    if fit(problem, streamed, least + step, slots) is None:
+        return least if slots is None else least_budget(problem)[0], tick
     too_little, enough = step // 2, step
     while enough - too_little > close:
         middle = (too_little + enough) // 2
-        if does_fit(problem, least + middle, slots):
-            enough = middle
-        else:
+        if fit(problem, streamed, least + middle, slots) is None:
             too_little = middle
+        else:
+            enough = middle
     return least + enough, tick
 
 

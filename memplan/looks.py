@@ -85,11 +85,14 @@ class Looks:
             raise HostResultsError(self._placing.traced.fun_name)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
-        for depth, share in self._rings:
-            if best is not None and depth > best.hosting.depth + 1:
+        for ring in self._rings:
+            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 break  # One slot more was no better.
             try:
-                look = self._look_with_rings(depth, share, budget, options)
+                if ring is None:
+                    look = self._look_at(self._without_rings, budget, options)
+                else:
+                    look = self._look_with_rings(*ring, budget, options)
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
@@ -116,12 +119,19 @@ class Looks:
         self._captured.clear()
 
     @property
-    def _rings(self) -> tuple[tuple[int, float], ...]:
-        """The rings to try; one of them, if there is nothing to stream."""
+    def _rings(self) -> tuple[tuple[int, float] | None, ...]:
+        """The rings to try, and None for none: one of them, if there is nothing to stream."""
         if not self._placing.streams.rings(self._placing.everything(*_RINGS[0])):
             return _RINGS[:1]
         slots = self._placing.function.options.slots
-        return tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
+        return *(ring for ring in _RINGS if slots is None or ring[0] <= slots), None
+
+    @property
+    def _without_rings(self) -> Hosting:
+        """All that may live on the host does, but for stacks. Where a ring's slots and loops take
+        more than they save, the entry's own temporaries can still be evicted and recomputed."""
+        everything = self._placing.everything(*_RINGS[0])
+        return everything.without(self._placing.streams.stacks)
 
     def _look_with_rings(
         self, depth: int, share: float, budget: int, options: Mapping[str, Any] | None

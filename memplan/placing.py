@@ -81,7 +81,8 @@ class Placing:
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self.target.platform != "gpu"
         run = streamed(
-            self.streams.jaxpr,
+            # Without rings loops that were made for them would be in the way.
+            self.streams.jaxpr if rings else self.traced.jaxpr,
             rings,
             whole=hosting.arguments - self.streams.stacks.keys(),
             donated=self.streams.donated,
