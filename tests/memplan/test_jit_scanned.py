@@ -9,9 +9,18 @@ import pytest
 from jax import lax
 
 import memplan.api as memplan
+import memplan.looks as looks
+from hlo_passes.errors import MemoryBudgetError
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
-from tests.memplan.chains import xla_total
+from tests.memplan.chains import (
+    WEIGHT_BYTES,
+    activations,
+    assert_same_bits,
+    chain,
+    weights,
+    xla_total,
+)
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -165,3 +174,27 @@ def test_why_a_stack_stays_is_said_once():
     weights, x = shapes(64, 8)
     reason = memplan.jit(forward, hbm="1GiB").lower(weights, x).left_alone["weights"]
     assert reason.count("read whole by mul") == 1
+
+
+def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def both(stack: jax.Array, dense: list[jax.Array], x: jax.Array) -> jax.Array:
+        return chain(dense, forward(stack, x))
+
+    stack = jnp.stack(weights(LAYERS))
+    args = stack, weights(), activations()
+    budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
+    with pytest.raises(MemoryBudgetError) as refused:
+        memplan.jit(both, hbm=1).lower(*args).plan()
+
+    def refuse(*_: Any) -> None:
+        raise refused.value
+
+    monkeypatch.setattr(looks.Looks, "_look_with_rings", refuse)
+    step = memplan.jit(both, hbm=budget)
+    compiled = step.lower(*args).compile()
+    assert compiled.device_bytes <= budget
+    assert compiled.plan.transfers
+    assert 0 not in compiled.hosting.arguments
+    assert_same_bits(step(*step.place(*args)), jax.jit(both)(*args))
