@@ -40,7 +40,7 @@ _NEAR = 1.02
 _PARTS = 64
 
 # What of the arena is left free, one after the other, where a packing turns out otherwise.
-_FRAGMENTATION = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
+_LEFT_FREE = (0, 1 / 64)
 
 # How often a least budget is raised by what its packing takes more.
 _LEAST_ROUNDS = 8
@@ -165,21 +165,19 @@ def _placed(
     posed: Problem, budget: int, slots: int | None
 ) -> placement.Choice | npt.NDArray[np.int64]:
     """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`."""
-    tighter = budget
-    nearest: npt.NDArray[np.int64] | None = None
-    for share in _FRAGMENTATION:
+    excesses: list[npt.NDArray[np.int64]] = []
+    for share in _LEFT_FREE:
+        tighter = int(budget - share * (budget - posed.fixed_bytes))
         found = placement.fit_or_excess(posed, frozenset(), tighter, slots)
         if not isinstance(found, placement.Choice):
-            return found if nearest is None else nearest
-        excess = excess_of(posed, found, budget)
-        if not excess.any():
+            excesses.append(found)
+            break
+        excesses.append(excess_of(posed, found, budget))
+        if not excesses[-1].any():
             return found
-        nearest = excess if nearest is None else nearest
         if not found.fetches:
             break  # There is nothing that could come later.
-        tighter = int(budget - share * (budget - posed.fixed_bytes))
-    assert nearest is not None
-    return nearest
+    return excesses[0]
 
 
 def _before_edits(
