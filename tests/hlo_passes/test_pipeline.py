@@ -291,8 +291,8 @@ def test_passes_have_names_and_facts():
 
 
 # Large enough for what XLA adds to each copy to make no difference.
-LARGE = 64 * SIZE
-LARGE_IDLE = (
+WIDE = 64 * SIZE
+WIDE_IDLE = (
     IDLE.replace("[64]", "[4096]").replace("[192]", "[12288]").replace("[64:128]", "[4096:8192]")
 )
 
@@ -302,15 +302,15 @@ def test_what_the_host_does_not_hold_waits_in_a_slower_tier():
     ways = [(a, b) for far in ("host", "nvme") for a, b in (("hbm", far), (far, "hbm"))]
     machine = toy_machine(
         platform="gpu",
-        tiers=(Tier("hbm", 0, 10**6), Tier("host", 5, LARGE // 2), Tier("nvme", 6, 10**6)),
+        tiers=(Tier("hbm", 0, 10**6), Tier("host", 5, WIDE // 2), Tier("nvme", 6, 10**6)),
         links=tuple(link(a, b, nominal_bytes_per_s=1e4) for a, b in ways),
     )
-    module = entry(LARGE_IDLE)
+    module = entry(WIDE_IDLE)
     free = plan_module(module, machine, 10**6)
-    plan = plan_module(module, machine, free.prediction.total_bytes - LARGE // 2)
+    plan = plan_module(module, machine, free.prediction.total_bytes - WIDE // 2)
     out, back = plan.transfers
     assert (out.kind, out.destination, back.source) == ("evict", "nvme", "nvme")
-    assert {a.name: a.size for a in plan.allocations if a.tier == "nvme"} == {"nvme_temp": LARGE}
+    assert {a.name: a.size for a in plan.allocations if a.tier == "nvme"} == {"nvme_temp": WIDE}
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(UnreachableTierError, match=r"'nvme'.*XLA moves buffers to 'host' only"):
         rewrite_module(module, plan, machine)
@@ -319,12 +319,12 @@ def test_what_the_host_does_not_hold_waits_in_a_slower_tier():
 def test_without_another_tier_it_is_refused():
     machine = replace(
         toy_machine(platform="gpu"),
-        tiers=(Tier("hbm", 0, 10**6), Tier("host", 5, LARGE // 2)),
+        tiers=(Tier("hbm", 0, 10**6), Tier("host", 5, WIDE // 2)),
         links=tuple(
             link(a, b, nominal_bytes_per_s=1e4) for a, b in (("host", "hbm"), ("hbm", "host"))
         ),
     )
-    module = entry(LARGE_IDLE)
+    module = entry(WIDE_IDLE)
     free = plan_module(module, machine, 10**6)
     with pytest.raises(TierCapacityError, match=r"temporaries 16\.0 KiB"):
-        plan_module(module, machine, free.prediction.total_bytes - LARGE // 2)
+        plan_module(module, machine, free.prediction.total_bytes - WIDE // 2)
