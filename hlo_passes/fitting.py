@@ -15,6 +15,7 @@ all that lowers the load, whatever it takes ──► or there is no plan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -133,9 +134,10 @@ def _edit(
         if not choices:
             break
         fastest_s = min(fastest_s, choices[0].step_time_s)
-        promising = [c for c in choices if c.taken.all not in tried and c.step_time_s < best_s]
+        faster = (c for c in choices if c.step_time_s < best_s)
+        promising = {c.taken.all: c for c in faster if c.taken.all not in tried}
         excesses: list[npt.NDArray[np.int64]] = []
-        for chosen in {c.taken.all: c for c in promising[:_PACKED]}.values():
+        for chosen in islice(promising.values(), _PACKED):
             tried.add(chosen.taken.all)
             found = packed(chosen)
             if isinstance(found, Fitted):

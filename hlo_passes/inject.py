@@ -123,7 +123,7 @@ def _hook(
         xla.register_hook(platform, name, hook)
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # What a pass raised reaches the caller as itself.
             if failures:
                 raise failures[0] from None
             if _UNREADABLE in str(error):
