@@ -19,7 +19,7 @@ from hlo_passes import (
     timeline,
 )
 from hlo_passes.errors import TierCapacityError
-from hlo_passes.fitting import Fitted
+from hlo_passes.fitted import Fitted
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.issued import issue
 from hlo_passes.machine import Machine

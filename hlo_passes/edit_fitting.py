@@ -1,0 +1,180 @@
+"""The fastest choice of evictions and recomputations whose arena fits when it is packed.
+
+    choose ──► pack the fastest ──► one fits? ──► search for better ──► done
+       ▲             │ too large, at some ticks
+       └─ reserve ◄──┘ that many bytes stay free there
+
+A choice whose load fits may take more when it is packed. Where it does, more is left free, and all
+choose again; and also where a choice fits that is much slower than one that nearly did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes import edit_writer, placement
+from hlo_passes.edit_choice import EditChoice, least_edits, work_on
+from hlo_passes.edit_search import EditSearch
+from hlo_passes.fitted import Fitted, edited, placed
+from hlo_passes.plan import Edits
+from hlo_passes.problem import Problem
+from hlo_passes.selection import Terms
+
+# How often choices are made anew, with more bytes left free where packing exceeded the budget;
+# how often at most after one fitted; and how close to the fastest that one is soon enough.
+_ROUNDS = 8
+_ROUNDS_MORE = 2
+_NEAR = 1.02
+
+# What part of the arena is left free at least, where packing failed or, if that is not known,
+# everywhere.
+_PARTS = 128
+
+# How many choices are packed each time, the fastest first, and on the terms of how many the
+# next ones are made.
+_PACKED = 3
+_AGAIN = 8
+
+type _Bytes = npt.NDArray[np.int64]  # One number a tick.
+
+
+def fit_with_edits(
+    posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
+) -> Fitted | None:
+    """Evicts and recomputes until the packed arena fits; at last as much as is possible.
+
+    Args:
+      order: the order in which `posed` was put, which the result is to say.
+      budget: device bytes.
+      slots: at most so many streamed arrays on the device at once.
+      search_s: seconds to search for a faster choice than the first that fits.
+    """
+    return _Fitting(posed, order, budget, slots).run(search_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """A choice that fits, and the bytes that were left free for it."""
+
+    fitted: Fitted
+    chosen: EditChoice
+    reserve: _Bytes
+
+    @property
+    def step_time_s(self) -> float:
+        return self.fitted.choice.step_time_s
+
+
+class _Fitting:
+    def __init__(self, posed: Problem, order: Edits, budget: int, slots: int | None) -> None:
+        self._posed, self._order, self._budget, self._slots = posed, order, budget, slots
+        self._capacity = budget - posed.fixed_bytes - posed.arena.base
+        self._work = work_on(posed)
+        self._search = EditSearch(self._work, self._capacity, slots)
+        self._terms: list[Terms] = []
+        self._tried: set[frozenset[object]] = set()
+
+    def run(self, search_s: float) -> Fitted | None:
+        best = self._best()
+        if best is None:
+            return self._last_resort()
+        if search_s <= 0:
+            return best.fitted
+        better = self._search.improved(best.chosen, best.reserve, search_s)
+        improved = self._packed(better) if better is not best.chosen else None
+        if isinstance(improved, Fitted) and improved.choice.step_time_s < best.step_time_s:
+            return improved
+        return best.fitted
+
+    def _best(self) -> _Packed | None:
+        best: _Packed | None = None
+        fastest_s, rounds_left = np.inf, _ROUNDS
+        reserve = np.zeros_like(self._work.load)
+        more = np.full_like(reserve, self._capacity // _PARTS)
+        while rounds_left and (best is None or best.step_time_s > fastest_s * _NEAR):
+            rounds_left -= 1
+            choices = self._choices(reserve)
+            if not choices:  # The load cannot be brought down so far.
+                more = more // 2
+                reserve = np.maximum(reserve - more, 0)
+                if not more.any() or not reserve.any():
+                    break
+                continue
+            fastest_s = min(fastest_s, choices[0].step_time_s)
+            found, excess = self._first_that_packs(choices, best, reserve)
+            if found is not None:
+                rounds_left = min(rounds_left, _ROUNDS_MORE)
+                if best is None or found.step_time_s < best.step_time_s:
+                    best = found
+            if excess is not None and excess.any():
+                more = np.where(excess > 0, np.maximum(excess, self._capacity // _PARTS), 0)
+            elif excess is None:
+                more = 2 * more  # It made no difference to any choice.
+            reserve = reserve + more
+        return best
+
+    def _choices(self, reserve: _Bytes) -> list[EditChoice]:
+        """Different ways to bring the load down, the fastest first."""
+        choices = self._work.choose(self._capacity, self._slots, reserve, self._terms)
+        self._terms = [c.terms for c in choices[:_AGAIN] if c.terms is not None] or self._terms
+        if choices and not choices[0].waits:
+            return choices
+        rounded = self._search.rounded(reserve)
+        return sorted((*choices, *rounded), key=lambda c: c.step_time_s)
+
+    def _first_that_packs(
+        self, choices: list[EditChoice], best: _Packed | None, reserve: _Bytes
+    ) -> tuple[_Packed | None, _Bytes | None]:
+        """The fastest of some choices that fits; and of those that do not by how many bytes the
+        nearest is above the capacity, at each tick. None where there was none to pack."""
+        best_s = np.inf if best is None else best.step_time_s
+        faster = (c for c in choices if c.step_time_s < best_s)
+        promising = {c.taken.all: c for c in faster if c.taken.all not in self._tried}
+        excesses: list[_Bytes] = []
+        fitting: _Packed | None = None
+        for chosen in islice(promising.values(), _PACKED):
+            self._tried.add(chosen.taken.all)
+            found = self._packed(chosen)
+            if isinstance(found, Fitted):
+                fitting = _Packed(found, chosen, reserve)
+                break
+            excesses.append(found)
+        return fitting, min(excesses, key=lambda e: int(e.max(initial=0)), default=None)
+
+    def _packed(self, chosen: EditChoice) -> Fitted | _Bytes:
+        """Or by how many bytes the packing is above the capacity at each tick."""
+        edits = edit_writer.edits_of(self._posed, chosen.taken)
+        again = edited(self._posed, edits)
+        choice = placed(again, self._budget, self._slots)
+        if not isinstance(choice, placement.Choice):
+            return _before_edits(self._posed, again, choice)
+        done = replace(edits, order=self._order.order)
+        decisions = self._work.decisions(chosen.taken, self._capacity)
+        return Fitted(again, choice, done, self._posed, decisions)
+
+    def _last_resort(self) -> Fitted | None:
+        """All that lowers the load, whatever it takes."""
+        least = least_edits(self._posed)
+        again = edited(self._posed, least)
+        choice = placed(again, self._budget, self._slots)
+        if not isinstance(choice, placement.Choice):
+            return None
+        return Fitted(again, choice, replace(least, order=self._order.order), self._posed)
+
+
+def _before_edits(
+    posed: Problem, edited: Problem, excess: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Bytes at the ticks of a module from those of an edited one. What is new stands in front of
+    what needs it."""
+    at = {i.name: tick for tick, i in enumerate(posed.ticks.instructions)}
+    found = np.zeros(posed.ticks.end, np.int64)
+    tick = posed.ticks.end - 1
+    for i, above in zip(reversed(edited.ticks.instructions), excess[::-1], strict=True):
+        tick = at.get(i.name, tick)
+        found[tick] = max(found[tick], above)
+    return found

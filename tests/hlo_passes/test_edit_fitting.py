@@ -1,0 +1,85 @@
+"""What packing takes too much is left free where it takes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from hlo_passes import edit_fitting, fitting, placement, problem
+from hlo_passes.fitted import placed
+from hlo_passes.memory import memory_usage
+from hlo_passes.plan import Edits
+from hlo_passes.problem import Problem
+from hlo_passes.repacking import excess_of
+from tests.hlo_passes.streamed import entry
+from tests.hlo_passes.toys import link, toy_machine
+
+SIZE = 4 * 4096
+FAST = toy_machine(
+    platform="gpu",
+    links=tuple(link(a, b, nominal_bytes_per_s=1e9) for a, b in (("host", "hbm"), ("hbm", "host"))),
+)
+# Three values are idle while there is much else, and read again one after the other.
+BODY = """
+  %x = f32[4096]{0} parameter(0)
+  %a = f32[4096]{0} negate(%x)
+  %b = f32[4096]{0} exponential(%x)
+  %c = f32[4096]{0} cosine(%x)
+  %d = f32[16384]{0} concatenate(%a, %b, %c, %x), dimensions={0}
+  %e = f32[16384]{0} negate(%d)
+  %f = f32[4096]{0} slice(%e), slice={[0:4096]}
+  %g = f32[4096]{0} multiply(%f, %a)
+  %h = f32[4096]{0} multiply(%g, %b)
+  %i = f32[4096]{0} multiply(%h, %c)
+  ROOT %r = f32[1]{0} slice(%i), slice={[0:1]}
+"""
+
+
+def posed() -> Problem:
+    return problem.pose(entry(BODY), FAST, ())
+
+
+def test_what_is_too_large_at_some_ticks_is_made_smaller_there(monkeypatch: pytest.MonkeyPatch):
+    loads: list[int] = []
+
+    def wasteful(
+        of: Problem, budget: int, slots: int | None
+    ) -> placement.Choice | npt.NDArray[np.int64]:
+        """As if packing took twice SIZE more while %e is made."""
+        tick = next(n for n, i in enumerate(of.ticks.instructions) if i.name == "e")
+        loads.append(int(of.arena.load[tick]))
+        over = loads[-1] + 2 * SIZE - (budget - of.fixed_bytes - of.arena.base)
+        if over <= 0:
+            return placed(of, budget, slots)
+        return np.where(np.arange(of.ticks.end) == tick, over, 0)
+
+    of = posed()
+    # One value less than all has to go; and the words that XLA holds for copies.
+    capacity = int(of.arena.load.max()) - SIZE + 2048
+    monkeypatch.setattr(edit_fitting, "placed", wasteful)
+    budget = of.fixed_bytes + of.arena.base + capacity
+    found = edit_fitting.fit_with_edits(of, Edits(), budget, None, 0.0)
+    assert found is not None
+    assert len(found.edited.evictions) + len(found.edited.recomputes) > 1
+    assert loads[0] > capacity - 2 * SIZE >= loads[-1]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 1000])
+def test_the_excess_is_that_of_the_module_as_it_will_be(missing: int):
+    of = posed()
+    budget = memory_usage(of.module, "gpu").total_bytes
+    found = fitting.fit(of, budget, None, 0.0)
+    assert found is not None
+    excess = excess_of(found.posed, found.choice, budget - missing)
+    assert excess.shape == found.posed.load.shape
+    assert int(excess.max()) == missing
+    # What lies highest is there while most is live.
+    assert not missing or excess[int(np.argmax(found.posed.load))] == missing
+
+
+def test_tpus_pack_by_ticks():
+    of = problem.pose(entry(BODY), toy_machine(platform="tpu"), ())
+    choice = placement.fit(of, frozenset(), 10**9)
+    assert choice is not None
+    assert not excess_of(of, choice, 0).any()
