@@ -14,6 +14,7 @@ all that lowers the load, whatever it takes ──► or there is no plan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hlo_passes import edit_choice, placement, reorder
@@ -25,6 +26,9 @@ from hlo_passes.problem import Problem
 
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
+
+# What part of the arena an order leaves for packing, where it needs more than what is live.
+_PACKING = 16
 
 # How often a least budget is raised by what its packing takes more.
 _LEAST_ROUNDS = 8
@@ -39,35 +43,43 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
         plain = Fitted(posed, choice, Edits(), posed)
         if _is_hidden(choice, posed):
             return plain
-    if plain is None:
-        order = _lower_order(posed, budget)
-        posed = edited(posed, order)
-        choice = placed(posed, budget, slots)
+    order, ordered = Edits(), posed
+    for lower in _lower_orders(posed, budget) if plain is None else ():
+        again = edited(posed, lower)
+        choice = placed(again, budget, slots)
         if isinstance(choice, placement.Choice):
-            return Fitted(posed, choice, order, posed)
-    else:
-        order = Edits()
-    found = fit_with_edits(posed, order, budget, slots, search_s)
+            return Fitted(again, choice, lower, again)
+        if not order:
+            order, ordered = lower, again
+    found = fit_with_edits(ordered, order, budget, slots, search_s)
     if plain is None or found is None:
         return found or plain
     return min(plain, found, key=lambda f: f.choice.step_time_s)
 
 
-def _lower_order(posed: Problem, budget: int) -> Edits:
-    """An order of the compute with less live at once, all weights streamed; or nothing."""
+def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
+    """Yields orders of the compute with less live at once, all weights streamed: for the budget,
+    and for one that leaves packing more."""
     if not posed.ticks.end:
-        return Edits()
-    capacity = budget - posed.fixed_bytes - posed.arena.base
+        return
+    capacity = max(0, budget - posed.fixed_bytes - posed.arena.base)
     on_host = [m.parameter for m in posed.movables]
-    return Edits(reorder.lower_peak(posed.module, posed.machine, capacity, on_host))
+    seen: set[tuple[str, ...]] = {()}
+    for room in dict.fromkeys((capacity, capacity - capacity // _PACKING)):
+        names = reorder.lower_peak(posed.module, posed.machine, room, on_host)
+        if names not in seen:
+            seen.add(names)
+            yield Edits(names)
 
 
 def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
     """Which weights stay when the others are streamed, and temporaries evicted or computed
     again where that is faster, or nothing else fits; if nothing does, in another order."""
     found = _choose_stay(posed, budget, slots)
-    if found is None and (order := _lower_order(posed, budget)):
-        return _choose_stay(edited(posed, order), budget, slots)
+    if found is None:
+        others = (edited(posed, order) for order in _lower_orders(posed, budget))
+        chosen = (_choose_stay(other, budget, slots) for other in others)
+        return next((stay for stay in chosen if stay is not None), None)
     return found
 
 
@@ -97,8 +109,7 @@ def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
 def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     """The least budget for which a plan is found, the tick that needs it, and the module edited
     for it."""
-    ordered = edited(posed, _lower_order(posed, 0))
-    plain = (posed, ordered) if ordered is not posed else (posed,)
+    plain = (posed, *(edited(posed, order) for order in _lower_orders(posed, 0)))
     lowest = (edited(p, edit_choice.least_edits(p)) for p in plain)
     best = min((*plain, *lowest), key=placement.unpacked_budget)
     least, tick = placement.least_budget(best, slots)

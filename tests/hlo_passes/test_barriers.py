@@ -92,6 +92,21 @@ def test_barriers_with_control_edges_and_results_stay():
     assert read_by(without, "c") == ["o", "b"]
 
 
+def test_a_tuple_that_others_wait_for_stays():
+    module = entry(
+        f"""
+        %x = f32[64]{{0}} parameter(0)
+        %t = {PAIR} tuple(%x, %x)
+        %o = {PAIR} opt-barrier(%t)
+        %g = f32[64]{{0}} get-tuple-element(%o), index=0
+        ROOT %r = f32[64]{{0}} negate(%g), control-predecessors={{%t}}
+        """
+    )
+    without = remove_barriers(module)
+    verify_barriers(module, without)
+    assert names(without) == ["x", "t", "r"]
+
+
 def instruction(proto: hlo_pb2.HloModuleProto, name: str) -> hlo_pb2.HloInstructionProto:
     return next(i for c in proto.computations for i in c.instructions if i.name == name)
 

@@ -254,6 +254,7 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     for choice in (*choices, *EditSearch(work, capacity, None).rounded(reserve)):
         edited_module = edits.apply(program.original, edits_of(of, choice.taken))
         load = problem.pose(edited_module, FAST_LINK, ()).arena.load
+        assert (reserve <= choice.taken.load).all()
         assert choice.taken.load.max() <= capacity
         assert load.max() <= capacity
 

@@ -328,3 +328,27 @@ def test_without_another_tier_it_is_refused():
     free = plan_module(module, machine, 10**6)
     with pytest.raises(TierCapacityError, match=r"temporaries 16\.0 KiB"):
         plan_module(module, machine, free.prediction.total_bytes - WIDE // 2)
+
+
+def test_another_order_is_looked_for_before_a_budget_is_refused():
+    """Nothing can be evicted here, and what sorts does not run again."""
+    n, size = 4, 1024
+    lines = [f"%w{k} = f32[256]{{0}} parameter({k})" for k in range(n)]
+    lines += [
+        f"%a{k} = f32[256]{{0}} sort(%w{k}), dimensions={{0}}, to_apply=%less" for k in range(n)
+    ]
+    lines += [f"%b{k} = f32[1]{{0}} slice(%a{k}), slice={{[0:1]}}" for k in range(n)]
+    lines += ["ROOT %r = f32[4]{0} concatenate(%b0, %b1, %b2, %b3), dimensions={0}"]
+    less = """%less {
+  %p = f32[] parameter(0)
+  %q = f32[] parameter(1)
+  ROOT %c = pred[] compare(%p, %q), direction=LT
+}"""
+    module, machine = entry("\n".join(lines), less), toy_machine(platform="cpu")
+    everything = plan_module(module, machine, 10**9).prediction
+    budget = everything.total_bytes - (n - 2) * size
+    assert choose_stay(module, machine, budget) == frozenset()
+    plan = plan_module(module, machine, budget)
+    assert plan.edits.order
+    assert plan.prediction.total_bytes <= budget
+    assert least_budget(module, machine) <= budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 import hlo_passes.fitting as fitting
 import hlo_passes.placement as placement
+from hlo_passes.arena import Arena
+from hlo_passes.assignment import Packing
 from hlo_passes.budget_bound import budget_lower_bound_s
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.machine import Machine, Tier
@@ -134,6 +137,24 @@ def test_where_packing_exceeds_the_budget_is_known(posed: Problem, missing: int)
     is_packed = budget >= placement.unpacked_budget(posed)
     assert found.shape == posed.load.shape
     assert found.max() > 0 or not is_packed
+
+
+@given(problems(), st.integers(1, 1000))
+def test_the_excess_is_what_the_packing_takes_too_much(posed: Problem, shift: int):
+    pack = Arena.pack
+
+    def shifted(self: Arena, jobs: Sequence[Fetch], starts: Sequence[int]) -> Packing:
+        packed = pack(self, jobs, starts)
+        room = budget - posed.fixed_bytes
+        higher = room + shift - packed.total
+        return Packing(tuple(o + higher for o in packed.offsets), room + shift)
+
+    budget = all_bytes(posed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "pack", shifted)
+        excess = placement.fit_or_excess(posed, frozenset(), budget)
+    assert not isinstance(excess, placement.Choice)
+    assert excess.max() == shift
 
 
 @given(problems(), st.floats(0, 1))

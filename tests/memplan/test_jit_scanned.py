@@ -198,3 +198,15 @@ def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
     assert compiled.plan.transfers
     assert 0 not in compiled.hosting.arguments
     assert_same_bits(step(*step.place(*args)), jax.jit(both)(*args))
+
+
+@pytest.mark.gpu
+def test_with_nothing_on_the_host_the_program_is_as_it_was_written():
+    def update(weights: jax.Array, gradient: jax.Array) -> jax.Array:
+        return weights - 0.1 * gradient
+
+    array = jax.ShapeDtypeStruct((LAYERS, 512, 512), jnp.float32)
+    placing = memplan.jit(update, donate_argnums=0, machine="h200").lower(array, array).placing
+    streamed = placing.placed(placing.everything(2, 1.0))
+    assert "stablehlo.while" in streamed.lowered.as_text()
+    assert "stablehlo.while" not in placing.placed(Hosting(frozenset())).lowered.as_text()
