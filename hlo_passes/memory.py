@@ -12,7 +12,7 @@ numbers: `temp_bytes` repeats XLA's buffer assignment (see `allocations`, `shari
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
@@ -83,6 +83,7 @@ class MemoryUsage:
       peak_entry_index: the place in the entry's schedule of that instruction, or of the one
         that runs it.
       live_at_peak: the temporaries live there, largest first.
+      heap, offsets: the packed temporaries, and where each lies.
     """
 
     argument_bytes: int
@@ -94,6 +95,8 @@ class MemoryUsage:
     peak: Instruction | None
     peak_entry_index: LogicalTime
     live_at_peak: tuple[LiveBuffer, ...]
+    heap: tuple[HeapRange, ...] = field(repr=False)
+    offsets: tuple[int, ...] = field(repr=False)
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -128,9 +131,9 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
         [h.events for h in heap],
         [h.group for h in heap],
     )
-    packed = assign_offsets(
+    packing = assign_offsets(
         sizes, events, backend.alignment, groups=groups, strategies=backend.strategies
-    ).total
+    )
     bound, moment = peak_load(sizes, events, groups=groups)
     live = [h for h in heap if h.events.start <= moment < h.events.end]
     peak = max(live, key=lambda h: h.events.start).value.instruction if live else None
@@ -139,12 +142,14 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
         argument_bytes=_argument_bytes(module, memory_space),
         output_bytes=_output_bytes(module, backend, memory_space),
         alias_bytes=_alias_bytes(module, memory_space),
-        temp_bytes=_temp_bytes(packed, _tables(dataflow, backend, memory_space), backend),
-        heap_bytes=packed,
+        temp_bytes=_temp_bytes(packing.total, _tables(dataflow, backend, memory_space), backend),
+        heap_bytes=packing.total,
         lower_bound_bytes=bound,
         peak=peak,
         peak_entry_index=_entry_index(ranges, peak) if peak else 0,
         live_at_peak=_describe(module, live),
+        heap=tuple(heap),
+        offsets=packing.offsets,
     )
 
 

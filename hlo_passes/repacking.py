@@ -9,12 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.allocations import find_allocations
-from hlo_passes.assignment import assign_offsets
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.issued import issue
 from hlo_passes.live_ranges import compute_live_ranges
-from hlo_passes.memory import BACKENDS, measure_memory
+from hlo_passes.memory import measure_memory
 from hlo_passes.placement import Choice
 from hlo_passes.problem import Problem
 from hlo_passes.rewrite import move_copies
@@ -34,21 +32,14 @@ def excess_of(posed: Problem, choice: Choice, budget: int) -> npt.NDArray[np.int
         return excess
     module = move_copies(posed.module, issue(posed, choice))
     ranges = compute_live_ranges(analyze_dataflow(module))
-    over = measure_memory(ranges, "gpu").total_bytes - budget
+    usage = measure_memory(ranges, "gpu")
+    over = usage.total_bytes - budget
     if over <= 0:
         return excess
-    heap, backend = find_allocations(ranges, "gpu").heap, BACKENDS["gpu"]
-    packing = assign_offsets(
-        [h.size for h in heap],
-        [h.events for h in heap],
-        backend.alignment,
-        groups=[h.group for h in heap],
-        strategies=backend.strategies,
-    )
     ticks = [posed.ticks.tick_of.get(i.id, -1) for i in ranges.sequence]
     tick_at = np.maximum.accumulate(np.array([0, *ticks]))[1:]
-    for h, offset in zip(heap, packing.offsets, strict=True):
-        above = offset + h.size - (packing.total - over)
+    for h, offset in zip(usage.heap, usage.offsets, strict=True):
+        above = offset + h.size - (usage.heap_bytes - over)
         if above > 0:
             live = ranges.of_value[h.value.id]
             first, last = tick_at[live.start], tick_at[min(live.end, len(ticks)) - 1]
