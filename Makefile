@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BUILT_FROM := pyproject.toml constraints.txt \
-  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h custom_calls/*/*.cc custom_calls/*/*.h)
+  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h hlo_passes/*.cc hlo_passes/*.h)
 
 export PYTHON
 
@@ -47,17 +47,17 @@ constraints: ## Resolve every dependency afresh into constraints.txt
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f custom_calls/*.so
+	rm -f custom_calls/*.so hlo_passes/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The extension is built against the headers of the jaxlib it will run with: jaxlib comes
+# The extensions are built against the headers of the jaxlib they will run with: jaxlib comes
 # first and the build is not isolated. Where a compiler plugin has no package for the
 # platform, the rest works and its tests are skipped.
 $(READY): $(BUILT_FROM)
 	@echo "memplan: setting up $(VENV)"
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	  || { python="$$(.ci/find-python)" && "$$python" -m venv --clear $(VENV); }
-	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib numpy
+	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib numpy pybind11
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda]' \
 	  || { echo "memplan: setting up without the TPU and GPU compilers"; \
 	       $(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'; }

@@ -1,9 +1,12 @@
-"""The C++ extension; everything else about the package is in pyproject.toml."""
+"""The C++ extensions; everything else about the package is in pyproject.toml."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
+import pybind11
 from setuptools import Extension, setup
+
+FLAGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 def xla_headers() -> str:
@@ -23,15 +26,15 @@ setup(
             sources=["custom_calls/module.cc", "custom_calls/transfer.cc"],
             depends=["custom_calls/transfer.h"],
             language="c++",
-            extra_compile_args=[
-                "-std=c++17",
-                "-O2",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Wextra",
-                # As system headers: their warnings are not ours to fix.
-                f"-isystem{xla_headers()}",
-            ],
-        )
+            # As system headers: their warnings are not ours to fix.
+            extra_compile_args=[*FLAGS, f"-isystem{xla_headers()}"],
+        ),
+        Extension(
+            "hlo_passes._packing",
+            sources=["hlo_passes/packing.cc", "hlo_passes/occupancy.cc"],
+            depends=["hlo_passes/occupancy.h"],
+            language="c++",
+            extra_compile_args=[*FLAGS, f"-isystem{pybind11.get_include()}"],
+        ),
     ]
 )

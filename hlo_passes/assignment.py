@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.occupancy import Occupancy
+from hlo_passes._packing import place
 from hlo_passes.plan import LiveRange, LogicalTime
 
 Strategy = Literal["spatial", "temporal", "start", "load"]
@@ -67,7 +67,7 @@ def assign_offsets(
       The packing with the least total; of equals the first strategy's. Rectangles of no
       bytes lie at 0.
 
-    Complexity: a strategy takes O(n log n) steps on unions of intervals (see `occupancy`),
+    Complexity: a strategy takes O(n log n) steps on unions of intervals (see `occupancy.h`),
       which are as long as there are holes between what is placed; 50,000 buffers of a
       training step take a second or two. At worst, with a hole beside every buffer, O(n²).
     """
@@ -202,58 +202,14 @@ def _range_max(values: _Ints, first: _Ints, end: _Ints) -> _Ints:
 
 
 def _place(items: _Items, strategy: Strategy, alignment: int) -> Packing:
+    order = _order(items, strategy)
+    counts = np.diff(items.begin, append=len(items.rows))
+    rows = items.rows[np.argsort(np.repeat(np.argsort(order), counts), kind="stable")]
+    counts = counts[order]
     times, moments = np.unique(np.concatenate([items.start, items.end]), return_inverse=True)
-    starts, ends = moments[: len(items.start)].tolist(), moments[len(items.start) :].tolist()
-    rows, begin, sizes = items.rows.tolist(), items.begin.tolist(), items.size.tolist()
-    occupancy = Occupancy(len(times))
-    offsets = [0] * len(rows)
-    total = 0
-    for k in _order(items, strategy).tolist():
-        size = sizes[k]
-        if size == 0:
-            continue
-        members = rows[begin[k] : begin[k + 1] if k + 1 < len(begin) else None]
-        lives = _joined([LiveRange(starts[row], ends[row]) for row in members])
-        taken = [interval for live in lives for interval in occupancy.taken(live)]
-        taken.sort()
-        offset = _gap(taken, size, best=strategy != "load")
-        # Up to the next offset that can be given: what lies between is lost.
-        top = -(-(offset + size) // alignment) * alignment
-        for live in lives:
-            occupancy.take(live, offset, top)
-        for row in members:
-            offsets[row] = offset
-        total = max(total, offset + size)
-    return Packing(tuple(offsets), total)
-
-
-def _joined(lives: list[LiveRange]) -> list[LiveRange]:
-    """The same moments in as few ranges as there can be."""
-    if len(lives) == 1:
-        return lives
-    lives.sort()
-    joined = lives[:1]
-    for live in lives[1:]:
-        start, end = joined[-1]
-        if live.start <= end:
-            joined[-1] = LiveRange(start, max(end, live.end))
-        else:
-            joined.append(live)
-    return joined
-
-
-def _gap(taken: Sequence[tuple[int, int]], size: int, *, best: bool) -> int:
-    """The offset of the smallest (`best`) or lowest gap of `size` bytes between intervals,
-    sorted by their bottoms; of equal gaps the lowest; above them all when there is none."""
-    floor = 0
-    found: tuple[int, int] | None = None  # (bytes, offset)
-    for bottom, top in taken:
-        room = bottom - floor
-        if room >= size and (found is None or room < found[0]):
-            found = room, floor
-            if not best or room == size:
-                break
-        # Of overlapping intervals (of other moments) the highest top so far counts.
-        if top > floor:
-            floor = top
-    return floor if found is None else found[1]
+    start, end = moments[: len(rows)], moments[len(rows) :]
+    sizes = items.size[order]
+    placed = place(len(times), sizes, counts, start[rows], end[rows], alignment, strategy == "load")
+    offsets = np.empty(len(rows), np.int64)
+    offsets[rows] = np.repeat(placed, counts)
+    return Packing(tuple(offsets.tolist()), int((placed + sizes).max()))

@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 
+from hlo_passes._packing import Occupancy
 from hlo_passes.dataflow import Buffer, Dataflow, Value, subshapes
 from hlo_passes.live_ranges import LiveRanges
-from hlo_passes.occupancy import Occupancy
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target, can_share
 

@@ -1,9 +1,11 @@
 """The union of what is taken, against rectangles looked at one by one."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hlo_passes.occupancy import Occupancy
+from hlo_passes._packing import Occupancy, place
 from hlo_passes.plan import LiveRange
 
 MOMENTS = 300  # Three sizes of blocks.
@@ -39,3 +41,22 @@ def test_neighbours_count_as_one() -> None:
 
 def test_nothing_is_taken_at_first() -> None:
     assert Occupancy(MOMENTS).taken(LiveRange(0, MOMENTS - 1)) == []
+
+
+@pytest.mark.parametrize("live", [LiveRange(-1, 2), LiveRange(3, 3), LiveRange(5, 1 << 40)])
+def test_moments_that_there_are_not_are_refused(live: LiveRange) -> None:
+    occupancy = Occupancy(MOMENTS)
+    with pytest.raises(IndexError, match="moments"):
+        occupancy.take(live, 0, 1)
+    with pytest.raises(IndexError, match="moments"):
+        occupancy.taken(live)
+
+
+def test_numbers_that_do_not_go_together_are_refused() -> None:
+    one = np.ones(1, np.int64)
+    with pytest.raises(ValueError, match="equally many"):
+        place(2, one, one, one, np.ones(2, np.int64), 1, False)
+    with pytest.raises(ValueError, match="add up"):
+        place(2, one, 2 * one, 0 * one, one, 1, False)
+    with pytest.raises(ValueError, match="alignment"):
+        place(2, one, one, 0 * one, one, 0, False)
