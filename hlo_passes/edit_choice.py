@@ -58,6 +58,11 @@ _SMALLEST_SHARE = 1 / 4096
 _TOLD = 256
 
 
+# What part of the capacity choices aim at, one after the other until some fit: what is taken for
+# less covers more, and what of it is not needed is given back.
+_AIMS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+
+
 @dataclass(frozen=True, eq=False)
 class EditChoice:
     """Gaps that are taken.
@@ -157,16 +162,31 @@ class Work:
           Different choices, the fastest first; none when the load cannot be brought down to
           `capacity`.
         """
-        found: dict[frozenset[object], EditChoice] = {}
+        for aim in _AIMS:
+            found = list(self._chosen(capacity, int(aim * capacity), slots, reserve, among))
+            if found:
+                return sorted(found, key=lambda choice: choice.step_time_s)
+        return []
+
+    def _chosen(
+        self,
+        capacity: int,
+        aim: int,
+        slots: int | None,
+        reserve: npt.NDArray[np.int64] | int,
+        among: Sequence[Terms],
+    ) -> Iterator[EditChoice]:
+        seen: set[frozenset[object]] = set()
         for terms in among or self._tried():
-            taken = self.select(capacity, terms, reserve)
-            if taken.all not in found:
+            taken = self.select(aim, terms, reserve)
+            taken.give_back(capacity)
+            if taken.all not in seen:
+                seen.add(taken.all)
                 seconds = self.step_seconds(taken, capacity, slots)
-                found[taken.all] = EditChoice(terms, taken, seconds)
+                if seconds < np.inf:
+                    yield EditChoice(terms, taken, seconds)
             if not taken.all and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
-        fitting = (choice for choice in found.values() if choice.step_time_s < np.inf)
-        return sorted(fitting, key=lambda choice: choice.step_time_s)
 
     def _tried(self) -> Iterator[Terms]:
         compute_s = float(self.posed.clock[-1])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes import edit_writer, placement
-from hlo_passes.edit_choice import EditChoice, least_edits, work_on
+from hlo_passes.edit_choice import EditChoice, work_on
 from hlo_passes.edit_search import EditSearch
 from hlo_passes.fitted import Fitted, edited, placed
 from hlo_passes.plan import Edits
@@ -45,7 +45,7 @@ type _Bytes = npt.NDArray[np.int64]  # One number a tick.
 def fit_with_edits(
     posed: Problem, order: Edits, budget: int, slots: int | None, search_s: float
 ) -> Fitted | None:
-    """Evicts and recomputes until the packed arena fits; at last as much as is possible.
+    """Evicts and recomputes until the packed arena fits; None where no choice is known to.
 
     Args:
       order: the order in which `posed` was put, which the result is to say.
@@ -81,7 +81,7 @@ class _Fitting:
     def run(self, search_s: float) -> Fitted | None:
         best = self._best()
         if best is None:
-            return self._last_resort()
+            return None
         if search_s <= 0:
             return best.fitted
         better = self._search.improved(best.chosen, best.reserve, search_s)
@@ -155,15 +155,6 @@ class _Fitting:
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.taken, self._capacity)
         return Fitted(again, choice, done, self._posed, decisions)
-
-    def _last_resort(self) -> Fitted | None:
-        """All that lowers the load, whatever it takes."""
-        least = least_edits(self._posed)
-        again = edited(self._posed, least)
-        choice = placed(again, self._budget, self._slots)
-        if not isinstance(choice, placement.Choice):
-            return None
-        return Fitted(again, choice, replace(least, order=self._order.order), self._posed)
 
 
 def _before_edits(

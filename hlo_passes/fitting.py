@@ -15,12 +15,13 @@ all that lowers the load, whatever it takes ──► or there is no plan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hlo_passes import edit_choice, placement, reorder
 from hlo_passes.edit_fitting import fit_with_edits
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitted import Fitted, edited, placed
+from hlo_passes.once import once
 from hlo_passes.plan import Edits
 from hlo_passes.problem import Problem
 
@@ -38,34 +39,42 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
     choice = placed(posed, budget, slots)
-    plain: Fitted | None = None
     if isinstance(choice, placement.Choice):
         plain = Fitted(posed, choice, Edits(), posed)
         if _is_hidden(choice, posed):
             return plain
-    order, ordered = Edits(), posed
-    for lower in _lower_orders(posed, budget) if plain is None else ():
-        again = edited(posed, lower)
+        found = fit_with_edits(posed, Edits(), budget, slots, search_s)
+        return min(plain, found or plain, key=lambda f: f.choice.step_time_s)
+    ordered: list[tuple[Problem, Edits]] = []
+    for order in _lower_orders(posed, budget):
+        again = edited(posed, order)
         choice = placed(again, budget, slots)
         if isinstance(choice, placement.Choice):
-            return Fitted(again, choice, lower, again)
-        if not order:
-            order, ordered = lower, again
-    found = fit_with_edits(ordered, order, budget, slots, search_s)
-    if plain is None or found is None:
-        return found or plain
-    return min(plain, found, key=lambda f: f.choice.step_time_s)
+            return Fitted(again, choice, order, again)
+        ordered.append((again, order))
+    # What the first order lacks, the lowest may have, or the one that it had.
+    for again, order in (*ordered[:1], *ordered[1:][-1:], (posed, Edits())):
+        if found := fit_with_edits(again, order, budget, slots, search_s):
+            return found
+    return _fit_lowest(_lowest(posed), budget, slots)
+
+
+def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Fitted | None:
+    choice = placed(lowest.edited, budget, slots)
+    if not isinstance(choice, placement.Choice):
+        return None
+    return Fitted(lowest.edited, choice, lowest.edits, lowest.ordered)
 
 
 def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
     """Yields orders of the compute with less live at once, all weights streamed: for the budget,
-    and for one that leaves packing more."""
+    for one that leaves packing more, and with the least that is found."""
     if not posed.ticks.end:
         return
     capacity = max(0, budget - posed.fixed_bytes - posed.arena.base)
     on_host = [m.parameter for m in posed.movables]
     seen: set[tuple[str, ...]] = {()}
-    for room in dict.fromkeys((capacity, capacity - capacity // _PACKING)):
+    for room in dict.fromkeys((capacity, capacity - capacity // _PACKING, 0)):
         names = reorder.lower_peak(posed.module, posed.machine, room, on_host)
         if names not in seen:
             seen.add(names)
@@ -79,7 +88,9 @@ def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str
     if found is None:
         others = (edited(posed, order) for order in _lower_orders(posed, budget))
         chosen = (_choose_stay(other, budget, slots) for other in others)
-        return next((stay for stay in chosen if stay is not None), None)
+        found = next((stay for stay in chosen if stay is not None), None)
+    if found is None and _fit_lowest(_lowest(posed), budget, slots) is not None:
+        return frozenset()
     return found
 
 
@@ -106,19 +117,41 @@ def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
     return choice.step_time_s * _WORTH_IT <= float(posed.clock[-1])
 
 
+@dataclass(frozen=True, eq=False)
+class _Lowest:
+    """A module edited such that it needs the least memory that is known, whatever it takes.
+
+    Attributes:
+      edits: what was done to it; `ordered`: the module after only their order.
+    """
+
+    edited: Problem
+    edits: Edits
+    ordered: Problem
+
+
+@once
+def _lowest(posed: Problem) -> _Lowest:
+    found: list[_Lowest] = []
+    for order in (Edits(), *_lower_orders(posed, 0)):
+        ordered = edited(posed, order)
+        least = edit_choice.least_edits(ordered)
+        found.append(_Lowest(ordered, order, ordered))
+        found.append(_Lowest(edited(ordered, least), replace(least, order=order.order), ordered))
+    return min(found, key=lambda lowest: placement.unpacked_budget(lowest.edited))
+
+
 def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     """The least budget for which a plan is found, the tick that needs it, and the module edited
     for it."""
-    plain = (posed, *(edited(posed, order) for order in _lower_orders(posed, 0)))
-    lowest = (edited(p, edit_choice.least_edits(p)) for p in plain)
-    best = min((*plain, *lowest), key=placement.unpacked_budget)
-    least, tick = placement.least_budget(best, slots)
+    lowest = _lowest(posed)
+    least, tick = placement.least_budget(lowest.edited, slots)
     for _ in range(_LEAST_ROUNDS):
-        found = placed(best, least, slots)
+        found = placed(lowest.edited, least, slots)
         if isinstance(found, placement.Choice) or not found.any():
             break
         least += int(found.max())
-    return least, tick, best
+    return least, tick, lowest.edited
 
 
 def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:

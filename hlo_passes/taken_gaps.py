@@ -10,14 +10,14 @@ one that is dead is held, or made again as well. That is how a whole layer comes
 computed again from its input, and each part of it once.
 
 What is made again only for others that are, at the same tick, is on the way: those stand in
-the order of the program, and each is there until the last that reads it. They count with the
-most that is there at once.
+the order of the program, and each is there until the last that reads it, and so is what waited for
+them alone. They count with the most that is there at once, before the program's own result is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,10 @@ from hlo_passes.gaps import Operand, Temporary
 from hlo_passes.plan import LogicalTime
 
 Action = Literal["evict", "recompute"]
+
+Role = Literal["made", "passing", "waiting"]
+"""What a temporary is to the clones before a tick: one of them makes it, for the program or for
+later; for others of them only; it is there already, for them only, and for the last time."""
 
 # A dead operand is held rather than made again if it is smaller by this factor than what is
 # made from it.
@@ -104,9 +108,12 @@ class TakenGaps:
         self._made_by: defaultdict[int, list[int]] = defaultdict(list)
         for t in temporaries:
             self._made_by[t.maker.id].append(t.number)
-        # What is made again before a tick: the number of a temporary, and whether others that
-        # are made again there are all that reads it; and the bytes that this takes on the way.
-        self._clones: defaultdict[LogicalTime, dict[int, bool]] = defaultdict(dict)
+        self._written: Counter[LogicalTime] = Counter()
+        for t in temporaries:
+            self._written[t.written] += t.size
+        # Of each temporary what it is to the clones before a tick, and the bytes that are there
+        # for these beyond those at the tick.
+        self._clones: defaultdict[LogicalTime, dict[int, Role]] = defaultdict(dict)
         self._on_the_way: defaultdict[LogicalTime, int] = defaultdict(int)
         self._changed: set[LogicalTime] = set()
         self._undo: list[Callable[[], None]] = []
@@ -140,6 +147,8 @@ class TakenGaps:
         end = self.gap_end(n, start)
         self._set_taken(n, start, Taken("evict", end))
         self._add_load(start + 1, end, -self.temporaries[n].size)
+        self._pass_by(n, start)
+        self._count_clones()
         self._undo.clear()
         return True
 
@@ -156,6 +165,8 @@ class TakenGaps:
         self._set_taken(n, start, Taken("recompute", end))
         self._add_load(start + 1, end, -self.temporaries[n].size)
         if self._make_again(n, end, 0) and self._added_s <= most_s:
+            self._pass_by(n, end)
+            self._pass_by(n, start)
             self._count_clones()
             if self._over < 0:
                 self._undo.clear()
@@ -176,17 +187,19 @@ class TakenGaps:
             size = self.temporaries[n].size
             if start == self._last_own_access(n) or end <= start + 1:
                 continue  # Not a gap of the program's: it is made for another one only.
-            if self._is_passing(n, start) or self._is_passing(n, end):
+            if self._is_passing(n, end):
                 continue
-            if self.load[start + 1 : end].max(initial=0) + size > capacity:
+            since = start if self._is_passing(n, start) else start + 1
+            if self.load[since:end].max(initial=0) + size > capacity:
                 continue
             del self.taken[n][start]
+            self._keep_from(n, start)
             self.load[start + 1 : end] += size
             if action == "recompute":
                 if not self._siblings_made_at(n, end):
                     self.costs[end] -= self.rates.maker_s[self.temporaries[n].maker.id]
                 self._set_clone(n, end, None)
-                self._count_clones()
+            self._count_clones()
         self._undo.clear()
 
     def _price_s(self, n: int, start: LogicalTime, action: Action) -> float:
@@ -207,7 +220,7 @@ class TakenGaps:
         if t.operands is None or depth >= self.depth:
             return False
         if n not in self._clones[tick]:
-            self._set_clone(n, tick, False)
+            self._set_clone(n, tick, "made")
         if self._siblings_made_at(n, tick):
             return True
         self._add_cost(tick, self.rates.maker_s[t.maker.id])
@@ -232,9 +245,10 @@ class TakenGaps:
             if t.size * _HOLD_SHARE <= size or t.operands is None:
                 self._keep_from(n, start)
                 self._add_load(start + 1, tick + 1, t.size)
+                self._pass_by(n, tick)
                 return t.size * _HOLD_SHARE <= size
             self._set_taken(n, start, Taken("recompute", tick))
-            self._set_clone(n, tick, True)
+            self._set_clone(n, tick, "passing")
             return self._make_again(n, tick, depth)
         self._insert_access(n, tick)
         found = self.taken[n].get(start)
@@ -252,14 +266,22 @@ class TakenGaps:
         return self._make_again(n, tick, depth)
 
     def _is_passing(self, n: int, tick: LogicalTime) -> bool:
-        """Whether a temporary is made again before `tick` for others that are, and for no one
-        else."""
-        return self._clones[tick].get(n, False)
+        """Whether clones before `tick` are all that needs a temporary there, and later none."""
+        return self._clones[tick].get(n, "made") != "made"
+
+    def _pass_by(self, n: int, tick: LogicalTime) -> None:
+        """Counts a temporary with the clones before `tick`, if that is so."""
+        t, role = self.temporaries[n], self._clones[tick].get(n)
+        is_own = tick == t.written or any(r.tick == tick for r in t.reads)
+        is_last = tick == self.accesses[n][-1] or tick in self.taken[n]
+        if is_last and not is_own and role in ("made", None):
+            self._set_clone(n, tick, "passing" if role else "waiting")
+            self._add_load(tick, tick + 1, -t.size)
 
     def _keep_from(self, n: int, tick: LogicalTime) -> None:
-        """Counts a temporary at `tick` like any other, if it was passing."""
+        """Counts a temporary at `tick` like any other."""
         if self._is_passing(n, tick):
-            self._set_clone(n, tick, False)
+            self._set_clone(n, tick, "made" if self._clones[tick][n] == "passing" else None)
             self._add_load(tick, tick + 1, self.temporaries[n].size)
 
     def _count_clones(self) -> None:
@@ -272,29 +294,31 @@ class TakenGaps:
         self._changed.clear()
 
     def _most_on_the_way(self, tick: LogicalTime) -> int:
-        """Bytes of what only clones before `tick` read, and of what their makers make besides,
-        where most of that is there at once. They stand in the order of the program."""
+        """By how many bytes the clones before `tick`, with all they make and what waits for them,
+        take more than what is there of it at the tick. They stand in the order of the program."""
         clones = self._clones[tick]
         made: dict[int, list[int]] = {}
-        last: dict[int, int] = {}
         for n in sorted(clones):
-            t = self.temporaries[n]
-            made.setdefault(t.maker.id, []).append(n)
-            last[n] = t.maker.id
-            for operand in t.operands or ():
-                if operand.temporary in last:
-                    last[operand.temporary] = t.maker.id
-        gone: defaultdict[int, int] = defaultdict(int)
-        for n, maker in last.items():
-            gone[maker] += self.temporaries[n].size if clones[n] else 0
-        most = there = 0
+            if clones[n] != "waiting":
+                made.setdefault(self.temporaries[n].maker.id, []).append(n)
+        last: dict[int, int] = {}
         for maker, elements in made.items():
-            there += sum(self.temporaries[n].size for n in elements if clones[n])
+            last.update(dict.fromkeys(elements, maker))
+            for operand in self.temporaries[elements[0]].operands or ():
+                if operand.temporary in clones:
+                    last[operand.temporary] = maker
+        gone: Counter[int] = Counter()
+        for n, maker in last.items():
+            gone[maker] += self.temporaries[n].size if clones[n] != "made" else 0
+        there = sum(self.temporaries[n].size for n in clones if clones[n] == "waiting")
+        most = there
+        for maker, elements in made.items():
+            there += sum(self.temporaries[n].size for n in elements)
             others = sum(self.temporaries[n].size for n in elements[1:])
-            beside = max(0, self.temporaries[elements[0]].beside - others)
-            most = max(most, there + beside)
+            most = max(most, there + max(0, self.temporaries[elements[0]].beside - others))
             there -= gone[maker]
-        return most
+        stay = sum(self.temporaries[n].size for n in clones if clones[n] == "made")
+        return max(0, most - stay - self._written[tick])
 
     def _siblings_made_at(self, n: int, tick: LogicalTime) -> bool:
         """Whether the maker of a temporary runs before `tick` for another element already."""
@@ -339,19 +363,19 @@ class TakenGaps:
 
         self._undo.append(undo)
 
-    def _set_clone(self, n: int, tick: LogicalTime, is_passing: bool | None) -> None:
-        """Takes note that a temporary is made again before `tick`; None: that it is not."""
+    def _set_clone(self, n: int, tick: LogicalTime, role: Role | None) -> None:
+        """Takes note of what a temporary is to the clones before `tick`; None: nothing."""
         clones = self._clones[tick]
         before = clones.get(n)
         self._changed.add(tick)
 
-        def put(value: bool | None) -> None:
+        def put(value: Role | None) -> None:
             if value is None:
                 clones.pop(n, None)
             else:
                 clones[n] = value
 
-        put(is_passing)
+        put(role)
         self._undo.append(partial(put, before))
 
     def _insert_access(self, n: int, tick: LogicalTime) -> None:

@@ -272,7 +272,8 @@ def test_what_is_made_again_takes_no_more_than_was_counted(
 
 
 def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
-    """d is made again in four steps: of what only those read, two are there at once."""
+    """d is made again in four steps: of what only those read, two are there at once, which is no
+    more than d and g are afterwards."""
     of = posed(
         """
   %x = f32[64]{0} parameter(0)
@@ -292,7 +293,26 @@ def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
     names = {work.temporaries[n].name for n, gaps in enumerate(taken.taken) if gaps}
     assert names == {"a", "b", "c", "d"}
     added = taken.load - work.load
-    assert added.tolist() == [0, 0, 0, 0, 0, -SIZE, 2 * SIZE, 0]
+    assert added.tolist() == [0, 0, 0, 0, 0, -SIZE, 0, 0]
+
+
+def test_what_waits_for_clones_alone_is_gone_when_the_result_is_there():
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %w = f32[4]{0} slice(%x), slice={[0:4]}
+  %p = f32[64]{0} concatenate(%w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w), dimensions={0}
+  %e = f32[512]{0} concatenate(%p, %p, %p, %p, %p, %p, %p, %p), dimensions={0}
+  %f = f32[64]{0} slice(%e), slice={[64:128]}
+  %g = f32[64]{0} multiply(%f, %p)
+  ROOT %r = f32[1]{0} slice(%g), slice={[0:1]}
+""",
+        NO_LINK,
+    )
+    work = Work(of)
+    taken = work.select(peak(of) - SIZE // 2, Terms(DEAREST, math.inf, 16))
+    added = taken.load - work.load
+    assert added.tolist() == [0, 0, SIZE // 16, SIZE // 16 - SIZE, 0, 0]
 
 
 def test_links_have_only_so_many_seconds_at_their_price():
