@@ -74,7 +74,7 @@ class EntryMemory:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._walk = _Walk(_Called(module), module.entry)
+        self._walk = _Walk(Called(module), module.entry)
         self._next = {v.over: v for v in self._walk.versions if v.over is not None}
 
     def overwriter(self, i: Instruction, index: ShapeIndex = ()) -> Instruction | None:
@@ -137,7 +137,7 @@ class _Summary:
     overwritten: frozenset[_Part]
 
 
-class _Called:
+class Called:
     """Summaries of the computations that a module calls, each made once."""
 
     def __init__(self, module: Module) -> None:
@@ -146,6 +146,12 @@ class _Called:
 
     def by(self, i: Instruction) -> list[_Summary]:
         return [self._summary(c) for c in i.called_computation_ids]
+
+    def lying(self, call: Instruction, index: ShapeIndex) -> tuple[View | None, bool]:
+        """The part of an operand in whose bytes a call leaves its result at `index`, if it must,
+        and whether they are still what they were."""
+        (body,) = self.by(call)
+        return _lying(body, index), index in body.unchanged
 
     def only_sends(self, i: Instruction) -> bool:
         """Whether what `i` gives in the bytes of an operand is that operand, to be sent."""
@@ -196,7 +202,7 @@ class _Walk:
       versions: in the order in which they are written.
     """
 
-    def __init__(self, called: _Called, computation: Computation) -> None:
+    def __init__(self, called: Called, computation: Computation) -> None:
         self.held: dict[int, Mapping[ShapeIndex, Version]] = {}
         self.versions: list[Version] = []
         self._called = called

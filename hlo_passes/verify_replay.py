@@ -22,6 +22,7 @@ from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
 from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
 from hlo_passes.verify_hlo import describe, position_name, view_of
+from hlo_passes.verify_overwrites import Called
 from hlo_passes.verify_program import Program, on_device, serving_transfer, unserved
 
 # Show an operand's bytes under another name and touch none of them.
@@ -53,6 +54,7 @@ class Value:
       first_use: of a transfer: tick of the first instruction that names it.
       needs_slot: it lies in device memory and nothing gives it a place there but a slot.
       over: the values that it may have been written over, if it has no slot of its own.
+      copied: of a copy in the same layout: the value that it copies.
       under: the operand in whose bytes it lies, if it has no slot of its own.
       is_taken: nothing may be written over it.
       followed_at: the tick at which a result is written to its bytes that is not written over
@@ -75,6 +77,7 @@ class Value:
     followed_at: LogicalTime | None = None
     home: Value | None = None
     over: Sequence[Value] = ()
+    copied: Value | None = None
     under: Value | None = None
     slots: list[Slot] = field(default_factory=list[Slot])
     readers: list[Transfer] = field(default_factory=list[Transfer])
@@ -139,6 +142,7 @@ class Replay:
         self.values: list[Value] = []
         self.apart: set[Value] = set()
         self.argument_bytes = self.output_bytes = self.aliased_bytes = 0
+        self._called = Called(self.module)
         self._on_device = {p.parameter for p in plan.placements if p.tier == plan.device_tier}
         self._donated = {(a.parameter, a.parameter_index) for a in self.module.input_output_aliases}
         self._slots: defaultdict[str, list[Slot]] = defaultdict(list)
@@ -182,6 +186,9 @@ class Replay:
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
             view = view_of(i, index)
+            if i.opcode == "call":
+                view, is_unchanged = self._called.lying(i, index)
+                view = view if is_unchanged else None
             if view is not None:
                 value = operands[view.operand][view.part]
                 value.slots += self._slots.get(position_name(i, index), ())
@@ -237,11 +244,21 @@ class Replay:
             value.read(self.program.end)
             self.apart.add(value)
         if value.needs_slot and _may_work_in_place(self.module, i):
-            # A sort leaves each result in the operand that it sorts, and in no other.
-            own = operands[index[0] : index[0] + 1] if i.opcode == "sort" and index else operands
-            value.over = [v for o in own for v in o.values() if v.size == value.size]
+            value.over = [v for v in self._below(i, index, operands) if v.size == value.size]
+        if i.opcode == "copy" and shape == self.module.instructions[i.operand_ids[0]].shape:
+            value.copied = operands[0][()]
         self.values.append(value)
         return value
+
+    def _below(
+        self, i: Instruction, index: ShapeIndex, operands: Sequence[Mapping[ShapeIndex, Value]]
+    ) -> list[Value]:
+        """What a result may be written over."""
+        if i.opcode == "sort" and index:  # Each lies in the operand that it sorts.
+            operands = operands[index[0] : index[0] + 1]
+        elif i.opcode == "call" and (part := self._called.lying(i, index)[0]) is not None:
+            return [operands[part.operand][part.part]]
+        return [v for o in operands for v in o.values()]
 
     def _return(self) -> None:
         root, last = self.module.entry.root, max(self.program.end - 1, 0)

@@ -57,7 +57,7 @@ def _settle(module: Module, value: Value, home: Value, ends: _Ends) -> Value:
 
     It is written over the argument itself; or over an operand that comes to lie there, as one
     does that is written over the argument or has no other place; or after the argument has
-    been read for the last time.
+    been read for the last time; or when it is, by a copy onto itself.
     """
     free = [v for v in value.over if _is_free_for(value, v)]
     under = home
@@ -68,7 +68,11 @@ def _settle(module: Module, value: Value, home: Value, ends: _Ends) -> Value:
             return v.needs_slot and (not has_place or home in _origins(v))
 
         under = next(filter(lies_there, free), home)
-        is_read = home.last_read > value.written or home.is_read_at(value.written)
+        is_moved = any(t.done > value.written for t in home.readers)
+        is_onto_itself = value.copied is home and not is_moved
+        is_read = home.last_read > value.written or (
+            home.is_read_at(value.written) and not is_onto_itself
+        )
         if under is not home:
             under.home = home
         elif not home.is_taken and not is_read:

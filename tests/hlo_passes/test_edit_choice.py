@@ -297,15 +297,16 @@ def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
 
 
 def test_what_waits_for_clones_alone_is_gone_when_the_result_is_there():
+    parts = ", ".join(["%w"] * 16)
     of = posed(
-        """
-  %x = f32[64]{0} parameter(0)
-  %w = f32[4]{0} slice(%x), slice={[0:4]}
-  %p = f32[64]{0} concatenate(%w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w, %w), dimensions={0}
-  %e = f32[512]{0} concatenate(%p, %p, %p, %p, %p, %p, %p, %p), dimensions={0}
-  %f = f32[64]{0} slice(%e), slice={[64:128]}
-  %g = f32[64]{0} multiply(%f, %p)
-  ROOT %r = f32[1]{0} slice(%g), slice={[0:1]}
+        f"""
+  %x = f32[64]{{0}} parameter(0)
+  %w = f32[4]{{0}} slice(%x), slice={{[0:4]}}
+  %p = f32[64]{{0}} concatenate({parts}), dimensions={{0}}
+  %e = f32[512]{{0}} concatenate(%p, %p, %p, %p, %p, %p, %p, %p), dimensions={{0}}
+  %f = f32[64]{{0}} slice(%e), slice={{[64:128]}}
+  %g = f32[64]{{0}} multiply(%f, %p)
+  ROOT %r = f32[1]{{0}} slice(%g), slice={{[0:1]}}
 """,
         NO_LINK,
     )
