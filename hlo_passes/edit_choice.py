@@ -11,7 +11,7 @@ the plan, but not packed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -58,9 +58,9 @@ _SMALLEST_SHARE = 1 / 4096
 _TOLD = 256
 
 
-# What part of the capacity choices aim at, one after the other until some fit: what is taken for
-# less covers more, and what of it is not needed is given back.
-_AIMS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+# What part of the capacity is aimed at where no choice fits, one after the other until one does:
+# what is taken for less covers more, and what of it is not needed is given back.
+_AIMS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +162,14 @@ class Work:
           Different choices, the fastest first; none when the load cannot be brought down to
           `capacity`.
         """
-        for aim in _AIMS:
-            found = list(self._chosen(capacity, int(aim * capacity), slots, reserve, among))
+        found = list(self._chosen(capacity, capacity, slots, reserve, among or self._tried()))
+        for aim in _AIMS if not found else ():
+            prices = (0.1, DEAREST) if self.rates.can_evict else (DEAREST,)
+            terms = [Terms(price, np.inf, DEEPEST) for price in prices]
+            found = list(self._chosen(capacity, int(aim * capacity), slots, reserve, terms))
             if found:
-                return sorted(found, key=lambda choice: choice.step_time_s)
-        return []
+                break
+        return sorted(found, key=lambda choice: choice.step_time_s)
 
     def _chosen(
         self,
@@ -174,10 +177,11 @@ class Work:
         aim: int,
         slots: int | None,
         reserve: npt.NDArray[np.int64] | int,
-        among: Sequence[Terms],
+        among: Iterable[Terms],
     ) -> Iterator[EditChoice]:
+        """Different choices whose load fits, of gaps taken until it is within `aim`."""
         seen: set[frozenset[object]] = set()
-        for terms in among or self._tried():
+        for terms in among:
             taken = self.select(aim, terms, reserve)
             taken.give_back(capacity)
             if taken.all not in seen:

@@ -151,13 +151,13 @@ class _Fitting:
         again = edited(self._posed, edits)
         choice = placed(again, self._budget, self._slots)
         if not isinstance(choice, placement.Choice):
-            return _before_edits(self._posed, again, choice)
+            return before_edits(self._posed, again, choice)
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.taken, self._capacity)
         return Fitted(again, choice, done, self._posed, decisions)
 
 
-def _before_edits(
+def before_edits(
     posed: Problem, edited: Problem, excess: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Bytes at the ticks of a module from those of an edited one. What is new stands in front of
