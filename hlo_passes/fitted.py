@@ -60,4 +60,7 @@ def placed(
             return found
         if not found.fetches:
             break  # There is nothing that could come later.
+        late = placement.started_late(posed, found)
+        if not excess_of(posed, late, budget).any():
+            return late
     return excesses[0]

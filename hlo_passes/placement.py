@@ -24,6 +24,7 @@ never scheduled at all.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -333,6 +334,36 @@ def step_seconds(
     The same model as `timeline.simulate`, on transfers alone, so that a choice costs
     microseconds for each.
     """
+    return _times(problem, jobs, starts, departures).step_s
+
+
+def started_late(problem: Problem, choice: Choice) -> Choice:
+    """Returns a choice with each fetch issued as late as costs nothing, its packing as it was:
+    while the link is busy with the one before, it only holds bytes."""
+    times = _times(problem, choice.fetches, choice.starts, choice.departures)
+    latency_s = problem.link.latency_s
+    starts = [
+        max(start, min(job.reads.start, bisect_right(times.before, begin - latency_s) - 1))
+        for job, start, begin in zip(choice.fetches, choice.starts, times.begins, strict=True)
+    ]
+    return replace(choice, starts=tuple(starts))
+
+
+class _Times(NamedTuple):
+    """Seconds: of the step; at which the link begins with each fetch; and, of each tick, at which
+    what is issued there is."""
+
+    step_s: float
+    begins: list[float]
+    before: list[float]
+
+
+def _times(
+    problem: Problem,
+    jobs: Sequence[Fetch],
+    starts: Sequence[int],
+    departures: Sequence[Departure],
+) -> _Times:
     clock = problem.clock
     links = problem.link, problem.link_out
     # With one queue for both directions there is one moment at which it is free.
@@ -346,18 +377,23 @@ def step_seconds(
         + [(d.done, 1, 1, i) for i, d in enumerate(departures)]
     )
     stall, free = 0.0, [0.0, 0.0]
+    begins = [0.0] * len(jobs), [0.0] * len(departures)
     finish = np.zeros(len(jobs)), np.zeros(len(departures))
     sizes = [job.size for job in jobs], [e.size for e in problem.evictions]
+    waited = np.zeros(len(clock) + 1)
     for tick, kind, way, i in events:
         now = clock[tick] + stall
         if kind % 2:
-            stall += max(0.0, finish[way][i] - now)
+            wait = max(0.0, finish[way][i] - now)
+            stall += wait
+            waited[tick + 1] += wait
         else:
             # The latency of a queued transfer passes while the one before it moves.
             queue = queues[way]
-            begin = max(free[queue], now + links[way].latency_s)
-            free[queue] = finish[way][i] = begin + sizes[way][i] / links[way].bytes_per_s
-    return max(float(clock[-1] + stall), *free)
+            begins[way][i] = max(free[queue], now + links[way].latency_s)
+            free[queue] = finish[way][i] = begins[way][i] + sizes[way][i] / links[way].bytes_per_s
+    before = clock + np.cumsum(waited)[: len(clock)]
+    return _Times(max(float(clock[-1] + stall), *free), begins[0], before.tolist())
 
 
 def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:

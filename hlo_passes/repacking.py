@@ -36,8 +36,10 @@ def excess_of(posed: Problem, choice: Choice, budget: int) -> npt.NDArray[np.int
     over = usage.total_bytes - budget
     if over <= 0:
         return excess
-    ticks = [posed.ticks.tick_of.get(i.id, -1) for i in ranges.sequence]
-    tick_at = np.maximum.accumulate(np.array([0, *ticks]))[1:]
+    # What takes no tick stands at that of the last one before it.
+    tick_of = {i.id: tick for tick, i in enumerate(posed.ticks.instructions)}
+    ticks = [tick_of.get(i.id, 0) for i in ranges.sequence]
+    tick_at = np.maximum.accumulate(np.array(ticks))
     for h, offset in zip(usage.heap, usage.offsets, strict=True):
         above = offset + h.size - (usage.heap_bytes - over)
         if above > 0:

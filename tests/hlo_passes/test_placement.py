@@ -286,3 +286,36 @@ def test_step_seconds_by_hand(reads: list[int]):
     arrived = 1e-3 + len(reads) * 10 * KIB / 1e5
     expected = posed.clock[-1] + arrived - posed.clock[reads[-1]]
     assert placement.step_seconds(posed, jobs, [0] * len(reads)) == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 5), st.integers(1, 100)), min_size=2, max_size=12),
+    st.lists(st.integers(1, 60), min_size=6, max_size=6),
+    st.integers(0, 400),
+)
+def test_starts_are_late_at_no_cost(
+    reads: list[tuple[int, int]], sizes: list[int], more: int
+) -> None:
+    posed = problem(reads, sizes)
+    choice = placement.fit(posed, frozenset(), placement.least_budget(posed)[0] + more * KIB)
+    assert choice is not None
+    late = placement.started_late(posed, choice)
+    assert list(late.starts) == sorted(late.starts)
+    assert all(start <= then for start, then in zip(choice.starts, late.starts, strict=True))
+    assert placement.step_seconds(posed, late.fetches, late.starts) == pytest.approx(
+        placement.step_seconds(posed, choice.fetches, choice.starts)
+    )
+
+
+def test_a_start_waits_while_the_link_is_busy():
+    """Three fetches of 102 ms each, issued at once; a kernel takes 10 ms."""
+    posed = problem([(-1, 10)] * 40, [])
+    jobs = tuple(Fetch("w", 10 * KIB, LiveRange(tick, tick + 1)) for tick in (37, 38, 39))
+    starts = (0, 0, 0)
+    step_s = placement.step_seconds(posed, jobs, starts)
+    choice = placement.Choice(frozenset(), 0.0, jobs, starts, (), step_s, Packing((), 0))
+    first, second, third = placement.started_late(posed, choice).starts
+    per_tick = float(posed.clock[1])
+    assert first == 0
+    assert second == int(10 * KIB / 1e5 / per_tick)
+    assert third == int(2 * 10 * KIB / 1e5 / per_tick)
