@@ -20,8 +20,8 @@ class Occupancy:
         """
 
     def taken(self, live_range: _Interval, /) -> list[_Interval]:
-        """Returns intervals whose union is what is taken at any moment of a range; they may
-        overlap, and stand in no order. Time O(log moments) and what is returned.
+        """Returns what is taken at any moment of a range: sorted intervals that do not touch.
+        Of n intervals at O(log moments) nodes, O(n log log moments).
 
         Raises:
           IndexError: as `take`.

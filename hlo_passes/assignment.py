@@ -68,8 +68,9 @@ def assign_offsets(
       bytes lie at 0.
 
     Complexity: a strategy takes O(n log n) steps on unions of intervals (see `occupancy.h`),
-      which are as long as there are holes between what is placed; 50,000 buffers of a
-      training step take a second or two. At worst, with a hole beside every buffer, O(n²).
+      which are as long as there are holes between what is placed; 28,000 buffers of a training
+      step, a third of them transfers, take half a second. At worst, with a hole beside every
+      buffer, O(n²).
     """
     if not sizes:
         return Packing((), 0)

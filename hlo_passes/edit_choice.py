@@ -57,7 +57,6 @@ _SMALLEST_SHARE = 1 / 4096
 # How many decisions a plan tells of.
 _TOLD = 256
 
-
 # What part of the capacity is aimed at where no choice fits, one after the other until one does:
 # what is taken for less covers more, and what of it is not needed is given back.
 _AIMS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -182,8 +181,7 @@ class Work:
         """Different choices whose load fits, of gaps taken until it is within `aim`."""
         seen: set[frozenset[object]] = set()
         for terms in among:
-            taken = self.select(aim, terms, reserve)
-            taken.give_back(capacity)
+            taken = self.select(capacity, terms, reserve, aim)
             if taken.all not in seen:
                 seen.add(taken.all)
                 seconds = self.step_seconds(taken, capacity, slots)
@@ -204,8 +202,13 @@ class Work:
                 yield Terms(price, np.inf, depth)
 
     def select(
-        self, capacity: int, terms: Terms, reserve: npt.NDArray[np.int64] | int = 0
+        self,
+        capacity: int,
+        terms: Terms,
+        reserve: npt.NDArray[np.int64] | int = 0,
+        aim: int | None = None,
     ) -> TakenGaps:
+        """See `selection.select`."""
         return select(
             self.temporaries,
             self.load + reserve,
@@ -214,6 +217,7 @@ class Work:
             capacity,
             terms,
             self.smallest,
+            aim,
         )
 
     def choices(

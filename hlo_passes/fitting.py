@@ -53,7 +53,8 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
             return Fitted(again, choice, order, again)
         ordered.append((again, order))
     # What the first order lacks, the lowest may have, or the one that it had.
-    for again, order in (*ordered[:1], *ordered[1:][-1:], (posed, Edits())):
+    first, lowest = ordered[:1], ordered[1:][-1:]
+    for again, order in (*first, *lowest, (posed, Edits())):
         if found := fit_with_edits(again, order, budget, slots, search_s):
             return found
     return _fit_lowest(_lowest(posed), budget, slots)

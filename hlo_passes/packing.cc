@@ -32,8 +32,8 @@ void Join(std::vector<Interval>* lives) {
   lives->resize(last + 1);
 }
 
-// The offset of the smallest (or the lowest) gap of `size` bytes between intervals, sorted by
-// their bottoms; of equal gaps the lowest; above them all when there is none.
+// The offset of the smallest (or the lowest) gap of `size` bytes between sorted intervals that do
+// not touch; of equal gaps the lowest; above them all when there is none.
 int64_t Gap(const std::vector<Interval>& taken, int64_t size, bool lowest) {
   int64_t floor = 0, offset = -1, smallest = 0;
   for (const auto& [bottom, top] : taken) {
@@ -43,8 +43,7 @@ int64_t Gap(const std::vector<Interval>& taken, int64_t size, bool lowest) {
       offset = floor;
       if (lowest || room == size) break;
     }
-    // Of overlapping intervals (of other moments) the highest top so far counts.
-    floor = std::max(floor, top);
+    floor = top;
   }
   return offset < 0 ? floor : offset;
 }

@@ -338,15 +338,17 @@ def step_seconds(
 
 
 def started_late(problem: Problem, choice: Choice) -> Choice:
-    """Returns a choice with each fetch issued as late as costs nothing, its packing as it was:
-    while the link is busy with the one before, it only holds bytes."""
+    """Returns a choice with each fetch issued no earlier than the link can begin with it: while
+    that is busy with the one before, it only holds bytes. The offsets are those that it had."""
     times = _times(problem, choice.fetches, choice.starts, choice.departures)
     latency_s = problem.link.latency_s
     starts = [
         max(start, min(job.reads.start, bisect_right(times.before, begin - latency_s) - 1))
         for job, start, begin in zip(choice.fetches, choice.starts, times.begins, strict=True)
     ]
-    return replace(choice, starts=tuple(starts))
+    # Issued behind an eviction of the same queue, a fetch may wait for that.
+    step_s = step_seconds(problem, choice.fetches, starts, choice.departures)
+    return replace(choice, starts=tuple(starts), step_time_s=step_s)
 
 
 class _Times(NamedTuple):

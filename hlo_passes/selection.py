@@ -77,6 +77,7 @@ def select(
     capacity: int,
     terms: Terms,
     smallest: int = 0,
+    aim: int | None = None,
 ) -> TakenGaps:
     """Takes gaps until the load is within `capacity` everywhere, or none is left that helps.
 
@@ -84,10 +85,12 @@ def select(
       load: int64[ticks], bytes; costs: float64[ticks], seconds.
       capacity: bytes.
       smallest: temporaries of fewer bytes are left alone.
+      aim: bytes, of fewer than `capacity`, within which the load is brought before what is not
+        needed is given back.
     """
     selection = TakenGaps(temporaries, load, costs, rates, terms.depth)
-    _take(selection, capacity, terms.link_price, terms.link_s, smallest)
-    complete(selection, capacity, smallest)
+    _take(selection, capacity if aim is None else aim, terms.link_price, terms.link_s, smallest)
+    complete(selection, capacity if aim is None else aim, smallest)
     selection.give_back(capacity)
     return selection
 

@@ -147,8 +147,6 @@ class TakenGaps:
         end = self.gap_end(n, start)
         self._set_taken(n, start, Taken("evict", end))
         self._add_load(start + 1, end, -self.temporaries[n].size)
-        self._pass_by(n, start)
-        self._count_clones()
         self._undo.clear()
         return True
 
@@ -165,7 +163,6 @@ class TakenGaps:
         self._set_taken(n, start, Taken("recompute", end))
         self._add_load(start + 1, end, -self.temporaries[n].size)
         if self._make_again(n, end, 0) and self._added_s <= most_s:
-            self._pass_by(n, end)
             self._pass_by(n, start)
             self._count_clones()
             if self._over < 0:
@@ -187,19 +184,17 @@ class TakenGaps:
             size = self.temporaries[n].size
             if start == self._last_own_access(n) or end <= start + 1:
                 continue  # Not a gap of the program's: it is made for another one only.
-            if self._is_passing(n, end):
+            if self._is_passing(n, start) or self._is_passing(n, end):
                 continue
-            since = start if self._is_passing(n, start) else start + 1
-            if self.load[since:end].max(initial=0) + size > capacity:
+            if self.load[start + 1 : end].max(initial=0) + size > capacity:
                 continue
             del self.taken[n][start]
-            self._keep_from(n, start)
             self.load[start + 1 : end] += size
             if action == "recompute":
                 if not self._siblings_made_at(n, end):
                     self.costs[end] -= self.rates.maker_s[self.temporaries[n].maker.id]
                 self._set_clone(n, end, None)
-            self._count_clones()
+                self._count_clones()
         self._undo.clear()
 
     def _price_s(self, n: int, start: LogicalTime, action: Action) -> float:

@@ -185,11 +185,10 @@ class Replay:
                     value.read(finish, self._began.get(i.id))
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
-            view = view_of(i, index)
+            view, is_unchanged = view_of(i, index), True
             if i.opcode == "call":
                 view, is_unchanged = self._called.lying(i, index)
-                view = view if is_unchanged else None
-            if view is not None:
+            if view is not None and is_unchanged:
                 value = operands[view.operand][view.part]
                 value.slots += self._slots.get(position_name(i, index), ())
             elif i.opcode == "parameter":

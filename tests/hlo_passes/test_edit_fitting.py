@@ -9,11 +9,13 @@ import pytest
 from hlo_passes import edit_fitting, fitting, placement, problem
 from hlo_passes.fitted import placed
 from hlo_passes.issued import issue
+from hlo_passes.machine import load_machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.plan import Edits
 from hlo_passes.problem import Problem
 from hlo_passes.repacking import excess_of
 from hlo_passes.rewrite import move_copies
+from tests import corpus
 from tests.hlo_passes.streamed import entry
 from tests.hlo_passes.toys import link, toy_machine
 
@@ -105,3 +107,35 @@ def test_tpus_pack_by_ticks():
     choice = placement.fit(of, frozenset(), 10**9)
     assert choice is not None
     assert not excess_of(of, choice, 0).any()
+
+
+def test_what_aims_lower_fits_where_nothing_else_does():
+    """A fifth of what XLA takes: the last resort would recompute a quarter more."""
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.18 * memory_usage(of.module, "cpu").total_bytes)
+    least, _, lowest = fitting.least_budget(of, None)
+    assert least < budget
+    found = fitting.fit(of, budget, None, 0.0)
+    assert found is not None
+    assert found.choice.step_time_s < 0.85 * float(lowest.clock[-1])
+
+
+def test_what_stays_is_known_down_to_the_least_budget(monkeypatch: pytest.MonkeyPatch):
+    of = problem.pose(corpus.read("mlp_grad.cpu"), load_machine("cpu_cxl"), ())
+    least = fitting.least_budget(of, None)[0]
+    monkeypatch.setattr(fitting, "_choose_stay", lambda *_: None)
+    assert fitting.choose_stay(of, least, None) == frozenset()
+    assert fitting.choose_stay(of, least // 2, None) is None
+
+
+def test_edits_are_looked_for_in_several_orders(monkeypatch: pytest.MonkeyPatch):
+    """XLA's own among them: what a lower order computes early, it may not compute again."""
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    tried: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        fitting, "fit_with_edits", lambda posed, order, *_: tried.append(order.order)
+    )
+    fitting.fit(of, fitting.least_budget(of, None)[0], None, 0.0)
+    assert len(tried) == len(set(tried))
+    assert len(tried) > 1
+    assert tried[-1] == ()
