@@ -23,6 +23,7 @@ from hlo_passes import xla
 from hlo_passes.errors import HookError
 from hlo_passes.ir import Module
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.settled import settle_names
 
 TOKEN = "memplan.token"
 
@@ -109,7 +110,7 @@ def _hook(
             module = Module(hlo_pb2.HloModuleProto.FromString(data))
             if module.attributes.get(TOKEN) != token:
                 return None
-            changed = transform(module)
+            changed = transform(settle_names(module))
         except BaseException as error:
             # Through XLA it would reach the user as text inside an INTERNAL error.
             failures.append(error)

@@ -34,6 +34,7 @@ from hlo_passes import (
     reader,
     reorder,
     rewrite,
+    settled,
     sink,
     ticks,
     tiers,
@@ -59,6 +60,7 @@ class Pass:
 PASSES = (
     # Reading.
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
+    Pass("settle-names", settled.settle_names, "one program, one module: the same names"),
     Pass("barriers", barriers.remove_barriers, "no barrier hides who reads what"),
     Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
     # Loops.

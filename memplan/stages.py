@@ -208,7 +208,7 @@ class Lowered:
             try:
                 executable = self._compile_planned(look, options)
             except (PlanMismatchError, LoopMismatchError) as error:
-                # XLA:TPU was seen to schedule a module for 256 chips in two ways.
+                # XLA does not promise to schedule a module in the same way again.
                 self._looks.forget()
                 rounds.append("XLA scheduled the module otherwise than before")
                 mismatch = error
