@@ -7,9 +7,9 @@ XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of it
 modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
 has one for GPU or CPU. But XLA:TPU keeps the names of instructions from there on (of the
 estimated cycles of the programs below, 91 to 100% stand at a name that the hook sees), so
-an executable of the same program can lend its estimates. By then some operands have moved to
-on-chip memory, and the time to bring them there is not in the estimate: the larger of it
-and the roofline counts.
+an executable of the same program can lend its estimates (`lend_estimates`; a clone has those
+of what it is a clone of). By then some operands have moved to on-chip memory, and the time to bring
+them there is not in the estimate: the larger of it and the roofline counts.
 
 Estimate over roofline, kernel by kernel (libtpu of jax 0.12):
 
@@ -36,10 +36,11 @@ Nothing here is charged for moving bytes between tiers: a transfer occupies its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hlo_passes.edits import RECOMPUTE_ATTRIBUTE
 from hlo_passes.flops import MatrixWork, matrix_work
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.machine import Machine
@@ -53,9 +54,7 @@ _HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
 _BF16_PASSES = {_HIGH: 3, _HIGHEST: 6}
 
 
-def instruction_costs(
-    module: Module, machine: Machine, executable: Module | None = None
-) -> Mapping[int, float]:
+def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
     """Returns the seconds of compute of every instruction outside fusions, by its id.
 
     A `while` costs its trip count times its body and condition (once, where the count is
@@ -65,24 +64,44 @@ def instruction_costs(
 
     Args:
       module: any module; unscheduled ones too.
-      executable: what XLA made of an earlier compilation of the same program, whose
-        estimates are taken for the instructions of the same name and opcode.
 
     Raises:
       NotOnMachineError: when the machine knows no peak FLOP/s at all.
     """
     moved = traffic(module)
-    estimates = {} if executable is None else _estimates(executable)
-    return _Costs(module, machine, moved, moves(module, machine, moved), estimates).all()
+    return _Costs(module, machine, moved, moves(module, machine, moved)).all()
 
 
-def _estimates(executable: Module) -> Mapping[tuple[str, str], int]:
-    return {
-        (i.name, i.opcode): _estimated_cycles(i)
+def estimates(executable: Module) -> Mapping[Hashable, int]:
+    """Returns the cycles of the instructions for which XLA wrote them, by what they can be
+    known by in another module of the same program. O(instructions)."""
+    found = {
+        _known_by(i): _estimated_cycles(i)
         for computation in executable.computations.values()
         if not computation.is_fusion
         for i in computation.instructions
     }
+    return {known_by: cycles for known_by, cycles in found.items() if cycles}
+
+
+def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
+    """Returns `module` with the cycles of its instructions that are known.
+
+    Args:
+      module: as the hook sees it.
+      known: of `estimates`, of executables of the same program, arguments perhaps in other
+        memory.
+
+    O(instructions).
+    """
+    cycles = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
+    return module.lent({name: n for name, n in cycles.items() if n})
+
+
+def _known_by(instruction: Instruction) -> Hashable:
+    """Name, opcode, types and dimensions: one of another shape is another one."""
+    shapes = tuple((s.dtype, s.dimensions) for _, s in instruction.shape.leaves())
+    return instruction.name, instruction.opcode, shapes
 
 
 @dataclass
@@ -91,7 +110,6 @@ class _Costs:
     machine: Machine
     traffic: Mapping[int, Traffic]
     moves: Mapping[int, Move]
-    estimates: Mapping[tuple[str, str], int]
 
     def __post_init__(self) -> None:
         self._found: dict[int, float] = {}
@@ -134,8 +152,14 @@ class _Costs:
         cycles = _estimated_cycles(instruction)
         if cycles:
             return self.machine.cycles_seconds(cycles)
-        lent = self.estimates.get((instruction.name, opcode), 0)
-        return max(self.machine.cycles_seconds(lent), self._roofline(instruction))
+        lent = self.machine.cycles_seconds(self._lent_cycles(instruction))
+        return max(lent, self._roofline(instruction))
+
+    def _lent_cycles(self, instruction: Instruction) -> int:
+        if not self.module.cycles:
+            return 0
+        original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
+        return self.module.cycles.get(original or instruction.name, 0)
 
     def _called(self, instruction: Instruction) -> Iterable[float]:
         called = (self.module.computations[i] for i in instruction.called_computation_ids)

@@ -39,25 +39,21 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitt
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
     choice = placed(posed, budget, slots)
+    orders = [(posed, Edits())]
     if isinstance(choice, placement.Choice):
         plain = Fitted(posed, choice, Edits(), posed)
         if _is_hidden(choice, posed):
             return plain
-        found = fit_with_edits(posed, Edits(), budget, slots, search_s)
+        found = fit_with_edits(orders, budget, slots, search_s)
         return min(plain, found or plain, key=lambda f: f.choice.step_time_s)
-    ordered: list[tuple[Problem, Edits]] = []
     for order in _lower_orders(posed, budget):
         again = edited(posed, order)
         choice = placed(again, budget, slots)
         if isinstance(choice, placement.Choice):
             return Fitted(again, choice, order, again)
-        ordered.append((again, order))
-    # What the first order lacks, the lowest may have, or the one that it had.
-    first, lowest = ordered[:1], ordered[1:][-1:]
-    for again, order in (*first, *lowest, (posed, Edits())):
-        if found := fit_with_edits(again, order, budget, slots, search_s):
-            return found
-    return _fit_lowest(_lowest(posed), budget, slots)
+        orders.append((again, order))
+    found = fit_with_edits(orders, budget, slots, search_s)
+    return found or _fit_lowest(_lowest(posed), budget, slots)
 
 
 def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Fitted | None:
@@ -68,12 +64,17 @@ def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Fitted | Non
 
 
 def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
-    """Yields orders of the compute with less live at once, all weights streamed: for the budget,
-    for one that leaves packing more, and with the least that is found."""
+    """Yields orders of the compute with less live at once, all weights streamed: what frees bytes
+    runs early; and from there on for the budget, for one that leaves packing more, and with the
+    least that is found."""
     if not posed.ticks.end:
         return
     capacity = max(0, budget - posed.fixed_bytes - posed.arena.base)
     on_host = [m.parameter for m in posed.movables]
+    early = reorder.release_early(posed.module, posed.machine, capacity, on_host)
+    if early:
+        yield Edits(early)
+        posed = edited(posed, Edits(early))
     seen: set[tuple[str, ...]] = {()}
     for room in dict.fromkeys((capacity, capacity - capacity // _PACKING, 0)):
         names = reorder.lower_peak(posed.module, posed.machine, room, on_host)

@@ -14,6 +14,7 @@ Terms are XLA's: an instruction's *operands* are instructions of the same comput
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -305,7 +306,11 @@ class Module:
     Args:
       proto: the message. The module takes it over: do not write to it afterwards.
       original: a module from which this one differs in the entry computation, its schedule
-        and further computations only: its views of the others are taken over.
+        and further computations only: its views of the others are taken over, and its cycles.
+
+    Attributes:
+      cycles: clock cycles that an executable of the same program takes for an instruction, by
+        its name (`lent`); nothing of a module as it was read.
 
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
@@ -314,6 +319,7 @@ class Module:
 
     def __init__(self, proto: hlo_pb2.HloModuleProto, original: Module | None = None) -> None:
         self._proto = proto
+        self.cycles: Mapping[str, int] = original.cycles if original is not None else {}
         self._sequences = {
             cid: tuple(seq.instruction_ids)
             for cid, seq in proto.schedule.sequences.items()
@@ -434,6 +440,14 @@ class Module:
         data = proto.SerializeToString(deterministic=True)
         return hashlib.sha256(data).hexdigest()[:16]
 
+    def lent(self, cycles: Mapping[str, int]) -> Module:
+        """Returns the same module with other `cycles`; they are no part of its content."""
+        module = copy.copy(self)
+        # What was found of this one (`once`) may rest on its own.
+        vars(module).pop("_found", None)
+        module.cycles = cycles
+        return module
+
     def source_line(self, instruction: Instruction) -> str:
         """Returns ``file:line`` of the Python call that made `instruction`, or ``""``.
 
@@ -455,9 +469,9 @@ class Module:
 
     def to_proto(self) -> hlo_pb2.HloModuleProto:
         """Returns a copy of the underlying message, for a rewriter to edit."""
-        copy = hlo_pb2.HloModuleProto()
-        copy.CopyFrom(self._proto)
-        return copy
+        proto = hlo_pb2.HloModuleProto()
+        proto.CopyFrom(self._proto)
+        return proto
 
     def to_bytes(self) -> bytes:
         return self._proto.SerializeToString()

@@ -107,4 +107,4 @@ def _write(
         del computation.instructions[:]
         computation.instructions.extend(ordered)
         proto.schedule.sequences[computation.id].instruction_ids[:] = sequence
-    return Module(proto)
+    return Module(proto).lent(module.cycles)

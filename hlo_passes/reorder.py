@@ -30,6 +30,7 @@ from hlo_passes.machine import Machine
 from hlo_passes.memory import BACKENDS, measure_memory
 from hlo_passes.order_holdings import Holdings, order_holdings
 from hlo_passes.order_load import Load, OrderProblem
+from hlo_passes.order_release import released_early
 from hlo_passes.order_rules import order_rules
 from hlo_passes.order_search import lower_loads
 from hlo_passes.plan import Edits, LiveRange
@@ -98,6 +99,32 @@ def lower_peak(
             break
         target -= found.peak - found.load.peak
     return names
+
+
+def release_early(
+    module: Module,
+    machine: Machine,
+    capacity: int,
+    host_parameters: Collection[int] | None = None,
+) -> tuple[str, ...]:
+    """Finds an order of the entry in which bytes are freed as soon as they can be, where more
+    than `capacity` are live; its peak may be that of XLA's.
+
+    Args, and what is returned: as for `lower_peak`. Where XLA's order breaks `order_rules`, or
+    nothing would move, nothing is.
+
+    O(instructions · log instructions), and what `ticks` takes.
+    """
+    hosted = host_parameters if machine.platform == "cpu" else None
+    if peak_at_most(module, hosted or ()) <= capacity:
+        return ()
+    entry = _Entry(module, machine, hosted)
+    if not entry.problem.is_in_order:
+        return ()
+    found = entry.measured(released_early(entry.problem, capacity))
+    if not found.load.moves or found.peak > entry.present.peak:
+        return ()
+    return entry.names(found.load)
 
 
 def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> OrderProblem:
@@ -178,13 +205,16 @@ class _Entry:
 
     def first_that_gains(self, loads: Iterable[Load]) -> _Measured | None:
         """The first of `loads` that needs less than the present order, packed or not."""
-        for load in map(self._with_views, loads):
-            reordered = edits.apply(self._module, Edits(order=self.names(load)))
-            ranges, ticks = self._analyzed(reordered)
-            found = _Measured(ranges, ticks, load, self.present.weights, self._target)
+        for found in map(self.measured, loads):
             if found.peak < self.present.peak and found.packed <= self.present.packed:
                 return found
         return None
+
+    def measured(self, load: Load) -> _Measured:
+        load = self._with_views(load)
+        reordered = edits.apply(self._module, Edits(order=self.names(load)))
+        ranges, ticks = self._analyzed(reordered)
+        return _Measured(ranges, ticks, load, self.present.weights, self._target)
 
     def _with_views(self, load: Load) -> Load:
         """The order with what only shows bytes under another name right behind what makes them.

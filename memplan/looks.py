@@ -9,15 +9,16 @@ loops over stacks are looked at with rings of different depth, and the fastest p
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hlo_passes import inject, pipeline
+from hlo_passes import cost, inject, pipeline
 from hlo_passes.errors import HostResultsError, MemoryBudgetError, OrderedEffectsError
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
-from memplan.executable import Program
+from hlo_passes.reader import read_module
+from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds
 from memplan.streams.hosting import Hosting
@@ -66,6 +67,7 @@ class Looks:
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
         self._captured: dict[Any, tuple[Program, Module]] = {}
+        self._estimates: dict[Hashable, int] = {}
         self._xla_s = 0.0
 
     def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
@@ -108,6 +110,12 @@ class Looks:
     def took(self, xla_s: float) -> None:
         """Takes note that XLA was at work for so many seconds, on this program or part of it."""
         self._xla_s = max(self._xla_s, xla_s)
+
+    def compiled(self, executable: Executable) -> None:
+        """Takes note of what XLA made of this program: how long its kernels take, where it says
+        so, which is for TPU."""
+        if self._placing.target.platform == "tpu":
+            self._estimates |= cost.estimates(read_module(executable))
 
     @property
     def _search_s(self) -> float:
@@ -229,4 +237,5 @@ class Looks:
             )
             self.took(time.monotonic() - begin)
             self._captured[key] = program, module
-        return self._captured[key]
+        program, module = self._captured[key]
+        return program, cost.lend_estimates(module, self._estimates)

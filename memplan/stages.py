@@ -150,6 +150,8 @@ class Lowered:
             begin = time.monotonic()
             executable = self._compile_unplanned(compiler_options)
             self._looks.took(time.monotonic() - begin)
+            if executable is not None:
+                self._looks.compiled(executable)
             return executable
 
         def within(budget: int) -> Compiled:
@@ -218,6 +220,7 @@ class Lowered:
             rounds.append(f"planned {predicted} bytes, XLA reports {total}")
             if total <= budget:
                 return Compiled(executable, self, look, tuple(rounds))
+            self._looks.compiled(executable)
             reported.append(total)
             overhead = max(overhead, total - predicted)
         if mismatch is not None and not reported:

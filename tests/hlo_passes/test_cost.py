@@ -1,5 +1,6 @@
 """Seconds worked out by hand on a machine with round numbers, and XLA's own beside them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from hlo_passes.cost import instruction_costs
+from hlo_passes.cost import estimates, instruction_costs, lend_estimates
+from hlo_passes.ir import Module
 from hlo_passes.machine import load_machine
 from hlo_passes.reader import read_module
 from tests.hlo_passes.toys import link, module_of, toy_machine
@@ -122,17 +124,46 @@ def test_an_estimate_of_nothing_is_none():
     assert costs_of(estimated(0))["n"] == pytest.approx(8.0)
 
 
+def lent(lines: Sequence[str], cycles: int) -> Module:
+    return lend_estimates(module_of(entry(*lines)), estimates(module_of(estimated(cycles))))
+
+
 @pytest.mark.parametrize(("cycles", "seconds"), [(9500, 9.5), (1500, 8.0)])
 def test_an_executable_lends_its_estimate_above_the_roofline(cycles, seconds):
-    scheduled = module_of(entry("a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"))
-    found = instruction_costs(scheduled, toy_machine(), module_of(estimated(cycles)))
-    assert found[scheduled.entry.root.id] == pytest.approx(seconds)
+    module = lent(["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"], cycles)
+    found = instruction_costs(module, toy_machine())
+    assert found[module.entry.root.id] == pytest.approx(seconds)
 
 
-def test_an_estimate_is_for_one_name_and_opcode():
-    scheduled = module_of(entry("a = f32[100] parameter(0)", "ROOT n = f32[100] abs(a)"))
-    found = instruction_costs(scheduled, toy_machine(), module_of(estimated(9500)))
-    assert found[scheduled.entry.root.id] == pytest.approx(8.0)
+@pytest.mark.parametrize(
+    "root", ["n = f32[100] abs(a)", "m = f32[100] negate(a)", "n = f16[100] negate(a)"]
+)
+def test_an_estimate_is_for_one_name_opcode_and_shape(root):
+    dtype = root[4:7]
+    module = lent([f"a = {dtype}[100] parameter(0)", f"ROOT {root}"], 9500)
+    found = instruction_costs(module, toy_machine())
+    assert found[module.entry.root.id] == pytest.approx(8.0 if dtype == "f32" else 4.0)
+
+
+def test_a_clone_takes_as_long_as_its_original():
+    lines = [
+        "a = f32[100] parameter(0)",
+        'c = f32[100] negate(a), frontend_attributes={memplan.recompute="n"}',
+        "ROOT n = f32[100] negate(a)",
+    ]
+    module = lent(lines, 9500)
+    found = instruction_costs(module, toy_machine())
+    assert {i.name: found[i.id] for i in module.entry.instructions} == {"a": 0, "c": 9.5, "n": 9.5}
+
+
+def test_what_is_lent_goes_with_the_module_and_is_no_part_of_it():
+    lines = ["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"]
+    plain, module = module_of(entry(*lines)), lent(lines, 9500)
+    assert module.fingerprint == plain.fingerprint
+    assert Module(module.to_proto(), module).cycles == {"n": 9500}
+    # What is found of a module once is not what was found of another.
+    assert instruction_costs(plain, toy_machine())[plain.entry.root.id] == pytest.approx(8.0)
+    assert not plain.cycles
 
 
 @pytest.mark.parametrize(("flops", "size", "seconds"), [(5000, 10, 5.0), (0, 700, 7.0)])
