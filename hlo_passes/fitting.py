@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hlo_passes import edit_choice, placement, reorder
 from hlo_passes.edit_fitting import fit_with_edits
@@ -38,22 +39,25 @@ _LEAST_ROUNDS = 8
 def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Fitted | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
+    plain = _streamed(posed, Edits(), budget, slots)
+    if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
+        return plain
+    fitted, orders = [plain], [(posed, Edits())]
+    for order in _early_order(posed, 0) if plain is not None else _lower_orders(posed, budget):
+        orders.append((edited(posed, order), order))
+        fitted.append(_streamed(*orders[-1], budget, slots))
+        if fitted[-1] is not None and _is_hidden(fitted[-1].choice.step_time_s, posed):
+            return fitted[-1]
+    fitted.append(fit_with_edits(orders, budget, slots, search_s))
+    found = (f for f in fitted if f is not None)
+    best = min(found, key=lambda f: f.choice.step_time_s, default=None)
+    return best or _fit_lowest(_lowest(posed), budget, slots)
+
+
+def _streamed(posed: Problem, order: Edits, budget: int, slots: int | None) -> Fitted | None:
+    """With nothing but weights moved."""
     choice = placed(posed, budget, slots)
-    orders = [(posed, Edits())]
-    if isinstance(choice, placement.Choice):
-        plain = Fitted(posed, choice, Edits(), posed)
-        if _is_hidden(choice, posed):
-            return plain
-        found = fit_with_edits(orders, budget, slots, search_s)
-        return min(plain, found or plain, key=lambda f: f.choice.step_time_s)
-    for order in _lower_orders(posed, budget):
-        again = edited(posed, order)
-        choice = placed(again, budget, slots)
-        if isinstance(choice, placement.Choice):
-            return Fitted(again, choice, order, again)
-        orders.append((again, order))
-    found = fit_with_edits(orders, budget, slots, search_s)
-    return found or _fit_lowest(_lowest(posed), budget, slots)
+    return Fitted(posed, choice, order, posed) if isinstance(choice, placement.Choice) else None
 
 
 def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Fitted | None:
@@ -61,6 +65,13 @@ def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Fitted | Non
     if not isinstance(choice, placement.Choice):
         return None
     return Fitted(lowest.edited, choice, lowest.edits, lowest.ordered)
+
+
+def _early_order(posed: Problem, capacity: int) -> Iterator[Edits]:
+    """Yields the order in which bytes are freed as soon as they can be, if that is another one."""
+    on_host = [m.parameter for m in posed.movables]
+    if names := reorder.release_early(posed.module, posed.machine, capacity, on_host):
+        yield Edits(names)
 
 
 def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
@@ -71,10 +82,9 @@ def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
         return
     capacity = max(0, budget - posed.fixed_bytes - posed.arena.base)
     on_host = [m.parameter for m in posed.movables]
-    early = reorder.release_early(posed.module, posed.machine, capacity, on_host)
-    if early:
-        yield Edits(early)
-        posed = edited(posed, Edits(early))
+    for early in _early_order(posed, capacity):
+        yield early
+        posed = edited(posed, early)
     seen: set[tuple[str, ...]] = {()}
     for room in dict.fromkeys((capacity, capacity - capacity // _PACKING, 0)):
         names = reorder.lower_peak(posed.module, posed.machine, room, on_host)
@@ -85,22 +95,32 @@ def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
 
 def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
     """Which weights stay when the others are streamed, and temporaries evicted or computed
-    again where that is faster, or nothing else fits; if nothing does, in another order."""
+    again where that is faster, or nothing else fits; in XLA's order, or another one."""
     found = _choose_stay(posed, budget, slots)
-    if found is None:
-        others = (edited(posed, order) for order in _lower_orders(posed, budget))
-        chosen = (_choose_stay(other, budget, slots) for other in others)
-        found = next((stay for stay in chosen if stay is not None), None)
-    if found is None and _fit_lowest(_lowest(posed), budget, slots) is not None:
-        return frozenset()
-    return found
+    if found is not None and _is_hidden(found.step_time_s, posed):
+        return found.stay
+    orders = _lower_orders(posed, budget) if found is None else _early_order(posed, 0)
+    for order in orders:
+        other = _choose_stay(edited(posed, order), budget, slots)
+        if found is None or (other and other.step_time_s < found.step_time_s * _WORTH_IT):
+            found = other
+    if found is not None:
+        return found.stay
+    return frozenset() if _fit_lowest(_lowest(posed), budget, slots) is not None else None
 
 
-def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
+class _Stay(NamedTuple):
+    """Weights on the device, and what a step takes with them there, in seconds."""
+
+    stay: frozenset[str]
+    step_time_s: float
+
+
+def _choose_stay(posed: Problem, budget: int, slots: int | None) -> _Stay | None:
     choice = placement.choose_placement(posed, budget, slots)
-    if choice is not None and _is_hidden(choice, posed):
-        return choice.stay
-    best = (choice.step_time_s, choice.stay) if choice is not None else None
+    best = _Stay(choice.stay, choice.step_time_s) if choice is not None else None
+    if best is not None and _is_hidden(best.step_time_s, posed):
+        return best
     for stay in placement.shares(posed):
         streamed = replace(posed, movables=tuple(m for m in posed.movables if m.buffer not in stay))
         capacity = placement.capacity_beside(posed, budget, stay)
@@ -109,14 +129,14 @@ def _choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[st
         chosen = edit_choice.work_on(streamed).choose(capacity, slots)
         if not chosen or not chosen[0].taken.all:
             continue  # Without edits the search above has done better.
-        if best is None or chosen[0].step_time_s < best[0] * _WORTH_IT:
-            best = chosen[0].step_time_s, stay
-    return best[1] if best is not None else None
+        if best is None or chosen[0].step_time_s < best.step_time_s * _WORTH_IT:
+            best = _Stay(stay, chosen[0].step_time_s)
+    return best
 
 
-def _is_hidden(choice: placement.Choice, posed: Problem) -> bool:
+def _is_hidden(step_time_s: float, posed: Problem) -> bool:
     """Whether compute hides all transfers, as far as counts."""
-    return choice.step_time_s * _WORTH_IT <= float(posed.clock[-1])
+    return step_time_s * _WORTH_IT <= float(posed.clock[-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,3 +162,35 @@ def test_of_several_orders_the_one_with_the_fastest_choice_is_taken():
         best = edit_fitting.fit_with_edits(several, budget, None, 0.0)
         assert best is not None
         assert min(found) <= best.choice.step_time_s <= 1.02 * min(found)
+
+
+# A weight has room from %b on, which is the last to read four times its size.
+LATE = """
+  %x = f32[4096]{0} parameter(0)
+  %w = f32[4096]{0:S(5)} parameter(1)
+  %a = f32[16384]{0} concatenate(%x, %x, %x, %x), dimensions={0}
+  %c = f32[4096]{0} cosine(%x)
+  %d = f32[4096]{0} sine(%c)
+  %b = f32[1]{0} slice(%a), slice={[0:1]}
+  %start = (f32[4096]{0}, f32[4096]{0:S(5)}, u32[]) copy-start(%w)
+  %done = f32[4096]{0} copy-done(%start)
+  %e = f32[4096]{0} multiply(%d, %done)
+  %f = f32[1]{0} slice(%e), slice={[0:1]}
+  ROOT %r = f32[1]{0} add(%f, %b)
+"""
+
+
+def test_what_is_freed_early_makes_room_for_a_weight_that_would_come_late():
+    of = problem.pose(entry(LATE), FAST, ())
+    budget = of.fixed_bytes + of.arena.base + int(of.arena.load.max())
+    plain = placement.fit(of, frozenset(), budget)
+    found = fitting.fit(of, budget, None, 0.0)
+    assert plain is not None
+    assert found is not None
+    order = found.edited.order
+    assert order.index("b") < order.index("c")
+    assert found.choice.step_time_s < plain.step_time_s
+    # With room for both nothing moves.
+    found = fitting.fit(of, budget + 2 * SIZE, None, 0.0)
+    assert found is not None
+    assert not found.edited.order

@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan.api as memplan
+from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import CompilerMissingError, NotExecutableError
+from hlo_passes.machine import load_machine
+from hlo_passes.timeline import schedule_events, simulate
 from memplan import topologies
 from tests.memplan.chains import chain, device_total
 
@@ -118,3 +121,27 @@ def test_a_compiler_that_is_not_installed_is_named(
     monkeypatch.setattr("memplan.topologies.find_spec", lambda _: None)
     with pytest.raises(CompilerMissingError, match=rf"needs {package}, which is not installed"):
         topologies.topology(name)
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jax.nn.gelu(x @ w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_on_tpu_plans_are_made_with_xlas_own_estimates():
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 4
+    x = jax.ShapeDtypeStruct((65536, 1024), jnp.bfloat16)
+    lowered = memplan.jit(jax.grad(loss), hbm="700MiB", machine="v5e").lower(weights, x)
+    # Nothing was compiled yet that could say how long kernels take.
+    before = lowered.plan().prediction
+    compiled = lowered.compile()
+    assert compiled.plan is not None
+    machine = load_machine("v5e")
+    costs = instruction_costs(compiled.module, machine)
+    step = simulate(schedule_events(compiled.module, costs, machine), machine)
+    after = compiled.plan.prediction
+    assert after.step_time_s == pytest.approx(step.step_time_s, rel=0.02)
+    assert before.compute_s < 0.9 * after.compute_s
