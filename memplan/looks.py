@@ -30,6 +30,11 @@ from memplan.streams.records import record_streams
 # better where the link is the bottleneck anyway.
 _RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
 
+# Where stacks take no more than this share of the budget, they are left on the device at first;
+# and rings are tried only where a step then takes longer than its compute by this factor. What
+# rings save is little there, and each has to be looked at two or three times.
+_SMALL_STACKS, _SLOW = 0.5, 1.5
+
 # How much of the time that XLA took is spent on searching for a faster plan than the first.
 _SEARCH_SHARE = 0.05
 
@@ -54,6 +59,11 @@ class Look:
     @property
     def step_time_s(self) -> float:
         return self.plan.prediction.step_time_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute, without what is computed again."""
+        return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
 
     @property
     def is_hidden(self) -> bool:
@@ -87,7 +97,7 @@ class Looks:
             raise HostResultsError(self._placing.traced.fun_name)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
-        for ring in self._rings:
+        for ring in self._rings(budget):
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 break  # One slot more was no better.
             try:
@@ -100,7 +110,7 @@ class Looks:
                 continue
             if best is None or look.step_time_s < best.step_time_s * _WORTH_IT:
                 best = look
-            if best.is_hidden:
+            if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break
         if best is None:
             assert failure is not None
@@ -126,13 +136,15 @@ class Looks:
         """Has XLA show everything anew."""
         self._captured.clear()
 
-    @property
-    def _rings(self) -> tuple[tuple[int, float] | None, ...]:
+    def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
-        if not self._placing.streams.rings(self._placing.everything(*_RINGS[0])):
+        streams, everything = self._placing.streams, self._placing.everything(*_RINGS[0])
+        if not streams.rings(everything):
             return _RINGS[:1]
         slots = self._placing.function.options.slots
-        return *(ring for ring in _RINGS if slots is None or ring[0] <= slots), None
+        rings = tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
+        stacks = sum(map(self._placing.stack_size, streams.stacks))
+        return (None, *rings) if stacks <= _SMALL_STACKS * budget else (*rings, None)
 
     @property
     def _without_rings(self) -> Hosting:

@@ -200,6 +200,30 @@ def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
     assert_same_bits(step(*step.place(*args)), jax.jit(both)(*args))
 
 
+@pytest.mark.parametrize(("slow", "is_ringed"), [(1e9, False), (0.0, True)])
+def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
+    monkeypatch: pytest.MonkeyPatch, slow: float, is_ringed: bool
+):
+    def both(stack: jax.Array, dense: list[jax.Array], x: jax.Array) -> jax.Array:
+        return chain(dense, forward(stack, x))
+
+    args = jnp.stack(weights(1)), weights(6), activations()
+    ringed: list[int] = []
+    with_rings = looks.Looks._look_with_rings
+
+    def watched(self: looks.Looks, depth: int, *rest: Any) -> looks.Look:
+        ringed.append(depth)
+        return with_rings(self, depth, *rest)
+
+    monkeypatch.setattr(looks.Looks, "_look_with_rings", watched)
+    monkeypatch.setattr(looks, "_SLOW", slow)
+    budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
+    assert budget >= 2 * WEIGHT_BYTES
+    plan = memplan.jit(both, hbm=budget).lower(*args).plan()
+    assert plan.transfers
+    assert bool(ringed) == is_ringed
+
+
 @pytest.mark.gpu
 def test_with_nothing_on_the_host_the_program_is_as_it_was_written():
     def update(weights: jax.Array, gradient: jax.Array) -> jax.Array:
