@@ -28,8 +28,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from hlo_passes.reader import read_module
 from hlo_passes.timeline import schedule_events, simulate
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
+from memplan.looks import Look, Looks
 from memplan.report.tables import Column, Table, write_tables
 from memplan.topologies import topology
 from models.corpus import CORPUS
@@ -109,7 +111,8 @@ class Point:
       evictions, recomputes: how many.
       recompute_s, compute_s, step_time_s: predicted seconds, the last of the executable.
       gap: `Prediction.gap`; None without a plan.
-      planning_s, compile_s: processor seconds: of planning once, and of the whole compilation.
+      planning_s, compile_s: processor seconds: of the first planning, and of the whole
+        compilation.
     """
 
     workload: str
@@ -281,12 +284,10 @@ def measure_own(wanted: Own, settings: Settings) -> Own:
 def measure_point(wanted: Point, settings: Settings) -> Point:
     """Compiles a program within its budget."""
     lowered = _lower(wanted, wanted.budget, settings)
-    planning_s, begin = 0.0, time.process_time()
+    begin = time.process_time()
     try:
-        if wanted.percent < 100:
-            planning_s = _planning_s(lowered)
-            begin = time.process_time()
-        compiled = lowered.compile()
+        with _planning() as planned:
+            compiled = lowered.compile()
     except MemoryBudgetError as error:
         tried = _try_least(wanted, error.least, settings) if settings.try_least else None
         return _with(wanted, least=error.least, least_works=tried)
@@ -296,7 +297,7 @@ def measure_point(wanted: Point, settings: Settings) -> Point:
         wanted,
         total=compiled.device_bytes,
         step_time_s=_step_time_s(compiled.module, machine),
-        planning_s=planning_s,
+        planning_s=planned[0] if planned else 0.0,
         compile_s=compile_s,
         **_of_plan(compiled.plan),
     )
@@ -324,22 +325,29 @@ def _lower(wanted: Own | Point, hbm: str | int, settings: Settings) -> Lowered:
     return step.lower(*args)
 
 
-def _planning_s(lowered: Lowered) -> float:
-    """Plans, and returns the processor seconds of that without XLA's."""
-    spent, capture = 0.0, inject.capture
+@contextmanager
+def _planning() -> Generator[list[float]]:
+    """Yields the processor seconds of every planning meanwhile, without XLA's."""
+    found: list[float] = []
+    xla_s, look, capture = 0.0, Looks.look, inject.capture
 
-    def timed(*args: Any) -> Module:
-        nonlocal spent
+    def capturing(*args: Any) -> Module:
+        nonlocal xla_s
         begin = time.process_time()
         try:
             return capture(*args)
         finally:
-            spent += time.process_time() - begin
+            xla_s += time.process_time() - begin
 
-    begin = time.process_time()
-    with mock.patch.object(inject, "capture", timed):
-        lowered.plan()
-    return time.process_time() - begin - spent
+    def looking(*args: Any) -> Look:
+        begin = time.process_time() - xla_s
+        try:
+            return look(*args)
+        finally:
+            found.append(time.process_time() - xla_s - begin)
+
+    with mock.patch.object(inject, "capture", capturing), mock.patch.object(Looks, "look", looking):
+        yield found
 
 
 def _try_least(wanted: Point, least: int, settings: Settings) -> tuple[int, str]:
