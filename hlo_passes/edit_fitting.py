@@ -56,10 +56,12 @@ def fit_with_edits(
       search_s: seconds to search for a faster choice than the first that fits.
     """
     best: _Fitting | None = None
+    terms: list[Terms] = []
     for posed, order in orders:
-        fitting = _Fitting(posed, order, budget, slots)
+        fitting = _Fitting(posed, order, budget, slots, terms)
         if fitting.is_faster_than(best):
             best = fitting
+        terms = fitting.terms  # What is good in one order is so in the next one.
     return best.improved(search_s) if best is not None else None
 
 
@@ -77,12 +79,14 @@ class _Packed:
 
 
 class _Fitting:
-    def __init__(self, posed: Problem, order: Edits, budget: int, slots: int | None) -> None:
+    def __init__(
+        self, posed: Problem, order: Edits, budget: int, slots: int | None, terms: list[Terms]
+    ) -> None:
         self._posed, self._order, self._budget, self._slots = posed, order, budget, slots
         self._capacity = budget - posed.fixed_bytes - posed.arena.base
         self._work = work_on(posed)
         self._search = EditSearch(self._work, self._capacity, slots)
-        self._terms: list[Terms] = []
+        self.terms = terms
         self._tried: set[frozenset[object]] = set()
         self._found: _Packed | None = None
 
@@ -132,8 +136,8 @@ class _Fitting:
 
     def _choices(self, reserve: _Bytes) -> list[EditChoice]:
         """Different ways to bring the load down, the fastest first."""
-        choices = self._work.choose(self._capacity, self._slots, reserve, self._terms)
-        self._terms = [c.terms for c in choices[:_AGAIN] if c.terms is not None] or self._terms
+        choices = self._work.choose(self._capacity, self._slots, reserve, self.terms)
+        self.terms = [c.terms for c in choices[:_AGAIN] if c.terms is not None] or self.terms
         if choices and not choices[0].waits:
             return choices
         rounded = self._search.rounded(reserve)
