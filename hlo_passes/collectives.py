@@ -37,6 +37,7 @@ from functools import cached_property
 
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.machine import Interconnect
+from hlo_passes.once import once
 
 _KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -68,6 +69,7 @@ class Collective:
         return steps_s + self.sent_bytes / interconnect.bytes_per_s
 
 
+@once
 def collectives(module: Module) -> Mapping[int, Collective]:
     """Returns the collectives of every computation that runs on its own, by the id of the
     instruction that starts them. Those in groups of one device are left out. O(instructions).

@@ -40,6 +40,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hlo_passes.collectives import collectives
 from hlo_passes.edits import RECOMPUTE_ATTRIBUTE
 from hlo_passes.flops import MatrixWork, matrix_work
 from hlo_passes.ir import Computation, Instruction, Module
@@ -59,8 +60,9 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
 
     A `while` costs its trip count times its body and condition (once, where the count is
     not known), a `conditional` its dearest branch, an asynchronous computation all of it at
-    its start: what XLA overlaps there is not modelled. Collectives cost what they read and
-    write in device memory; machines have no interconnect.
+    its start: what XLA overlaps there is not modelled. A synchronous collective takes no less
+    than it occupies the interconnect, where the machine has one; an asynchronous one costs what
+    it reads and writes in device memory, and the rest is the timeline's.
 
     Args:
       module: any module; unscheduled ones too.
@@ -114,6 +116,11 @@ class _Costs:
     def __post_init__(self) -> None:
         self._found: dict[int, float] = {}
         self._bytes_per_s = _stream_bytes_per_s(self.machine)
+        self._exchange_s: dict[int, float] = {}
+        if self.machine.interconnect is not None:
+            for id_, collective in collectives(self.module).items():
+                if collective.done is None:
+                    self._exchange_s[id_] = collective.seconds(self.machine.interconnect)
         self._elsewhere = {
             tier.memory_space
             for tier in self.machine.tiers
@@ -153,7 +160,8 @@ class _Costs:
         if cycles:
             return self.machine.cycles_seconds(cycles)
         lent = self.machine.cycles_seconds(self._lent_cycles(instruction))
-        return max(lent, self._roofline(instruction))
+        exchange_s = self._exchange_s.get(instruction.id, 0.0)
+        return max(lent, exchange_s, self._roofline(instruction))
 
     def _lent_cycles(self, instruction: Instruction) -> int:
         if not self.module.cycles:

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from hlo_passes.cost import estimates, instruction_costs, lend_estimates
 from hlo_passes.ir import Module
-from hlo_passes.machine import load_machine
+from hlo_passes.machine import Interconnect, load_machine
 from hlo_passes.reader import read_module
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
@@ -164,6 +164,39 @@ def test_what_is_lent_goes_with_the_module_and_is_no_part_of_it():
     # What is found of a module once is not what was found of another.
     assert instruction_costs(plain, toy_machine())[plain.entry.root.id] == pytest.approx(8.0)
     assert not plain.cycles
+
+
+SUM = """HloModule m, is_scheduled=true
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+ENTRY e {
+  p = f32[100] parameter(0)
+  s = f32[100] all-reduce(p), replica_groups={{0,1,2,3}}, to_apply=add
+  t = f32[100] all-reduce-start(p), replica_groups={{0,1,2,3}}, to_apply=add
+  u = f32[100] all-reduce-done(t)
+  ROOT r = f32[100] add(s, u)
+}
+"""
+
+
+def test_a_synchronous_collective_takes_as_long_as_the_interconnect():
+    module = module_of(SUM)
+    wires = Interconnect("ici", 10.0, efficiency=1.0, step_latency_s=1.0)
+    alone = costs_of(SUM)
+    found = instruction_costs(module, toy_machine(interconnect=wires))
+    by_name = {i.name: found[i.id] for i in module.entry.instructions}
+    # 6 steps, and each device sends 2 · 3/4 of 400 bytes; 800 bytes pass through device memory.
+    assert by_name["s"] == pytest.approx(6 + 600 / 10)
+    assert alone["s"] == pytest.approx(8.0)
+    # What an asynchronous one takes of the interconnect is the timeline's.
+    assert by_name["t"] == alone["t"]
+    # A slow memory is as much in the way.
+    fast = replace(wires, nominal_bytes_per_s=1e9, step_latency_s=0.0)
+    found = instruction_costs(module, toy_machine(interconnect=fast))
+    assert found[next(i.id for i in module.entry.instructions if i.name == "s")] == alone["s"]
 
 
 @pytest.mark.parametrize(("flops", "size", "seconds"), [(5000, 10, 5.0), (0, 700, 7.0)])
