@@ -232,12 +232,6 @@ class Load:
         return np.cumsum(np.concatenate([[0], self.problem.opens[self.order]]))
 
     @property
-    def moves(self) -> bool:
-        """Whether what takes time runs in another order than at present."""
-        timed = self.order[self.problem.takes_time[self.order]]
-        return bool((np.diff(timed) < 0).any())
-
-    @property
     def is_allowed(self) -> bool:
         """Whether all that takes time is under as many asynchronous operations as at present.
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from hlo_passes import edits
 from hlo_passes.assignment import assign_offsets, max_live_load
+from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.ir import Module
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
@@ -44,6 +45,9 @@ _ROUNDS = 3
 
 # Of the orders that are found, so many are looked at, best first, for one that packs well.
 _TRIES = 4
+
+# By what part of its bytes times seconds an order that frees early has to need less.
+_LEAST_GAIN = 1 / 256
 
 # Packing takes time that grows with the square of the buffers: a second for 10,000.
 _MOST_PACKED = 20_000
@@ -110,8 +114,8 @@ def release_early(
     """Finds an order of the entry in which bytes are freed as soon as they can be, where more
     than `capacity` are live; its peak may be that of XLA's.
 
-    Args, and what is returned: as for `lower_peak`. Where XLA's order breaks `order_rules`, or
-    nothing would move, nothing is.
+    Args, and what is returned: as for `lower_peak`; nothing, too, where hardly fewer bytes would
+    be live for hardly less time.
 
     O(instructions · log instructions), and what `ticks` takes.
     """
@@ -121,10 +125,16 @@ def release_early(
     entry = _Entry(module, machine, hosted)
     if not entry.problem.is_in_order:
         return ()
-    found = entry.measured(released_early(entry.problem, capacity))
-    if not found.load.moves or found.peak > entry.present.peak:
+    early = released_early(entry.problem, capacity)
+    costs = instruction_costs(module, machine)
+    seconds = np.array([costs[i.id] for i in entry.present.ticks.instructions])
+    held, present = (
+        float(load.at @ seconds[load.order]) for load in (early, entry.problem.present)
+    )
+    if held > (1 - _LEAST_GAIN) * present:
         return ()
-    return entry.names(found.load)
+    found = entry.measured(early)
+    return entry.names(found.load) if found.peak <= entry.present.peak else ()
 
 
 def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> OrderProblem:

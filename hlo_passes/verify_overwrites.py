@@ -17,6 +17,7 @@ its done, and writes from its start on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,20 +54,17 @@ class Version:
       place: that of the writer in the schedule.
       reads: (reader, place of its end).
       over: the version in the same bytes that this one is written over.
+      first: the one that was in these bytes at first.
     """
 
     writer: Instruction
     place: int
     over: Version | None = None
     reads: list[tuple[Instruction, int]] = field(default_factory=list[tuple[Instruction, int]])
+    first: Version = field(init=False)
 
-    @property
-    def history(self) -> Iterator[Version]:
-        """This version and all that lay in its bytes before, latest first."""
-        version: Version | None = self
-        while version is not None:
-            yield version
-            version = version.over
+    def __post_init__(self) -> None:
+        self.first = self if self.over is None else self.over.first
 
 
 class EntryMemory:
@@ -94,15 +92,17 @@ class EntryMemory:
         for version in self._walk.versions:
             if version.over is not None:
                 self._check_overwrite(version.over, version)
+        lain_in: defaultdict[Version, list[Version]] = defaultdict(list)
+        for version in self._walk.versions:
+            lain_in[version.first].append(version)
         for alias in self._module.input_output_aliases:
             given = self._walk.held[entry.parameters[alias.parameter].id][alias.parameter_index]
             returned = self._walk.held[entry.root.id][alias.output_index]
-            *_, first = returned.history
+            first = returned.first
             if first is given or first.writer.opcode in ("constant", "parameter"):
                 continue  # Nothing is written over the argument.
-            for version in self._walk.versions:
-                if given in version.history:
-                    self._check_overwrite(version, first)
+            for version in lain_in[given.first]:
+                self._check_overwrite(version, first)
 
     def _check_overwrite(self, old: Version, new: Version) -> None:
         for reader, end in old.reads:
@@ -181,10 +181,7 @@ def _summarized(computation: Computation, walk: _Walk) -> _Summary:
     }
     results = walk.held[computation.root.id]
     lies_in = {
-        index: given[first]
-        for index, version in results.items()
-        for first in [[*version.history][-1]]
-        if first in given
+        index: given[version.first] for index, version in results.items() if version.first in given
     }
     overwritten = (given[v.over] for v in walk.versions if v.over in given)
     return _Summary(

@@ -153,7 +153,7 @@ def test_of_several_orders_the_one_with_the_fastest_choice_is_taken():
     of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
     budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
     capacity = budget - of.fixed_bytes - of.arena.base
-    order = Edits(reorder.release_early(of.module, of.machine, capacity))
+    order = Edits(reorder.lower_peak(of.module, of.machine, capacity))
     orders = [(of, Edits()), (edited(of, order), order)]
     alone = [edit_fitting.fit_with_edits([one], budget, None, 0.0) for one in orders]
     found = [f.choice.step_time_s for f in alone if f is not None]
