@@ -79,6 +79,7 @@ PASSES = (
     # Planning.
     Pass("problem", problem.pose, "loads, seconds and movable weights as numbers"),
     Pass("placement", placement.choose_placement, "which weights stay on the device"),
+    Pass("release", reorder.release_early, "an order in which bytes are freed early"),
     Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
     Pass("edit-choice", edit_choice.Work.choose, "what is evicted, what is computed again"),
     Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
