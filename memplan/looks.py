@@ -143,8 +143,9 @@ class Looks:
             return _RINGS[:1]
         slots = self._placing.function.options.slots
         rings = tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
-        stacks = sum(map(self._placing.stack_size, streams.stacks))
-        return (None, *rings) if stacks <= _SMALL_STACKS * budget else (*rings, None)
+        hosted = (*everything.arguments, *everything.results)
+        size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
+        return (None, *rings) if size <= _SMALL_STACKS * budget else (*rings, None)
 
     @property
     def _without_rings(self) -> Hosting:
