@@ -55,14 +55,16 @@ def fit_with_edits(
       slots: at most so many streamed arrays on the device at once.
       search_s: seconds to search for a faster choice than the first that fits.
     """
-    best: _Fitting | None = None
+    best: _Packed | None = None
+    fitting: _Fitting | None = None
     terms: list[Terms] = []
     for posed, order in orders:
-        fitting = _Fitting(posed, order, budget, slots, terms)
-        if fitting.is_faster_than(best):
-            best = fitting
-        terms = fitting.terms  # What is good in one order is so in the next one.
-    return best.improved(search_s) if best is not None else None
+        again = _Fitting(posed, order, budget, slots, terms)
+        found = again.best(best)
+        if found is not best:
+            best, fitting = found, again
+        terms = again.terms  # What is good in one order is so in the next one.
+    return fitting.improved(best, search_s) if fitting is not None and best is not None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,17 +90,9 @@ class _Fitting:
         self._search = EditSearch(self._work, self._capacity, slots)
         self.terms = terms
         self._tried: set[frozenset[object]] = set()
-        self._found: _Packed | None = None
 
-    def is_faster_than(self, other: _Fitting | None) -> bool:
-        """Finds a choice that fits, and is faster than what `other` found."""
-        known = other._found if other is not None else None
-        self._found = self._best(known)
-        return self._found is not known
-
-    def improved(self, search_s: float) -> Fitted:
-        best = self._found
-        assert best is not None
+    def improved(self, best: _Packed, search_s: float) -> Fitted:
+        """The result of a search from `best`, a choice in this order."""
         if search_s <= 0:
             return best.fitted
         better = self._search.improved(best.chosen, best.reserve, search_s)
@@ -107,7 +101,8 @@ class _Fitting:
             return improved
         return best.fitted
 
-    def _best(self, best: _Packed | None) -> _Packed | None:
+    def best(self, best: _Packed | None) -> _Packed | None:
+        """The fastest choice that fits; `best`, known from another order, if none is faster."""
         fastest_s = 0.0  # Of what is still to be packed, as far as is known.
         rounds_left = _ROUNDS
         reserve = np.zeros_like(self._work.load)
