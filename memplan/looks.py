@@ -67,8 +67,8 @@ class Look:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether compute hides all transfers, as far as counts."""
-        return self.step_time_s * _WORTH_IT <= self.plan.prediction.compute_s
+        """Whether a step takes no longer than its compute, as far as counts."""
+        return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
 class Looks:

@@ -26,7 +26,7 @@ from hlo_passes.order_rules import order_rules
 from hlo_passes.plan import Edits
 from hlo_passes.quick_peak import peak_at_most
 from hlo_passes.reader import read_module
-from hlo_passes.reorder import lower_peak, order_problem
+from hlo_passes.reorder import lower_peak, order_problem, release_early
 from hlo_passes.sharing import Target
 from hlo_passes.ticks import entry_ticks
 from hlo_passes.verify_edits import verify_edits
@@ -448,6 +448,41 @@ def test_of_any_program_an_order_is_found_that_the_checker_agrees_to(
         assert found.heap_bytes <= present.heap_bytes
         for shown in (name for name in names if name.endswith(".1")):
             assert names[names.index(shown) - 1] == shown.replace(".1", ".0")
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**9), st.integers(1, 24), st.sampled_from(["cpu", "gpu", "tpu"]))
+def test_of_any_program_bytes_are_freed_early_in_an_order_that_the_checker_agrees_to(
+    seed: int, n: int, target: Target
+):
+    module = drawn(random.Random(seed), n)
+    present = memory_usage(module, target)
+    names = release_early(module, toy_machine(platform=target), 0)
+    if names:
+        reordered = edits.apply(module, Edits(order=names))
+        verify_edits(module, reordered)
+        assert memory_usage(reordered, target).lower_bound_bytes <= present.lower_bound_bytes
+
+
+def test_bytes_are_freed_early_only_where_that_gains():
+    text = """
+      x = F parameter(0)
+      a = F reverse(x), dimensions={0}
+      b = F reverse(x), dimensions={0}
+      c = f32[1]{0} slice(a), slice={[0:1]}
+      d = f32[1]{0} slice(b), slice={[0:1]}
+      ROOT r = f32[2]{0} concatenate(c, d), dimensions={0}
+    """
+    names = release_early(module_of(text), toy_machine(), 0)
+    assert names == ("a", "c", "b", "d", "r")
+    # Where it fits, and where there is only one order.
+    assert release_early(module_of(text), toy_machine(), 1 << 20) == ()
+    chain = """
+      x = F parameter(0)
+      a = F reverse(x), dimensions={0}
+      ROOT b = f32[1]{0} slice(a), slice={[0:1]}
+    """
+    assert release_early(module_of(chain), toy_machine(), 0) == ()
 
 
 # ── The compilers ────────────────────────────────────────────────────────────────────────
