@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from hlo_passes.barriers import remove_barriers
 from hlo_passes.cost import estimates, instruction_costs, lend_estimates
 from hlo_passes.ir import Module
 from hlo_passes.machine import Interconnect, load_machine
@@ -161,9 +162,11 @@ def test_what_is_lent_goes_with_the_module_and_is_no_part_of_it():
     plain, module = module_of(entry(*lines)), lent(lines, 9500)
     assert module.fingerprint == plain.fingerprint
     assert Module(module.to_proto(), module).cycles == {"n": 9500}
-    # What is found of a module once is not what was found of another.
     assert instruction_costs(plain, toy_machine())[plain.entry.root.id] == pytest.approx(8.0)
     assert not plain.cycles
+    # What is found once of a module is not what was found of another.
+    assert remove_barriers(plain) is plain
+    assert remove_barriers(plain.lent({"n": 9500})).cycles == {"n": 9500}
 
 
 SUM = """HloModule m, is_scheduled=true

@@ -227,3 +227,11 @@ def test_the_token_is_no_part_of_the_fingerprint():
     tokens = {module.attributes[TOKEN] for module in modules}
     assert len(tokens) == 3
     assert modules[0].fingerprint == modules[1].fingerprint != modules[2].fingerprint
+
+
+def test_constants_are_named_after_their_place():
+    lowered = lower()
+    module = capture("cpu", lowered.compiler_ir("stablehlo"), lowered.compile)
+    constants = [i.name for i in module.instructions.values() if i.opcode == "constant"]
+    assert constants == [f"constant_{n}" for n in range(len(constants))]
+    assert constants

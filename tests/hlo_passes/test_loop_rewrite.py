@@ -44,6 +44,11 @@ def test_a_loop_record_of_another_kind():
         Plan.from_json(text)
 
 
+def test_what_xla_estimates_goes_with_the_module():
+    lent = MODULE.lent({"f0.done": 7})
+    assert rewrite_loops(lent, LOOPS, MACHINE).cycles == lent.cycles
+
+
 def test_both_halves_are_tagged():
     rewritten = rewrite_loops(MODULE, LOOPS, MACHINE)
     tags = {
