@@ -57,7 +57,7 @@ _SMALLEST_SHARE = 1 / 4096
 # How many decisions a plan tells of.
 _TOLD = 256
 
-# What part of the capacity is aimed at where no choice fits, one after the other until one does:
+# What part of the capacity is aimed at where no choice fits, or is packed, one after the other:
 # what is taken for less covers more, and what of it is not needed is given back.
 _AIMS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
@@ -162,13 +162,23 @@ class Work:
           `capacity`.
         """
         found = list(self._chosen(capacity, capacity, slots, reserve, among or self._tried()))
-        for aim in _AIMS if not found else ():
-            prices = (0.1, DEAREST) if self.rates.can_evict else (DEAREST,)
-            terms = [Terms(price, np.inf, DEEPEST) for price in prices]
-            found = list(self._chosen(capacity, int(aim * capacity), slots, reserve, terms))
-            if found:
-                break
+        if not found:
+            found = next(filter(None, self._aimed(capacity, slots, reserve)), [])
         return sorted(found, key=lambda choice: choice.step_time_s)
+
+    def choose_deeper(self, capacity: int, slots: int | None) -> list[EditChoice]:
+        """Chooses as `choose` does where nothing else fits, in every way there is."""
+        found = (choice for among in self._aimed(capacity, slots) for choice in among)
+        return sorted(found, key=lambda choice: choice.step_time_s)
+
+    def _aimed(
+        self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int = 0
+    ) -> Iterator[list[EditChoice]]:
+        """Yields the choices that take gaps until the load is far lower than it has to be."""
+        prices = (0.1, DEAREST) if self.rates.can_evict else (DEAREST,)
+        terms = [Terms(price, np.inf, DEEPEST) for price in prices]
+        for aim in _AIMS:
+            yield list(self._chosen(capacity, int(aim * capacity), slots, reserve, terms))
 
     def _chosen(
         self,

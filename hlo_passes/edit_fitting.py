@@ -1,8 +1,9 @@
 """The fastest choice of evictions and recomputations whose arena fits when it is packed.
 
     choose ──► pack the fastest ──► one fits? ──► search for better ──► done
-       ▲             │ too large, at some ticks
-       └─ reserve ◄──┘ that many bytes stay free there
+       ▲             │ too large, at some ticks             ▲
+       └─ reserve ◄──┘ that many bytes stay free there      │
+              └─ none left ──► choose for far less ─────────┘
 
 A choice whose load fits may take more when it is packed. Where it does, more is left free, and all
 choose again; and also where a choice fits that is much slower than one that nearly did.
@@ -39,6 +40,11 @@ _PARTS = 128
 # next ones are made.
 _PACKED = 3
 _AGAIN = 8
+
+# Where none of them is packed within the budget: parts of the arena that are left free, and how
+# many choices are packed that were made for far less.
+_TIGHT = (0, 1 / 32, 1 / 16)
+_PACKED_TIGHT = 12
 
 type _Bytes = npt.NDArray[np.int64]  # One number a tick.
 
@@ -127,7 +133,18 @@ class _Fitting:
             elif excess is None:
                 more = 2 * more  # It made no difference to any choice.
             reserve = reserve + more
-        return best
+        return best or self._tight()
+
+    def _tight(self) -> _Packed | None:
+        """A choice that fits among those that take more gaps than the load alone needs."""
+        for part in _TIGHT:
+            free = int(part * self._capacity)
+            choices = self._work.choose_deeper(self._capacity - free, self._slots)
+            reserve = np.full_like(self._work.load, free)
+            found, _ = self._first_that_packs(choices, None, reserve, _PACKED_TIGHT)
+            if found is not None:
+                return found
+        return None
 
     def _choices(self, reserve: _Bytes) -> list[EditChoice]:
         """Different ways to bring the load down, the fastest first."""
@@ -139,16 +156,20 @@ class _Fitting:
         return sorted((*choices, *rounded), key=lambda c: c.step_time_s)
 
     def _first_that_packs(
-        self, choices: list[EditChoice], best: _Packed | None, reserve: _Bytes
+        self,
+        choices: list[EditChoice],
+        best: _Packed | None,
+        reserve: _Bytes,
+        most: int = _PACKED,
     ) -> tuple[_Packed | None, _Bytes | None]:
-        """The fastest of some choices that fits; and of those that do not by how many bytes the
-        nearest is above the capacity, at each tick. None where there was none to pack."""
+        """The fastest of the first `most` choices that fits; and of those that do not by how many
+        bytes the nearest is above the capacity, at each tick. None where there was none."""
         best_s = np.inf if best is None else best.step_time_s
         faster = (c for c in choices if c.step_time_s < best_s)
         promising = {c.taken.all: c for c in faster if c.taken.all not in self._tried}
         excesses: list[_Bytes] = []
         fitting: _Packed | None = None
-        for chosen in islice(promising.values(), _PACKED):
+        for chosen in islice(promising.values(), most):
             self._tried.add(chosen.taken.all)
             found = self._packed(chosen)
             if isinstance(found, Fitted):

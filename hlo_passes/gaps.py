@@ -78,6 +78,8 @@ class Temporary:
       handle: the instruction whose result it is.
       maker: the instruction that computes it: `handle`, or what `handle` takes an element of.
       size: bytes.
+      added: bytes that are taken from `written` on: `size`, or 0 where it lies in those of an
+        operand that `maker` reads last, or in some that are there anyway.
       written: tick of `maker`.
       reads: by tick.
       operands: of `maker`, if that is repeatable; else None.
@@ -89,6 +91,7 @@ class Temporary:
     handle: Instruction
     maker: Instruction
     size: int
+    added: int
     written: LogicalTime
     reads: tuple[Read, ...]
     operands: tuple[Operand, ...] | None
@@ -98,6 +101,11 @@ class Temporary:
     @property
     def name(self) -> str:
         return self.handle.name
+
+    @property
+    def is_written_over(self) -> bool:
+        """Whether it takes the bytes of an operand that `maker` reads last."""
+        return not self.added and not self.obstacle
 
 
 def find_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Temporary, ...]:
@@ -192,12 +200,16 @@ class _Finder:
             for index, shape in maker.shape.leaves()
             if index != value.index and shape.memory_space == DEVICE_MEMORY_SPACE
         )
+        written = self._ticks.tick_of[maker.id]
+        holder = self._ticks.holders.get(value.id)
+        is_new = holder is not None and holder.live_range.start == written
         return Temporary(
             number,
             handle,
             maker,
             value.shape.byte_size,
-            self._ticks.tick_of[maker.id],
+            value.shape.byte_size if is_new else 0,
+            written,
             tuple(sorted(self._reads(value, handle), key=lambda r: r.tick)),
             self._operands(maker),
             sum(v.shape.byte_size for v in others),

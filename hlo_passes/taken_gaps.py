@@ -110,7 +110,7 @@ class TakenGaps:
             self._made_by[t.maker.id].append(t.number)
         self._written: Counter[LogicalTime] = Counter()
         for t in temporaries:
-            self._written[t.written] += t.size
+            self._written[t.written] += t.added
         # Of each temporary what it is to the clones before a tick, and the bytes that are there
         # for these beyond those at the tick.
         self._clones: defaultdict[LogicalTime, dict[int, Role]] = defaultdict(dict)
@@ -302,16 +302,24 @@ class TakenGaps:
             for operand in self.temporaries[elements[0]].operands or ():
                 if operand.temporary in clones:
                     last[operand.temporary] = maker
-        gone: Counter[int] = Counter()
+        gone: defaultdict[int, list[int]] = defaultdict(list)
         for n, maker in last.items():
-            gone[maker] += self.temporaries[n].size if clones[n] != "made" else 0
+            if clones[n] != "made":
+                gone[maker].append(self.temporaries[n].size)
         there = sum(self.temporaries[n].size for n in clones if clones[n] == "waiting")
         most = there
         for maker, elements in made.items():
+            left = Counter(gone[maker])
+            reused = 0  # Bytes of operands over which the maker writes.
+            for t in (self.temporaries[n] for n in elements):
+                if t.is_written_over and left[t.size]:
+                    left[t.size] -= 1
+                    reused += t.size
             there += sum(self.temporaries[n].size for n in elements)
             others = sum(self.temporaries[n].size for n in elements[1:])
-            most = max(most, there + max(0, self.temporaries[elements[0]].beside - others))
-            there -= gone[maker]
+            beside = max(0, self.temporaries[elements[0]].beside - others)
+            most = max(most, there + beside - reused)
+            there -= sum(gone[maker])
         stay = sum(self.temporaries[n].size for n in clones if clones[n] == "made")
         return max(0, most - stay - self._written[tick])
 

@@ -161,13 +161,15 @@ def test_an_early_bitcast_is_made_again():
     assert chosen.recomputes == (Recompute("v.again1", "v", "e", ("e",)),)
 
 
-def test_what_one_fusion_makes_is_made_again_together():
-    fused = """%two (p: f32[64]) -> (f32[64], f32[64]) {
+TWO = """%two (p: f32[64]) -> (f32[64], f32[64]) {
   %p = f32[64]{0} parameter(0)
   %s = f32[64]{0} sine(%p)
   %c = f32[64]{0} cosine(%p)
   ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%s, %c)
 }"""
+
+
+def test_what_one_fusion_makes_is_made_again_together():
     of = posed(
         """
   %x = f32[64]{0} parameter(0)
@@ -182,7 +184,7 @@ def test_what_one_fusion_makes_is_made_again_together():
   ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}
 """,
         NO_LINK,
-        fused,
+        TWO,
     )
     done = least_edits(of)
     clones = {(r.original, r.before) for r in done.recomputes}

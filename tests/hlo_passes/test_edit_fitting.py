@@ -9,6 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from hlo_passes import edit_fitting, fitting, placement, problem, reorder
+from hlo_passes.edit_choice import Work
+from hlo_passes.edit_search import EditSearch
 from hlo_passes.fitted import edited, placed
 from hlo_passes.issued import issue
 from hlo_passes.machine import load_machine
@@ -125,6 +127,30 @@ def test_what_aims_lower_fits_where_nothing_else_does():
     found = fitting.fit(of, budget, None, 0.0)
     assert found is not None
     assert found.choice.step_time_s < 0.85 * float(lowest.clock[-1])
+
+
+def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
+    capacity = budget - of.fixed_bytes - of.arena.base
+    packed: list[int] = []
+
+    def wasteful(
+        to: Problem, budget: int, slots: int | None
+    ) -> placement.Choice | npt.NDArray[np.int64]:
+        """As if packing took a fiftieth more."""
+        packed.append(int(to.arena.load.max()))
+        if packed[-1] > 0.98 * capacity:
+            return np.ones(to.ticks.end, np.int64)
+        return placed(to, budget, slots)
+
+    monkeypatch.setattr(edit_fitting, "placed", wasteful)
+    monkeypatch.setattr(Work, "choose", lambda *_: [])
+    monkeypatch.setattr(EditSearch, "rounded", lambda *_: ())
+    assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, 0.0) is not None
+    assert max(packed) > 0.98 * capacity >= packed[-1]
 
 
 def test_what_stays_is_known_down_to_the_least_budget(monkeypatch: pytest.MonkeyPatch):
