@@ -164,6 +164,8 @@ class Lowered:
             return within(self.budget)
         except MemoryBudgetError as error:
             least = _least(error, within)
+            if least >= self.placing.arguments_bytes and (executable := unplanned()) is not None:
+                least = min(least, device_bytes(executable, 0))
             raise error.asked_for(self.budget, least, self.placing.left_alone) from None
 
     @property
@@ -235,15 +237,15 @@ class Lowered:
         Another plan breaks up XLA's arena in another way: where the budget has room for it,
         `caution` times of what was seen is left free, so that one more compilation is enough.
         """
-        try:
-            return self._looks.look(budget - caution * overhead, options)
-        except MemoryBudgetError as error:
-            if not overhead:
-                raise error.asked_for(budget, error.least) from None
-        try:
-            return self._looks.look(budget - overhead, options)
-        except MemoryBudgetError as error:
-            raise error.asked_for(budget, error.least + overhead) from None
+        errors: list[MemoryBudgetError] = []
+        for left_free in dict.fromkeys((caution * overhead, overhead)):
+            try:
+                return self._looks.look(budget - left_free, options)
+            except MemoryBudgetError as error:
+                errors.append(error)
+        # Which arguments stay depends on the budget, and on them what is needed beside.
+        error = min(errors, key=lambda e: e.least)
+        raise error.asked_for(budget, error.least + overhead)
 
     def _shortage(self) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""

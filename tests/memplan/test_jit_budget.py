@@ -229,6 +229,49 @@ def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch
     assert error.largest
 
 
+def no_plan(budget: int, least: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        budget=budget,
+        least=least,
+        instruction="dot",
+        op_name="dot",
+        source_line="",
+        largest=(),
+        fixed=0,
+    )
+
+
+def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.MonkeyPatch):
+    def within(self: stages.Lowered, budget: int, options: Any) -> stages.Compiled:
+        raise no_plan(budget, budget + 1)
+
+    monkeypatch.setattr(stages.Lowered, "_compile_within", within)
+    args = weights(), activations()
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(*args).compile()
+    assert raised.value.least == xla_total(chain, *args)
+
+
+def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
+    """With less room other arguments are to stay, and what then fails may need more."""
+    look = looks.Looks.look
+    asked: list[int] = []
+
+    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+        asked.append(budget)
+        if len(asked) in (2, 3):
+            raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))
+        return look(self, budget, options)
+
+    monkeypatch.setattr(looks.Looks, "look", fails)
+    reported = itertools.chain([HALF + 1000], itertools.repeat(HALF))
+    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert len(asked) == 4
+    assert asked[3] == raised.value.least == HALF + asked[0] - asked[2]
+
+
 # --- nothing to plan ------------------------------------------------------------------------
 
 
