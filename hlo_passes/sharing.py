@@ -156,6 +156,10 @@ def _gpu_fusion_may_share(
                 inputs = max(1, len(u.shape.tuple_shapes))
                 if number < inputs and u.operand_ids.count(i.id) == 1:
                     continue
+            if u is hero and u.opcode == "sort":
+                # It sorts in place (seen in assignments of the plugin of jax 0.12).
+                if number == index[0] and u.operand_ids.count(i.id) == 1:
+                    continue
             if (
                 hero.opcode == "dynamic-update-slice"
                 and u.opcode == "dynamic-slice"

@@ -63,6 +63,32 @@ def fusion(body: str, kind: str) -> str:
     )
 
 
+@pytest.mark.parametrize(("result", "expected"), [(0, True), (1, False)])
+def test_on_gpu_a_fused_sort_writes_over_what_it_sorts(result: int, expected: bool) -> None:
+    text = """HloModule m, is_scheduled=true
+less {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  n = f32[] parameter(2)
+  k = f32[] parameter(3)
+  ROOT r = pred[] compare(x, y), direction=LT
+}
+sorted {
+  p = f32[8] parameter(0)
+  i = f32[8] iota(), iota_dimension=0
+  ROOT s = (f32[8], f32[8]) sort(p, i), dimensions={0}, to_apply=less
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  a = f32[8] negate(p)
+  ROOT u = (f32[8], f32[8]) fusion(a), kind=kCustom, calls=sorted
+}
+"""
+    dataflow = analyze_dataflow(read_module(text))
+    named = {i.name: i for i in dataflow.module.entry.instructions}
+    assert can_share(dataflow, "gpu", Position(named["a"]), named["u"], (result,)) == expected
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_loop_fusion_that_is_elementwise_on_the_operand_shares_it(target: Target) -> None:
     assert shares(fusion("s = f32[8,8] sine(x)\n ROOT r = f32[8,8] add(s, y)", "kLoop"), target)
