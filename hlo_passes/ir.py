@@ -416,6 +416,14 @@ class Module:
         )
 
     @cached_property
+    def buffer_donors(self) -> tuple[tuple[int, ShapeIndex], ...]:
+        """Donated arguments that no output takes the place of: parameter and index."""
+        return tuple(
+            (e.parameter_number, tuple(e.parameter_shape_index))
+            for e in self._proto.buffer_donor.entries
+        )
+
+    @cached_property
     def entry_parameter_shapes(self) -> tuple[Shape, ...]:
         """Shapes of the arguments as the caller lays them out.
 
