@@ -32,6 +32,7 @@ from hlo_passes.sharing import Target
 from hlo_passes.timeline import TransferId
 from hlo_passes.traffic import traffic
 from memplan.report.edited import recomputed, split_temporaries
+from memplan.report.names import ABOUT_OPERAND, Names
 from memplan.report.view import (
     BAND_KINDS,
     Band,
@@ -70,9 +71,6 @@ _DONES = ("copy-done", "async-done")
 _IDLE = frozenset(
     {"bitcast", "constant", "get-tuple-element", "parameter", "tuple", *_STARTS, *_DONES}
 )
-
-# Instructions that XLA made up about another one: the name to show is the other's.
-_ABOUT_OPERAND = frozenset({"bitcast", "copy", "get-tuple-element", *_STARTS, *_DONES})
 
 
 class CompiledBytes(Protocol):
@@ -136,7 +134,8 @@ class _Builder:
         self.ranges = compute_live_ranges(analyze_dataflow(module))
         self.sequence = self.ranges.sequence
         self.tick_of = {i.name: tick for tick, i in enumerate(self.sequence)}
-        self.steps = tuple(map(self._step, self.sequence))
+        self.names = Names(self.ranges, self.labels)
+        self.steps = tuple(map(self.names.step, self.sequence))
         self.recomputed = recomputed(self.sequence, plan)
 
     def run(self, name: str, compiled: CompiledBytes | None) -> RunView:
@@ -162,61 +161,6 @@ class _Builder:
             split=() if self.plan is None else split_temporaries(self.plan),
             decisions=() if self.plan is None else self.plan.decisions,
         )
-
-    def _step(self, instruction: Instruction) -> Step:
-        about = self._about(instruction)
-        return Step(instruction.name, about.op_name, self.module.source_line(about))
-
-    def _about(self, i: Instruction) -> Instruction:
-        """The instruction whose name and source line say what `i` is for."""
-        while not i.op_name:
-            called = [self.module.computations[c] for c in i.called_computation_ids]
-            if i.opcode == "fusion" and called and called[0].root.op_name:
-                return called[0].root
-            if i.opcode not in _ABOUT_OPERAND or not i.operand_ids:
-                return i
-            i = self.module.instructions[i.operand_ids[0]]
-        return i
-
-    def _label(self, i: Instruction) -> str:
-        """The user's name of an argument, or of the argument that `i` is a copy or, with
-        ``[i]`` behind it, a slice of."""
-        start = self._wrapped_by.get(i.computation_id, i)
-        if start.opcode == "async-done":
-            start = self.module.instructions[start.operand_ids[0]]
-        if start.opcode == "async-start" and (stack := self._stack_of(start)):
-            return f"{stack}[i]"
-        about = self._about(i)
-        if about.opcode != "parameter":
-            return ""
-        return self.labels.get(about.name) or about.op_name
-
-    @cached_property
-    def _wrapped_by(self) -> Mapping[int, Instruction]:
-        """The start that runs a computation asynchronously, by the computation's id."""
-        starts = (i for i in self.sequence if i.opcode == "async-start")
-        return {i.called_computation_ids[0]: i for i in starts}
-
-    def _stack_of(self, start: Instruction) -> str:
-        """What the array on the host is called that a transfer takes a slice from, or puts
-        one into."""
-        operands = map(self.module.instructions.__getitem__, start.operand_ids)
-        stack = next((o for o in operands if o.shape.memory_space == HOST_MEMORY_SPACE), None)
-        if stack is None:
-            return ""
-        buffer = self.ranges.dataflow.buffer_at(stack)
-        arguments = {p.id for p in self.module.entry.parameters}
-        argument = next(
-            (v.instruction for v in buffer.values if v.instruction.id in arguments), None
-        )
-        if argument is not None:
-            return self._label(argument)
-        if buffer.live_out:
-            root = self.module.entry.root
-            number = next((p.index for p in buffer.positions if p.instruction is root), ())
-            return f"result {number[0]}" if number else "the result"
-        line = self.module.source_line(buffer.instruction)
-        return f"residual of {line}" if line else ""
 
     # Memory.
 
@@ -361,18 +305,18 @@ class _Builder:
         return Held(
             buffer=str(value),
             # A start's flag is no copy of the argument.
-            label="" if block.kind == "temporaries" else self._label(value.instruction),
+            label="" if block.kind == "temporaries" else self.names.label(value.instruction),
             kind=block.kind,
             size=block.size,
             shape=str(value.shape),
             live_range=LiveRange(live.start, min(live.end, self.ranges.end)),
-            origin=self._step(value.instruction),
+            origin=self.names.step(value.instruction),
             reader=self._reader(value.instruction),
         )
 
     def _reader(self, i: Instruction) -> Step | None:
         """The first instruction that works on what `i` gives, through what only passes it on."""
-        i = self._wrapped_by.get(i.computation_id, i)
+        i = self.names.wrapped_by.get(i.computation_id, i)
         seen: set[int] = set()
         while i.id not in seen:
             seen.add(i.id)
@@ -383,8 +327,8 @@ class _Builder:
             if not users:
                 return None
             i = users[0]
-            if i.opcode not in _ABOUT_OPERAND and i.custom_call_target not in _PASSED_ON:
-                return self._step(i)
+            if i.opcode not in ABOUT_OPERAND and i.custom_call_target not in _PASSED_ON:
+                return self.names.step(i)
         return None
 
     def _running(self, instructions: Iterable[Instruction]) -> list[Instruction]:
@@ -451,7 +395,7 @@ class _Builder:
         done = self._done_ticks.get(instruction.id, start)
         return TransferView(
             buffer=instruction.name,
-            label=self._label(instruction),
+            label=self.names.label(instruction),
             kind=self._kind(instruction, source, destination),
             source=source,
             destination=destination,
@@ -500,7 +444,7 @@ class _Builder:
         for i in self.sequence:
             if i.opcode == "while" and i.name in names:
                 nest = self._nests[i.called_computation_ids[0]]
-                yield LoopView(self._step(i), nest.trip_count, nest.executions)
+                yield LoopView(self.names.step(i), nest.trip_count, nest.executions)
 
     @cached_property
     def _done_ticks(self) -> Mapping[int, LogicalTime]:
