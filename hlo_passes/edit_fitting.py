@@ -56,20 +56,26 @@ def fit_with_edits(
 
     Args:
       orders: the module in some orders, each with what put it there, which the result is to
-        say. The fastest choice that is found in any of them is taken.
+        say. The fastest choice that is found in any of them is taken; where there is none, the
+        one with least live at once is gone through first once more.
       budget: device bytes.
       slots: at most so many streamed arrays on the device at once.
       search_s: seconds to search for a faster choice than the first that fits.
     """
     best: _Packed | None = None
     fitting: _Fitting | None = None
+    tried: list[_Fitting] = []
     terms: list[Terms] = []
     for posed, order in orders:
-        again = _Fitting(posed, order, budget, slots, terms)
-        found = again.best(best)
+        tried.append(_Fitting(posed, order, budget, slots, terms))
+        found = tried[-1].best(best)
         if found is not best:
-            best, fitting = found, again
-        terms = again.terms  # What is good in one order is so in the next one.
+            best, fitting = found, tried[-1]
+        terms = tried[-1].terms  # What is good in one order is so in the next one.
+    for last in sorted(tried, key=lambda f: f.peak) if best is None else ():
+        best, fitting = last.tight(), last
+        if best is not None:
+            break
     return fitting.improved(best, search_s) if fitting is not None and best is not None else None
 
 
@@ -96,6 +102,11 @@ class _Fitting:
         self._search = EditSearch(self._work, self._capacity, slots)
         self.terms = terms
         self._tried: set[frozenset[object]] = set()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are live at once with nothing edited."""
+        return int(self._work.load.max(initial=0))
 
     def improved(self, best: _Packed, search_s: float) -> Fitted:
         """The result of a search from `best`, a choice in this order."""
@@ -133,9 +144,9 @@ class _Fitting:
             elif excess is None:
                 more = 2 * more  # It made no difference to any choice.
             reserve = reserve + more
-        return best or self._tight()
+        return best
 
-    def _tight(self) -> _Packed | None:
+    def tight(self) -> _Packed | None:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
             free = int(part * self._capacity)

@@ -122,6 +122,14 @@ class Shape:
     def element_count(self) -> int:
         return math.prod(self.dimensions)
 
+    @property
+    def padding_bytes(self) -> int:
+        """How many of `byte_size` are there for the tiles' sake only."""
+        elements = tiled_element_count(self.dimensions, self.layout)
+        if not self.layout.tiles or not elements:
+            return 0
+        return self.byte_size - self.byte_size * self.element_count // elements
+
     def leaves(self, prefix: ShapeIndex = ()) -> Iterator[tuple[ShapeIndex, Shape]]:
         """Yields every non-tuple element with its index, in order."""
         if not self.is_tuple:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import Strategy, assign_offsets, peak_load
-from hlo_passes.dataflow import Dataflow, analyze_dataflow
+from hlo_passes.dataflow import Dataflow, Value, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.plan import LogicalTime
@@ -83,6 +83,7 @@ class MemoryUsage:
       peak_entry_index: the place in the entry's schedule of that instruction, or of the one
         that runs it.
       live_at_peak: the temporaries live there, largest first.
+      live: the values behind them, in the order of the heap; some share bytes.
       heap, offsets: the packed temporaries, and where each lies.
     """
 
@@ -95,6 +96,7 @@ class MemoryUsage:
     peak: Instruction | None
     peak_entry_index: LogicalTime
     live_at_peak: tuple[LiveBuffer, ...]
+    live: tuple[Value, ...] = field(repr=False)
     heap: tuple[HeapRange, ...] = field(repr=False)
     offsets: tuple[int, ...] = field(repr=False)
 
@@ -148,6 +150,7 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
         peak=peak,
         peak_entry_index=_entry_index(ranges, peak) if peak else 0,
         live_at_peak=_describe(module, live),
+        live=tuple(h.value for h in live),
         heap=tuple(heap),
         offsets=packing.offsets,
     )

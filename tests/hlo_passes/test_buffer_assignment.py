@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hlo_passes.allocations import find_allocations
-from hlo_passes.assignment import peak_load
 from hlo_passes.buffer_assignment import BufferAssignment, buffer_assignment
-from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Module
-from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.memory import memory_usage
 from hlo_passes.proto import hlo_pb2
 from memplan.api import jit
@@ -47,19 +43,15 @@ def test_the_peak_and_what_is_live_there_are_xlas(target: str, workload: str, tm
     proto = dumped(target, workload, tmp_path)
     module = Module(proto.hlo_module)
     said = buffer_assignment(proto.buffer_assignment, module)
-    ranges = compute_live_ranges(analyze_dataflow(module))
-    found = find_allocations(ranges, platform(f"x.{target}"), 0).heap
-    sizes, groups = [h.size for h in found], [h.group for h in found]
-    most, moment = peak_load(sizes, [h.events for h in found], groups=groups)
-    live = {str(h.value) for h in found if h.events.start <= moment < h.events.end}
+    usage = memory_usage(module, platform(f"x.{target}"))
     heap = said.heap()
     if heap is None:  # XLA:TPU has all of a small program on the chip.
-        assert not most
+        assert not usage.lower_bound_bytes
     else:
         allocation, peak = heap
-        assert peak.size == most <= allocation.size
-        assert {str(b) for b in peak.live} == live
-    assert said.size("argument") == memory_usage(module, platform(f"x.{target}")).argument_bytes
+        assert peak.size == usage.lower_bound_bytes <= allocation.size
+        assert {str(b) for b in peak.live} == set(map(str, usage.live))
+    assert said.size("argument") == usage.argument_bytes
 
 
 TRACE = """

@@ -1,0 +1,179 @@
+"""What a person who looks into a program's memory wants to know, beside a `RunView`.
+
+    held        what is live at the peak, by source line, by scope, by opcode
+    heap        XLA's packing of it, and ours
+    idle        temporaries that nobody works on for long
+    relayouts   what only moves bytes
+    donations   arguments given away, and what came of it
+    kernels     who moves most bytes
+    advice      what could be saved by what, the most first
+
+Facts, in bytes, seconds and ticks; `memplan.report.inspecting` finds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hlo_passes.donation import Fate
+from hlo_passes.plan import LiveRange
+from hlo_passes.relayouts import Reorder
+from memplan.report.view import Step
+
+GroupedBy = Literal["source", "scope", "opcode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Buffers that are live at the peak and have something in common.
+
+    Attributes:
+      name: a source line, a scope or an opcode; ``""`` of those that have none.
+      size: bytes.
+      count: of buffers.
+    """
+
+    name: str
+    size: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeapView:
+    """The bytes that temporaries share in device memory.
+
+    Attributes:
+      allocated: bytes that XLA took for them; None where it does not say.
+      predicted: bytes that memplan's model of XLA takes.
+      live: bytes that are live at the peak: no packing takes less.
+      padding: of the live ones, how many are there for the tiles' sake only.
+      assigned: the sum of all buffers that lie in it at some time; None where XLA does not say.
+      peak: the instruction at the peak.
+    """
+
+    allocated: int | None
+    predicted: int
+    live: int
+    padding: int
+    assigned: int | None
+    peak: Step | None
+
+    @property
+    def size(self) -> int:
+        return self.predicted if self.allocated is None else self.allocated
+
+    @property
+    def fragmentation(self) -> int:
+        """Bytes that packing takes more than what is live at most."""
+        return self.size - self.live
+
+
+@dataclass(frozen=True, slots=True)
+class IdleView:
+    """A temporary that nobody works on for a while.
+
+    Attributes:
+      step: the instruction that makes it.
+      size: bytes.
+      ticks: half-open.
+      seconds: of compute in between, predicted; None without a machine.
+      after, before: who works on it last and next.
+      at_peak: whether the peak is in between.
+    """
+
+    step: Step
+    size: int
+    ticks: LiveRange
+    seconds: float | None
+    after: Step
+    before: Step
+    at_peak: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RelayoutView:
+    """An instruction that only moves bytes.
+
+    Attributes:
+      step: it.
+      kind: how.
+      shape: what is moved.
+      moved_bytes: in a step, read and written.
+      seconds: of a step, predicted; None without a machine.
+    """
+
+    step: Step
+    kind: Reorder
+    shape: str
+    moved_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DonationView:
+    """An argument that is given away, or could be.
+
+    Attributes:
+      name: the user's, or HLO's.
+      size: bytes.
+      fate, why: see `hlo_passes.donation`.
+    """
+
+    name: str
+    size: int
+    fate: Fate
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelView:
+    """An instruction outside fusions that moves bytes in the device's memory.
+
+    Attributes:
+      step: it.
+      opcode: with a fusion's kind.
+      executions: in a step.
+      moved_bytes: in a step, read and written.
+      seconds: of a step, predicted; None without a machine.
+    """
+
+    step: Step
+    opcode: str
+    executions: int
+    moved_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something that would save memory or time.
+
+    Attributes:
+      saves_bytes: of the device's memory at the peak, at most; 0 where it saves time only.
+      saves_s: of a step, predicted, at most; 0 where it saves memory only, or no machine is
+        known.
+      sentence: what, and how.
+    """
+
+    saves_bytes: int
+    saves_s: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What there is to say of one program; each list with the most first.
+
+    Attributes:
+      held: groups of what is live in device memory at the peak, each way to group it.
+      heap: None where the program has no temporaries in device memory.
+    """
+
+    held: dict[GroupedBy, tuple[Group, ...]]
+    heap: HeapView | None
+    idle: tuple[IdleView, ...]
+    relayouts: tuple[RelayoutView, ...]
+    donations: tuple[DonationView, ...]
+    kernels: tuple[KernelView, ...]
+    advice: tuple[Advice, ...]
