@@ -25,12 +25,14 @@ class Idle:
 
     Attributes:
       buffer: the instruction whose result it is.
+      maker: the one that computes it; another one where it makes several things.
       size: bytes.
       ticks: half-open, between two accesses; see `hlo_passes.ticks`.
       after, before: the instructions that make or read it last and next.
     """
 
     buffer: Instruction
+    maker: Instruction
     size: int
     ticks: LiveRange
     after: Instruction
@@ -38,8 +40,8 @@ class Idle:
 
 
 def idle_temporaries(ranges: LiveRanges, target: Target) -> tuple[Idle, ...]:
-    """Returns the entry's temporaries that are ever idle, the largest number of bytes times
-    ticks first.
+    """Returns the entry's temporaries with bytes of their own that are ever idle, the largest
+    number of bytes times ticks first.
 
     Args:
       ranges: of a scheduled module.
@@ -49,9 +51,16 @@ def idle_temporaries(ranges: LiveRanges, target: Target) -> tuple[Idle, ...]:
     """
     ticks = entry_ticks(ranges, target)
     found = [
-        Idle(t.handle, t.size, gap, ticks.instructions[gap.start - 1], ticks.instructions[gap.end])
+        Idle(
+            t.handle,
+            t.maker,
+            t.size,
+            gap,
+            ticks.instructions[gap.start - 1],
+            ticks.instructions[gap.end],
+        )
         for t in find_temporaries(ranges, ticks)
-        if (gap := _longest_gap(t)) is not None
+        if not t.obstacle and (gap := _longest_gap(t)) is not None
     ]
     found.sort(key=lambda i: (-i.size * (i.ticks.end - i.ticks.start), i.buffer.id))
     return tuple(found)

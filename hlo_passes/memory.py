@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import Strategy, assign_offsets, peak_load
-from hlo_passes.dataflow import Dataflow, Value, analyze_dataflow
+from hlo_passes.dataflow import Dataflow, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.plan import LogicalTime
@@ -83,7 +83,7 @@ class MemoryUsage:
       peak_entry_index: the place in the entry's schedule of that instruction, or of the one
         that runs it.
       live_at_peak: the temporaries live there, largest first.
-      live: the values behind them, in the order of the heap; some share bytes.
+      live: the values behind them, in the order of the heap; some share the bytes of a group.
       heap, offsets: the packed temporaries, and where each lies.
     """
 
@@ -96,7 +96,7 @@ class MemoryUsage:
     peak: Instruction | None
     peak_entry_index: LogicalTime
     live_at_peak: tuple[LiveBuffer, ...]
-    live: tuple[Value, ...] = field(repr=False)
+    live: tuple[HeapRange, ...] = field(repr=False)
     heap: tuple[HeapRange, ...] = field(repr=False)
     offsets: tuple[int, ...] = field(repr=False)
 
@@ -150,7 +150,7 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
         peak=peak,
         peak_entry_index=_entry_index(ranges, peak) if peak else 0,
         live_at_peak=_describe(module, live),
-        live=tuple(h.value for h in live),
+        live=tuple(live),
         heap=tuple(heap),
         offsets=packing.offsets,
     )
@@ -218,9 +218,13 @@ def _entry_index(ranges: LiveRanges, instruction: Instruction) -> LogicalTime:
     return next(index[i.id] for i in following if i.id in index)
 
 
+def latest_values(live: Iterable[HeapRange]) -> list[HeapRange]:
+    """One for each block of bytes: a buffer that is handed on holds them once, and its latest
+    value speaks for it."""
+    return list({h.group: h for h in sorted(live, key=lambda h: h.events.start)}.values())
+
+
 def _describe(module: Module, live: Sequence[HeapRange]) -> tuple[LiveBuffer, ...]:
-    # A buffer that is handed on holds its bytes once: its latest value speaks for it.
-    latest = {h.group: h for h in sorted(live, key=lambda h: h.events.start)}
     found = [
         LiveBuffer(
             str(h.value),
@@ -228,6 +232,6 @@ def _describe(module: Module, live: Sequence[HeapRange]) -> tuple[LiveBuffer, ..
             h.value.instruction.op_name,
             module.source_line(h.value.instruction),
         )
-        for h in latest.values()
+        for h in latest_values(live)
     ]
     return tuple(sorted(found, key=lambda b: (-b.size, b.name)))

@@ -6,13 +6,13 @@
     relayouts   what only moves bytes
     donations   arguments given away, and what came of it
     kernels     who moves most bytes
-    advice      what could be saved by what, the most first
 
 Facts, in bytes, seconds and ticks; `memplan.report.inspecting` finds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +44,8 @@ class HeapView:
     """The bytes that temporaries share in device memory.
 
     Attributes:
-      allocated: bytes that XLA took for them; None where it does not say.
+      allocated: bytes that XLA took for them, tables of pointers included; None where it does not
+        say.
       predicted: bytes that memplan's model of XLA takes.
       live: bytes that are live at the peak: no packing takes less.
       padding: of the live ones, how many are there for the tiles' sake only.
@@ -145,22 +146,6 @@ class KernelView:
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Something that would save memory or time.
-
-    Attributes:
-      saves_bytes: of the device's memory at the peak, at most; 0 where it saves time only.
-      saves_s: of a step, predicted, at most; 0 where it saves memory only, or no machine is
-        known.
-      sentence: what, and how.
-    """
-
-    saves_bytes: int
-    saves_s: float
-    sentence: str
-
-
 @dataclass(frozen=True)
 class Findings:
     """What there is to say of one program; each list with the most first.
@@ -170,10 +155,9 @@ class Findings:
       heap: None where the program has no temporaries in device memory.
     """
 
-    held: dict[GroupedBy, tuple[Group, ...]]
+    held: Mapping[GroupedBy, tuple[Group, ...]]
     heap: HeapView | None
     idle: tuple[IdleView, ...]
     relayouts: tuple[RelayoutView, ...]
     donations: tuple[DonationView, ...]
     kernels: tuple[KernelView, ...]
-    advice: tuple[Advice, ...]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from hlo_passes.buffer_assignment import BufferAssignment
 from hlo_passes.cost import instruction_costs
-from hlo_passes.dataflow import Value, analyze_dataflow
+from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.donation import donations
 from hlo_passes.host_transfers import nests
-from hlo_passes.idle import Idle, idle_temporaries
+from hlo_passes.idle import idle_temporaries
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
-from hlo_passes.memory import MemoryUsage, measure_memory
+from hlo_passes.memory import MemoryUsage, latest_values, measure_memory
 from hlo_passes.relayouts import relayouts
 from hlo_passes.sharing import Target
+from hlo_passes.ticks import entry_ticks
 from hlo_passes.traffic import traffic
-from memplan.report.advising import advise
 from memplan.report.findings import (
     DonationView,
     Findings,
@@ -33,8 +34,11 @@ from memplan.report.findings import (
 )
 from memplan.report.names import Names
 
-# A scope is what stands in front of an operation: jit(step)/layer_3 of jit(step)/layer_3/dot.
-_NO_SCOPE = ""
+# Buffers with allocations of their own, which are there for the whole step.
+_THERE_ANYWAY = ("parameter", "output", "constant")
+
+# They wait for bytes, and work on none.
+_TRANSFERS = frozenset({"copy-start", "copy-done", "async-start", "async-done"})
 
 
 def inspect_module(
@@ -76,59 +80,120 @@ class _Inspector:
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self._names = Names(self._ranges, {})
         self._usage: MemoryUsage = measure_memory(self._ranges, target)
-        self._seconds: Mapping[int, float] | None = (
+        self._costs: Mapping[int, float] | None = (
             None if machine is None else instruction_costs(module, machine)
         )
 
     def findings(self) -> Findings:
-        found = Findings(
+        return Findings(
             held=self._held(),
             heap=self._heap(),
             idle=tuple(self._idle()),
             relayouts=tuple(self._relayouts()),
             donations=tuple(self._donations()),
             kernels=tuple(sorted(self._kernels(), key=lambda k: -k.moved_bytes)),
-            advice=(),
         )
-        return advise(found)
 
     def _held(self) -> dict[GroupedBy, tuple[Group, ...]]:
         """Of what is there at the peak, once for each block of bytes."""
-        held: list[tuple[Instruction, int]] = []
-        for buffer in self._ranges.dataflow.buffers:
-            if buffer.memory_space == DEVICE_MEMORY_SPACE and buffer.kind in (
-                "parameter",
-                "output",
-                "constant",
-            ):
-                held.append((buffer.values[0].instruction, buffer.size))
-        held += [(v.instruction, v.shape.byte_size) for v in self._live()]
+        held = [
+            (b.values[0].instruction, b.size)
+            for b in self._ranges.dataflow.buffers
+            if b.memory_space == DEVICE_MEMORY_SPACE and b.kind in _THERE_ANYWAY
+        ]
+        held += [(h.value.instruction, h.size) for h in latest_values(self._usage.live)]
         return {
             "source": _grouped((self._source(i), size) for i, size in held),
             "scope": _grouped((self._scope(i), size) for i, size in held),
             "opcode": _grouped((i.opcode, size) for i, size in held),
         }
 
-    def _live(self) -> list[Value]:
-        """The temporaries at the peak; of those that share bytes the one that is there last."""
-        return list(self._usage.live)
-
     def _source(self, i: Instruction) -> str:
-        return self._names.step(i).source_line
+        return "arguments" if i.opcode == "parameter" else self._names.step(i).source_line
 
     def _scope(self, i: Instruction) -> str:
-        return self._names.about(i).op_name.rpartition("/")[0] or _NO_SCOPE
+        """What stands in front of an operation: jit(step)/layer_3 of jit(step)/layer_3/dot; of
+        an argument its name up to the first key: state of state['params'][0]."""
+        if i.opcode == "parameter":
+            return re.split(r"[.\[]", self._names.label(i))[0]
+        return self._names.about(i).op_name.rpartition("/")[0]
 
     def _heap(self) -> HeapView | None:
         usage = self._usage
         if usage.peak is None:
             return None
-        heap = None if self._assignment is None else self._assignment.heap()
+        said = self._assignment
+        heap = None if said is None else said.heap()
         return HeapView(
-            allocated=None if heap is None else heap[0].size,
-            predicted=usage.heap_bytes,
+            allocated=None if said is None else said.size("temporary"),
+            predicted=usage.temp_bytes,
             live=usage.lower_bound_bytes if heap is None else heap[1].size,
-            padding=sum(v.shape.padding_bytes for v in self._live()),
+            padding=sum(h.value.shape.padding_bytes for h in latest_values(usage.live)),
             assigned=None if heap is None else sum(b.size for b, _ in heap[0].buffers),
             peak=self._names.step(usage.peak if heap is None else heap[1].instruction),
         )
+
+    def _idle(self) -> Iterator[IdleView]:
+        """Those of the entry, the most bytes and time first."""
+        idles = idle_temporaries(self._ranges, self._target)
+        ticks = entry_ticks(self._ranges, self._target)
+        seconds = [self._seconds_of(i) or 0.0 for i in ticks.instructions]
+        clock = np.concatenate([[0.0], np.cumsum(seconds)])
+        peak = None if self._usage.peak is None else ticks.tick_of.get(self._usage.peak.id)
+        for idle in idles:
+            start, end = idle.ticks
+            yield IdleView(
+                self._names.step(idle.maker)._replace(instruction=idle.buffer.name),
+                idle.size,
+                idle.ticks,
+                None if self._costs is None else float(clock[end] - clock[start]),
+                self._names.step(idle.after),
+                self._names.step(idle.before),
+                at_peak=peak is not None and start <= peak < end,
+            )
+
+    def _relayouts(self) -> Iterator[RelayoutView]:
+        for r in relayouts(self._module):
+            seconds = self._seconds_of(r.instruction)
+            yield RelayoutView(
+                self._names.step(r.instruction),
+                r.kind,
+                str(r.instruction.shape),
+                r.moved_bytes,
+                None if seconds is None else seconds * r.executions,
+            )
+
+    def _donations(self) -> Iterator[DonationView]:
+        for d in donations(self._ranges, self._donated):
+            name = self._names.label(d.parameter) or d.parameter.name
+            part = "{" + ",".join(map(str, d.index)) + "}" if d.index else ""
+            yield DonationView(name + part, d.size, d.fate, d.why)
+
+    def _kernels(self) -> Iterator[KernelView]:
+        moved = traffic(self._module)
+        for computation_id, nest in nests(self._module).items():
+            for i in self._module.computations[computation_id].instructions:
+                if i.id not in moved or i.opcode in _TRANSFERS:
+                    continue
+                ways = moved[i.id].read, moved[i.id].written
+                size = sum(way.get(DEVICE_MEMORY_SPACE, 0) for way in ways)
+                seconds = self._seconds_of(i)
+                yield KernelView(
+                    self._names.step(i),
+                    f"{i.proto.fusion_kind} fusion" if i.opcode == "fusion" else i.opcode,
+                    nest.executions,
+                    size * nest.executions,
+                    None if seconds is None else seconds * nest.executions,
+                )
+
+    def _seconds_of(self, i: Instruction) -> float | None:
+        """Of one execution."""
+        return None if self._costs is None else self._costs.get(i.id, 0.0)
+
+
+def _grouped(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
+    for name, size in held:
+        sizes[name].append(size)
+    groups = (Group(name, sum(found), len(found)) for name, found in sizes.items())
+    return tuple(sorted(groups, key=lambda g: (-g.size, g.name)))

@@ -50,7 +50,7 @@ def test_the_peak_and_what_is_live_there_are_xlas(target: str, workload: str, tm
     else:
         allocation, peak = heap
         assert peak.size == usage.lower_bound_bytes <= allocation.size
-        assert {str(b) for b in peak.live} == set(map(str, usage.live))
+        assert {str(b) for b in peak.live} == {str(h.value) for h in usage.live}
     assert said.size("argument") == usage.argument_bytes
 
 

@@ -15,7 +15,7 @@ def found(text: str) -> tuple[Idle, ...]:
 
 def test_what_is_read_again_late_is_idle_in_between():
     (idle,) = found(IDLE)
-    assert (idle.buffer.name, idle.size) == ("a", SIZE)
+    assert (idle.buffer.name, idle.maker.name, idle.size) == ("a", "a", SIZE)
     assert (idle.after.name, idle.before.name) == ("b", "e")
     assert idle.ticks == LiveRange(2, 4)
 
@@ -47,3 +47,10 @@ def test_of_several_gaps_the_longest_and_of_several_temporaries_the_largest_area
         ("h", LiveRange(2, 6), "h", "f"),
         ("a", LiveRange(4, 7), "c", "g"),
     ]
+
+
+def test_what_lies_in_the_bytes_of_a_result_takes_none_of_its_own():
+    text = IDLE.replace(
+        "ROOT %r = f32[1]{0} slice(%e), slice={[0:1]}", "ROOT %r = f32[64]{0} negate(%e)"
+    )
+    assert "a" not in {i.buffer.name for i in found(text)}

@@ -1,0 +1,149 @@
+"""What would be saved by what: sentences with a number each, the most first.
+
+Each number is what could be saved at most, by that alone: bytes of the device's memory, or
+predicted seconds of a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hlo_passes.units import format_bytes, format_seconds
+from memplan.report.findings import Findings, IdleView
+from memplan.report.view import RunView, TransferView
+
+# What is less than this share of all bytes, or of the step, is not worth a sentence.
+_WORTH_IT = 0.005
+
+# How many source lines of idle temporaries are named.
+_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something that would save memory or time.
+
+    Attributes:
+      saves_bytes: of the device's memory; 0 where it saves time only.
+      saves_s: of a step; 0 where it saves memory only, or no machine is known.
+      share: the larger of both, as a share of all bytes or of the whole step.
+      sentence: what, and how.
+    """
+
+    saves_bytes: int
+    saves_s: float
+    share: float
+    sentence: str
+
+
+def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
+    """Returns what is worth doing about a program, what saves the largest share first."""
+    total = run.device.total
+    step_s = 0.0 if run.clock is None else run.clock.step_time_s
+    found = [
+        Advice(saved, seconds, max(_share(saved, total), _share(seconds, step_s)), sentence)
+        for saved, seconds, sentence in (
+            *_about_arguments(findings),
+            *_about_idle(findings),
+            *_about_packing(findings),
+            *_about_relayouts(findings),
+            *_about_waiting(run),
+        )
+    ]
+    worth = [advice for advice in found if advice.share >= _WORTH_IT]
+    return tuple(sorted(worth, key=lambda a: -a.share))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+type _Saving = tuple[int, float, str]
+
+
+def _about_arguments(findings: Findings) -> Iterator[_Saving]:
+    for d in findings.donations:
+        match d.fate:
+            case "kept":
+                yield d.size, 0.0, f"donate {d.name} (donate_argnums): {d.why}"
+            case "copied":
+                yield d.size, 0.0, f"{d.name} is donated, but its bytes are needed twice: {d.why}"
+            case "lost":
+                yield d.size, 0.0, f"{d.name} is donated for nothing: {d.why}"
+            case "reused":
+                pass
+
+
+def _about_idle(findings: Findings) -> Iterator[_Saving]:
+    by_line: defaultdict[str, list[IdleView]] = defaultdict(list)
+    for idle in findings.idle:
+        if idle.at_peak:
+            by_line[idle.step.source_line].append(idle)
+    lines = sorted(by_line.items(), key=lambda line: -sum(i.size for i in line[1]))
+    for line, idles in lines[:_LINES]:
+        size, longest = sum(i.size for i in idles), max(idles, key=_length)
+        seconds = longest.seconds
+        ticks = longest.ticks.end - longest.ticks.start
+        how_long = f"{ticks} instructions" if seconds is None else format_seconds(seconds)
+        what = f"{len(idles)} temporaries" if len(idles) > 1 else "a temporary"
+        where = f" of {line}" if line else ""
+        yield (
+            size,
+            0.0,
+            f"{what}{where}, {format_bytes(size)}, idle at the peak, for up to {how_long}: "
+            "memplan.jit(hbm=...) evicts or recomputes, jax.checkpoint recomputes",
+        )
+
+
+def _length(idle: IdleView) -> float:
+    return idle.ticks.end - idle.ticks.start
+
+
+def _about_packing(findings: Findings) -> Iterator[_Saving]:
+    heap = findings.heap
+    if heap is None:
+        return
+    yield (
+        heap.fragmentation,
+        0.0,
+        f"packing takes {format_bytes(heap.fragmentation)} more than is live at once: buffers "
+        "of unequal size and life; another order of instructions may pack better",
+    )
+    yield (
+        heap.padding,
+        0.0,
+        f"{format_bytes(heap.padding)} at the peak are padding of tiles: make the last two "
+        "dimensions multiples of the tile, or put small ones elsewhere",
+    )
+
+
+def _about_relayouts(findings: Findings) -> Iterator[_Saving]:
+    for r in findings.relayouts:
+        where = f" at {r.step.source_line}" if r.step.source_line else ""
+        yield (
+            0,
+            r.seconds or 0.0,
+            f"%{r.step.instruction}{where} only moves {format_bytes(r.moved_bytes)} ({r.kind} of "
+            f"{r.shape}): write its operand in the order in which it is read",
+        )
+
+
+def _about_waiting(run: RunView) -> Iterator[_Saving]:
+    for what, spans in (("transfer", run.off_device), ("collective", run.collectives)):
+        for t in spans:
+            yield (
+                0,
+                _exposed_s(t),
+                f"{what} %{t.buffer} ({format_bytes(t.size)}, {t.executions} times) is hidden by "
+                f"compute for {_hidden(t):.0%} of its time: start it earlier",
+            )
+
+
+def _exposed_s(t: TransferView) -> float:
+    return sum(max(0.0, s.end_s - s.begin_s - s.hidden_s) for s in t.spans)
+
+
+def _hidden(t: TransferView) -> float:
+    return t.hidden_bytes / t.moved_bytes if t.moved_bytes else 1.0

@@ -1,0 +1,142 @@
+"""Tables of what was found in a program, in the order of interest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hlo_passes.units import format_bytes, format_seconds
+from memplan.report.advising import Advice
+from memplan.report.findings import Findings, GroupedBy, HeapView
+from memplan.report.tables import Column, Table
+
+LIMIT = 10
+
+_GROUPED: dict[GroupedBy, str] = {
+    "source": "source line",
+    "scope": "scope",
+    "opcode": "opcode",
+}
+
+
+def finding_tables(findings: Findings, advice: Sequence[Advice]) -> Iterator[Table]:
+    """Yields advice first; then what is live at the peak, how it is packed, and the rest."""
+    yield _advice_table(advice)
+    for by, name in _GROUPED.items():
+        yield _limited(
+            f"live at the device's peak, by {name}",
+            (Column("bytes", right=True), Column("buffers", right=True), Column(name)),
+            findings.held[by],
+            lambda g: (format_bytes(g.size), str(g.count), g.name or "–"),
+        )
+    if findings.heap is not None:
+        yield _heap_table(findings.heap)
+    if findings.idle:
+        yield _limited(
+            "temporaries that nobody works on for long",
+            (
+                Column("bytes", right=True),
+                Column("in ticks", right=True),
+                Column("for", right=True),
+                Column("at the peak"),
+                Column("buffer"),
+                Column("made by"),
+            ),
+            findings.idle,
+            lambda i: (
+                format_bytes(i.size),
+                f"{i.ticks.start}–{i.ticks.end}",
+                _seconds(i.seconds),
+                "yes" if i.at_peak else "",
+                f"%{i.step.instruction}",
+                i.step.made_by,
+            ),
+        )
+    if findings.relayouts:
+        yield _limited(
+            "what only moves bytes",
+            (
+                Column("moves", right=True),
+                Column("takes", right=True),
+                Column("kind"),
+                Column("shape"),
+                Column("instruction"),
+            ),
+            findings.relayouts,
+            lambda r: (
+                format_bytes(r.moved_bytes),
+                _seconds(r.seconds),
+                r.kind,
+                r.shape,
+                str(r.step),
+            ),
+        )
+    given = [d for d in findings.donations if d.fate != "reused"]
+    if findings.donations:
+        reused = len(findings.donations) - len(given)
+        yield _limited(
+            f"arguments given away: {reused} reused",
+            (Column("bytes", right=True), Column("is"), Column("argument"), Column("because")),
+            given,
+            lambda d: (format_bytes(d.size), d.fate, d.name, d.why),
+        )
+    yield _limited(
+        "who moves most bytes in the device's memory",
+        (
+            Column("moves", right=True),
+            Column("takes", right=True),
+            Column("times", right=True),
+            Column("kind"),
+            Column("instruction"),
+        ),
+        findings.kernels,
+        lambda k: (
+            format_bytes(k.moved_bytes),
+            _seconds(k.seconds),
+            str(k.executions),
+            k.opcode,
+            str(k.step),
+        ),
+    )
+
+
+def _advice_table(advice: Sequence[Advice]) -> Table:
+    return _limited(
+        "what could be saved, by what",
+        (Column("saves at most", right=True), Column("of all", right=True), Column("")),
+        advice,
+        lambda a: (
+            format_bytes(a.saves_bytes) if a.saves_bytes else format_seconds(a.saves_s),
+            f"{a.share:.1%}",
+            a.sentence,
+        ),
+    )
+
+
+def _heap_table(heap: HeapView) -> Table:
+    rows = [
+        ("live at the peak", format_bytes(heap.live), str(heap.peak)),
+        ("packed", format_bytes(heap.size), "by XLA" if heap.allocated else "as memplan predicts"),
+        ("lost by packing", format_bytes(heap.fragmentation), ""),
+        ("padding of tiles", format_bytes(heap.padding), "of what is live at the peak"),
+    ]
+    if heap.assigned is not None and heap.allocated:
+        differs = heap.predicted - heap.allocated
+        sign = "+" if differs > 0 else ""
+        rows.append(("as memplan predicts", f"{sign}{differs} B", "more than XLA took"))
+        reuse = heap.assigned / heap.allocated
+        rows.append(("reused", f"{reuse:.1f} times", "all buffers over the packed bytes"))
+    columns = (Column(""), Column("", right=True), Column(""))
+    return Table("temporaries in the device's memory", columns, tuple(rows))
+
+
+def _limited[T](
+    title: str, columns: tuple[Column, ...], rows: Sequence[T], row: Callable[[T], tuple[str, ...]]
+) -> Table:
+    more = len(rows) - LIMIT
+    return Table(
+        title, columns, tuple(map(row, rows[:LIMIT])), f"and {more} more" if more > 0 else ""
+    )
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)

@@ -1,0 +1,131 @@
+"""What is found in a program, and what is advised."""
+
+from __future__ import annotations
+
+from hlo_passes.buffer_assignment import Allocation, BufferAssignment, HeapPeak, LogicalBuffer
+from hlo_passes.machine import load_machine
+from hlo_passes.memory import memory_usage
+from hlo_passes.plan import LiveRange
+from memplan.report.advising import advise
+from memplan.report.build import view_run
+from memplan.report.finding_tables import finding_tables
+from memplan.report.findings import Findings
+from memplan.report.inspecting import inspect_module
+from memplan.report.tables import plain_text
+from tests import corpus
+from tests.conftest import Golden
+from tests.hlo_passes.streamed import entry
+
+SIZE = 64 * 4
+# %a is idle while %big is there, which a copy only moves; %q could be given away for %d.
+MODULE = entry("""
+  %p = f32[64]{0} parameter(0), metadata={op_name="state['w'][0]"}
+  %q = f32[64]{0} parameter(1), metadata={op_name="state['w'][1]"}
+  %a = f32[128]{0} concatenate(%p, %q), dimensions={0}, \
+metadata={op_name="jit(f)/in/cat" source_file="m.py" source_line=3}
+  %b = f32[64]{0} slice(%a), slice={[0:64]}
+  %big = f32[8,64]{1,0} broadcast(%b), dimensions={1}, metadata={op_name="jit(f)/out/wide"}
+  %moved = f32[8,64]{0,1} copy(%big)
+  %e = f32[8,64]{0,1} sine(%moved)
+  %f = f32[1,64]{0,1} slice(%e), slice={[0:1], [0:64]}
+  %g = f32[64]{0} bitcast(%f)
+  %h = f32[64]{0} slice(%a), slice={[64:128]}
+  %d = f32[64]{0} multiply(%g, %h)
+  ROOT %r = (f32[64]{0}) tuple(%d)
+""")
+
+
+def found(**options: object) -> Findings:
+    return inspect_module(MODULE, "cpu", **options)  # type: ignore[arg-type]
+
+
+def test_what_is_live_at_the_peak_is_grouped_in_three_ways():
+    held = found().held
+    total = memory_usage(MODULE, "cpu").lower_bound_bytes + 3 * SIZE  # Arguments and a result.
+    for groups in held.values():
+        assert sum(g.size for g in groups) == total
+        assert list(groups) == sorted(groups, key=lambda g: -g.size)
+    assert {(g.name, g.size, g.count) for g in held["source"]} >= {
+        ("arguments", 2 * SIZE, 2),
+        ("m.py:3", 2 * SIZE, 1),
+    }
+    assert {(g.name, g.size) for g in held["scope"]} >= {
+        ("state", 2 * SIZE),
+        ("jit(f)/in", 2 * SIZE),
+    }
+    opcodes = {g.name: g.size for g in held["opcode"]}
+    assert opcodes["parameter"] == 2 * SIZE
+    assert opcodes["copy"] == opcodes["broadcast"] == 8 * SIZE
+
+
+def test_the_heap_is_ours_where_xla_says_nothing():
+    heap = found().heap
+    usage = memory_usage(MODULE, "cpu")
+    assert heap is not None
+    assert heap.allocated is heap.assigned is None
+    assert (heap.size, heap.live) == (usage.temp_bytes, usage.lower_bound_bytes)
+    assert heap.fragmentation == usage.temp_bytes - usage.lower_bound_bytes
+
+
+def test_the_heap_is_xlas_where_it_says_so():
+    named = {i.name: i for i in MODULE.entry.instructions}
+    buffer = LogicalBuffer(named["big"], (), 1000, 0)
+    heap = Allocation(3, 5000, 0, "temporary", ((buffer, 0), (buffer, 1000)))
+    said = BufferAssignment((heap,), {3: HeapPeak(4000, named["e"], (buffer,))})
+    heap = found(assignment=said).heap
+    assert heap is not None
+    assert (heap.allocated, heap.size, heap.live, heap.assigned) == (5000, 5000, 4000, 2000)
+    assert heap.predicted == memory_usage(MODULE, "cpu").temp_bytes
+    assert heap.peak is not None
+    assert heap.peak.instruction == "e"
+
+
+def test_what_is_idle_over_the_peak_says_so():
+    (idle,) = (i for i in found().idle if i.step.instruction == "a")
+    assert idle.at_peak
+    assert (idle.size, idle.step.source_line) == (2 * SIZE, "m.py:3")
+    assert (idle.after.instruction, idle.before.instruction) == ("b", "h")
+    assert idle.ticks == LiveRange(2, 7)
+    assert idle.seconds is None
+    timed = next(i for i in found(machine=load_machine("cpu-cxl")).idle if i.at_peak)
+    assert timed.seconds is not None
+    assert timed.seconds > 0
+
+
+def test_what_moves_bytes_is_listed_with_them():
+    findings = found()
+    (moved,) = findings.relayouts
+    assert (moved.step.instruction, moved.kind) == ("moved", "relayout")
+    assert moved.moved_bytes == 16 * SIZE
+    assert findings.kernels[0].moved_bytes == 16 * SIZE
+    kernels = {k.step.instruction: k for k in findings.kernels}
+    assert kernels["d"].moved_bytes == 3 * SIZE
+    assert "g" not in kernels
+
+
+def test_each_finding_becomes_advice_with_its_number():
+    machine = load_machine("cpu-cxl")
+    findings = found(machine=machine)
+    advice = advise(view_run("x", MODULE, machine), findings)
+    said = {a.sentence: a for a in advice}
+    (donate,) = (a for s, a in said.items() if s.startswith("donate state['w']"))
+    assert donate.saves_bytes == SIZE
+    (idle,) = (a for s, a in said.items() if "m.py:3" in s and "idle at the peak" in s)
+    assert idle.saves_bytes == 2 * SIZE
+    (moves,) = (a for s, a in said.items() if s.startswith("%moved only moves 4.0 KiB"))
+    assert moves.saves_s == findings.relayouts[0].seconds
+    assert [a.share for a in advice] == sorted((a.share for a in advice), reverse=True)
+
+
+def test_what_saves_next_to_nothing_is_not_advised():
+    """Only %q's bytes are ever worth a word in a program of a thousand times as many."""
+    run = view_run("x", MODULE)
+    device = run.device.__class__(10**9, 0, 0, 0, "memplan")
+    assert not advise(run.__class__(**{**vars(run), "device": device}), found())
+
+
+def test_tables_of_findings(golden: Golden):
+    module, machine = corpus.read("llama_train.v5e"), load_machine("v5e")
+    findings = inspect_module(module, "tpu", machine)
+    advice = advise(view_run("x", module, machine), findings)
+    golden("findings.txt", "\n".join(map(plain_text, finding_tables(findings, advice))))
