@@ -75,7 +75,8 @@ class _Inspector:
         assignment: BufferAssignment | None,
         donated: Collection[int],
     ) -> None:
-        self._module, self._target = module, target
+        self._module = module
+        self._target: Target = target
         self._assignment, self._donated = assignment, donated
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self._names = Names(self._ranges, {})
