@@ -1,0 +1,216 @@
+"""What the bytes of a file are, told by how they begin; then they become a `Module`.
+
+1f 8b ........... gzip: what is inside, by the same rules
+ML ef R ......... StableHLO bytecode ─► XLA's converter ─┐
+text, module .... StableHLO ──────────► XLA's converter ─┤
+text, HloModule . HLO ────────────────► XLA's parser ────┼─► HloModuleProto ─► Module
+0a, 12 or 1a .... HloProto or HloModuleProto ────────────┘
+anything else ... refused, before more than the head is read
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import zlib
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from hlo_passes import xla
+from hlo_passes.errors import UnreadableModuleError
+from hlo_passes.ir import Module
+from hlo_passes.proto import hlo_pb2
+from hlo_passes.units import format_bytes
+
+_GZIP, _ZSTD, _MLIR_BYTECODE = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"ML\xefR"
+
+# Protobuf writes fields in the order of their numbers. Both messages begin with a string or
+# message: the module of an HloProto, or of an HloModuleProto its name; the latter may be empty.
+_PROTO_TAGS = (b"\x0a", b"\x12", b"\x1a")
+
+_STABLEHLO = re.compile(r"\s*(?:(?:#\w+ = |//).*\n\s*)*(?:module\b|func\.func\b)")
+
+_HEAD_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 24
+
+MOST_BYTES = (1 << 31) - 1
+"""The largest message that protobuf can hold, and so the largest module."""
+
+_EXPECTED = "Expected a file from --xla_dump_to, Compiled.as_text() or Lowered.as_text()."
+
+
+def read_file(path: Path) -> Module:
+    """Reads the module of one file: HLO or StableHLO, text or binary, gzip around it or not.
+
+    Raises:
+      UnreadableModuleError: when it holds something else, or is cut off, or too large.
+      MalformedModuleError: when it is a module whose parts do not fit together.
+      OSError: when it cannot be opened or read.
+    """
+    with path.open("rb") as file:
+        _check_size(os.fstat(file.fileno()).st_size, str(path))
+        return _from_stream(file, str(path))
+
+
+def from_bytes(data: bytes, where: str) -> Module:
+    """Reads the module of a file's content; `where` is what errors call it."""
+    return _from_stream(io.BufferedReader(io.BytesIO(data)), where)
+
+
+def from_text(text: str, where: str) -> Module:
+    """Reads HLO or StableHLO text; `where` is what errors call it."""
+    _check_text(text, where)
+    if _STABLEHLO.match(text):
+        return from_stablehlo(text, where)
+    try:
+        data = xla.hlo_text_to_proto(text)
+    except Exception as error:  # XLA raises several types; its sentence names line and column.
+        raise UnreadableModuleError(
+            where,
+            f"XLA's parser rejects this HLO text: {_first_lines(error)}",
+            "It does not end with the line '}': check that it was copied whole."
+            if text.rstrip().rpartition("\n")[2] != "}"
+            else "A text from a newer XLA may hold attributes that the installed jaxlib does not "
+            "know: dump with --xla_dump_hlo_as_proto, which memplan reads whatever its "
+            "version, or install the jaxlib that wrote it.",
+        ) from error
+    return from_proto(data, where)
+
+
+def from_stablehlo(source: str | bytes, where: str) -> Module:
+    """Reads StableHLO text or bytecode; `where` is what errors call it."""
+    try:
+        data = xla.stablehlo_to_proto(source)
+    except Exception as error:  # MLIR diagnostics reach Python as several types.
+        raise UnreadableModuleError(
+            where,
+            f"XLA cannot convert this StableHLO: {_first_lines(error)}",
+            "Expected Lowered.as_text() or its bytecode, whole, and of a version that the "
+            "installed jaxlib supports.",
+        ) from error
+    return from_proto(data, where)
+
+
+def from_proto(data: bytes, where: str) -> Module:
+    """Reads a serialized ``HloModuleProto`` or ``HloProto``; `where` is what errors call it."""
+    module = _parse(hlo_pb2.HloModuleProto, data)
+    if module is not None and any(
+        c.id == module.entry_computation_id and c.instructions for c in module.computations
+    ):
+        return Module(module)
+    wrapper = _parse(hlo_pb2.HloProto, data)
+    if wrapper is not None and wrapper.hlo_module.computations:
+        return Module(wrapper.hlo_module)
+    raise UnreadableModuleError(
+        where,
+        f"these {len(data)} bytes are no HloModuleProto or HloProto (truncated, or another format)",
+        "Expected a .pb file from --xla_dump_hlo_as_proto; check that it was copied whole.",
+    )
+
+
+def _from_stream(stream: io.BufferedReader, where: str) -> Module:
+    data = _load(stream, where)
+    if data.startswith(_MLIR_BYTECODE):
+        return from_stablehlo(data, where)
+    if not _is_text(data[:_HEAD_BYTES]):
+        return from_proto(data, where)
+    try:
+        return from_text(data.decode("utf-8"), where)
+    except UnicodeDecodeError as error:
+        raise UnreadableModuleError(
+            where,
+            f"it begins as text, but byte {error.start} of {len(data)} is no UTF-8",
+            "Check that it was copied whole, and as it was.",
+        ) from error
+
+
+def _load(stream: io.BufferedReader, where: str) -> bytes:
+    """Returns all of a stream whose head may be that of a module."""
+    packed = stream.peek(len(_GZIP)).startswith(_GZIP)
+    source = gzip.GzipFile(fileobj=stream) if packed else stream
+    try:
+        head = source.read(_HEAD_BYTES)
+        _check_head(head, where)
+        chunks, size = [head], len(head)
+        while chunk := source.read(_CHUNK_BYTES):
+            chunks.append(chunk)
+            size += len(chunk)
+            _check_size(size, where)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UnreadableModuleError(
+            where,
+            f"this gzip file cannot be unpacked: {error}",
+            "Check that it was copied whole; `gzip -t` tells.",
+        ) from error
+    return b"".join(chunks)
+
+
+def _check_size(size: int, where: str) -> None:
+    if size > MOST_BYTES:
+        raise UnreadableModuleError(
+            where,
+            f"it has {format_bytes(size)} or more, and protobuf holds modules of at most 2 GiB",
+            _EXPECTED,
+        )
+
+
+def _check_head(head: bytes, where: str) -> None:
+    """Refuses what no module begins with."""
+    if not head:
+        raise UnreadableModuleError(
+            where,
+            "the input is empty",
+            "Expected an HLO module; a compilation that was ended leaves such files.",
+        )
+    if head.startswith(_ZSTD):
+        raise UnreadableModuleError(
+            where,
+            "it is packed with zstd, which memplan does not unpack",
+            "Unpack it (`zstd -d FILE`), or pack it with gzip.",
+        )
+    if head.startswith(_MLIR_BYTECODE):
+        return
+    if _is_text(head):
+        _check_text(head.decode("utf-8", errors="ignore"), where)
+    elif not head.startswith(_PROTO_TAGS):
+        raise UnreadableModuleError(
+            where,
+            f"it begins with the bytes {head[:8].hex(' ')}, and no HloModuleProto or HloProto does",
+            _EXPECTED,
+        )
+
+
+def _check_text(head: str, where: str) -> None:
+    if "HloModule" not in head and not _STABLEHLO.match(head):
+        raise UnreadableModuleError(
+            where,
+            "this is neither HLO text (no 'HloModule' line) nor StableHLO (no 'module' op)",
+            _EXPECTED,
+        )
+
+
+def _is_text(head: bytes) -> bool:
+    # Text never holds a NUL or another control character. The head of a proto does: names and
+    # lengths stand behind tags that are some.
+    if re.search(rb"[\x00-\x08\x0e-\x1f]", head):
+        return False
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        # The head may end within a character.
+        return error.start >= len(head) - 3
+    return True
+
+
+def _parse[M: (hlo_pb2.HloModuleProto, hlo_pb2.HloProto)](kind: type[M], data: bytes) -> M | None:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        return None
+
+
+def _first_lines(error: Exception, limit: int = 400) -> str:
+    return " ".join(str(error).split())[:limit]
