@@ -152,6 +152,18 @@ class CompilerMissingError(MemplanError, ImportError):
         )
 
 
+class CompilationError(MemplanError, RuntimeError):
+    """XLA does not compile a program as it is."""
+
+    def __init__(self, program: str, machine: str, problem: str) -> None:
+        shown = problem if len(problem) <= 400 else problem[:400] + "…"
+        super().__init__(
+            f"{program}: XLA does not compile it for {machine!r}: {shown}. Where it lacks device "
+            "memory, `memplan plan MODULE:FUNCTION` plans it within a budget; where the module is "
+            "optimized in part, take its stage before_optimizations."
+        )
+
+
 class TopologyError(MemplanError, ValueError):
     """A topology that cannot be had."""
 
@@ -200,8 +212,8 @@ class UnscheduledModuleError(MemplanError, ValueError):
         super().__init__(
             f"module {module}: it has no schedule, so nothing can be said about when a buffer "
             "is live. Expected a module after XLA's scheduler: Compiled, a dump of "
-            "*after_optimizations*, or text with is_scheduled=true. What is not compiled yet, "
-            "`memplan inspect MODULE:FUNCTION --machine v5e` compiles."
+            "*after_optimizations*, or text with is_scheduled=true. To have it compiled, name a "
+            "machine: `memplan inspect FILE --machine v5e`."
         )
 
 
