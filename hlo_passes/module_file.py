@@ -16,6 +16,7 @@ import os
 import re
 import zlib
 from pathlib import Path
+from typing import Literal
 
 from google.protobuf.message import DecodeError
 
@@ -31,10 +32,15 @@ _GZIP, _ZSTD, _MLIR_BYTECODE = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"ML\xefR"
 # message: the module of an HloProto, or of an HloModuleProto its name; the latter may be empty.
 _PROTO_TAGS = (b"\x0a", b"\x12", b"\x1a")
 
+_Form = Literal["bytecode", "text", "proto"]
+
 _STABLEHLO = re.compile(r"\s*(?:(?:#\w+ = |//).*\n\s*)*(?:module\b|func\.func\b)")
 
 _HEAD_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 24
+
+# The most that protobuf takes for a number (protobuf.dev, "Encoding").
+_VARINT_BYTES = 10
 
 MOST_BYTES = (1 << 31) - 1
 """The largest message that protobuf can hold, and so the largest module."""
@@ -112,11 +118,11 @@ def from_proto(data: bytes, where: str) -> Module:
 
 
 def _from_stream(stream: io.BufferedReader, where: str) -> Module:
-    data = _load(stream, where)
-    if data.startswith(_MLIR_BYTECODE):
-        return from_stablehlo(data, where)
-    if not _is_text(data[:_HEAD_BYTES]):
+    form, data = _load(stream, where)
+    if form == "proto":
         return from_proto(data, where)
+    if form == "bytecode":
+        return from_stablehlo(data, where)
     try:
         return from_text(data.decode("utf-8"), where)
     except UnicodeDecodeError as error:
@@ -127,25 +133,35 @@ def _from_stream(stream: io.BufferedReader, where: str) -> Module:
         ) from error
 
 
-def _load(stream: io.BufferedReader, where: str) -> bytes:
+def _load(stream: io.BufferedReader, where: str) -> tuple[_Form, bytes]:
     """Returns all of a stream whose head may be that of a module."""
     packed = stream.peek(len(_GZIP)).startswith(_GZIP)
     source = gzip.GzipFile(fileobj=stream) if packed else stream
     try:
         head = source.read(_HEAD_BYTES)
-        _check_head(head, where)
-        chunks, size = [head], len(head)
-        while chunk := source.read(_CHUNK_BYTES):
+        form = _find_form(head, where)
+        if form == "proto" and not packed and stream.seekable():
+            _check_fields(stream, where)
+            stream.seek(len(head))
+        chunks, size, chunk = [], 0, head
+        while chunk:
+            if form == "text" and b"\0" in chunk:
+                raise UnreadableModuleError(
+                    where,
+                    f"it begins as text, but byte {size + chunk.index(0)} is a NUL",
+                    "Check that it was written and copied whole.",
+                )
             chunks.append(chunk)
             size += len(chunk)
             _check_size(size, where)
+            chunk = source.read(_CHUNK_BYTES)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UnreadableModuleError(
             where,
             f"this gzip file cannot be unpacked: {error}",
             "Check that it was copied whole; `gzip -t` tells.",
         ) from error
-    return b"".join(chunks)
+    return form, b"".join(chunks)
 
 
 def _check_size(size: int, where: str) -> None:
@@ -157,7 +173,7 @@ def _check_size(size: int, where: str) -> None:
         )
 
 
-def _check_head(head: bytes, where: str) -> None:
+def _find_form(head: bytes, where: str) -> _Form:
     """Refuses what no module begins with."""
     if not head:
         raise UnreadableModuleError(
@@ -172,15 +188,62 @@ def _check_head(head: bytes, where: str) -> None:
             "Unpack it (`zstd -d FILE`), or pack it with gzip.",
         )
     if head.startswith(_MLIR_BYTECODE):
-        return
-    if _is_text(head):
+        return "bytecode"
+    if head.startswith(b"HloModule") or _is_text(head):
         _check_text(head.decode("utf-8", errors="ignore"), where)
-    elif not head.startswith(_PROTO_TAGS):
+        return "text"
+    if head.startswith(_PROTO_TAGS):
+        return "proto"
+    raise UnreadableModuleError(
+        where,
+        f"it begins with the bytes {head[:8].hex(' ')}, and no HloModuleProto or HloProto does",
+        _EXPECTED,
+    )
+
+
+def _check_fields(stream: io.BufferedReader, where: str) -> None:
+    """Refuses a message whose fields do not end where it does: one that is cut off, or whose
+    rest was never written. Only the lengths are read."""
+    size, end = stream.seek(0, io.SEEK_END), 0
+    while end < size:
+        begin = stream.seek(end)
+        head = stream.read(2 * _VARINT_BYTES)
+        tag, used = _varint(head)
+        length, digits = _varint(head[used:])
+        match tag & 7:
+            case 0:
+                end = begin + used + digits
+            case 1:
+                end = begin + used + 8
+            case 2:
+                end = begin + used + digits + length
+            case 5:
+                end = begin + used + 4
+            case _:
+                used = 0
+        if tag < 8 or not used:
+            raise UnreadableModuleError(
+                where,
+                f"no HloModuleProto or HloProto goes on as byte {begin} of {size} does",
+                "Check that it was written and copied whole.",
+            )
+    if end > size:
         raise UnreadableModuleError(
             where,
-            f"it begins with the bytes {head[:8].hex(' ')}, and no HloModuleProto or HloProto does",
-            _EXPECTED,
+            f"it is cut off: it has {size} bytes, and at least {end} were written",
+            "Check that it was copied whole.",
         )
+
+
+def _varint(data: bytes) -> tuple[int, int]:
+    """Returns the number that `data` begins with, and how many bytes it takes: more than there
+    are where it is cut off."""
+    value = 0
+    for n, byte in enumerate(data[:_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * n
+        if byte < 0x80:
+            return value, n + 1
+    return value, len(data) + 1
 
 
 def _check_text(head: str, where: str) -> None:

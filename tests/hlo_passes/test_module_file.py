@@ -1,6 +1,7 @@
 """Each form of a module is told by its head; what is none is refused with the reason."""
 
 import gzip
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def forms() -> dict[str, bytes]:
     }
 
 
+def refused_unread(path: Path, sentence: str, most_bytes: int = MIB) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnreadableModuleError, match=sentence):
+            read_file(path)
+        assert tracemalloc.get_traced_memory()[1] < most_bytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_every_form_with_and_without_gzip(tmp_path: Path) -> None:
     for name, data in forms().items():
         path, packed = tmp_path / name, tmp_path / f"{name}.gz"
@@ -68,9 +79,15 @@ def test_text_whose_head_ends_within_a_character() -> None:
         (b"\x7fELF\x02\x01\x01\x00", "no HloModuleProto or HloProto does"),
         (b"epoch 1: loss 3.4\n" * 9000, "neither HLO text"),
         (b"\x0a\x05hello\x12\x01x", "10 bytes are no HloModuleProto or HloProto"),
+        (
+            wrapped()[:-20],
+            r"cut off: it has \d+ bytes, and at least \d+ were written.*copied whole",
+        ),
+        (wrapped() + bytes(9), r"no HloModuleProto or HloProto goes on as byte \d+ of \d+ does"),
+        (read_module(TEXT).to_bytes()[:-5], "is cut off"),
+        (gzip.compress(wrapped()[:-20]), r"\(truncated, or another format\).*copied whole"),
         (TEXT.encode()[:-2], "rejects this HLO text.*does not end with the line '}'.*copied whole"),
         (TEXT.encode() + b"// \xff", r"byte \d+ of \d+ is no UTF-8"),
-        (wrapped()[:-20], r"\(truncated, or another format\).*copied whole"),
         (gzip.compress(TEXT.encode())[:-9], "this gzip file cannot be unpacked"),
         (gzip.compress(TEXT.encode())[:40] + b"?" * 40, "this gzip file cannot be unpacked"),
         (gzip.compress(b""), "the input is empty"),
@@ -82,21 +99,27 @@ def test_what_is_no_module(data: bytes, sentence: str) -> None:
         from_bytes(data, "m")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_zeros_are_refused_by_their_head(tmp_path: Path, packed: bool) -> None:
-    path = tmp_path / "module_0001.jit_f.after_optimizations.hlo.pb"
-    if packed:
-        path.write_bytes(gzip.compress(bytes(64 * MIB)))
-    else:
-        with path.open("wb") as file:
-            file.truncate(1024 * MIB)
-    tracemalloc.start()
-    try:
-        with pytest.raises(UnreadableModuleError, match="begins with the bytes 00 00"):
-            read_file(path)
-        assert tracemalloc.get_traced_memory()[1] < MIB
-    finally:
-        tracemalloc.stop()
+@pytest.mark.parametrize(
+    ("head", "sentence", "most_bytes"),
+    [
+        (b"", "begins with the bytes 00 00", MIB),
+        (wrapped(), r"goes on as byte \d+ of 1073741824 does", MIB),
+        (TEXT.encode(), f"begins as text, but byte {len(TEXT)} is a NUL", MIB),
+        # Here it is text up to the first chunk.
+        (b"//\n" + TEXT.encode().ljust(1 << 16), r"but byte 65539 is a NUL", 40 * MIB),
+    ],
+)
+def test_zeros_are_not_read(tmp_path: Path, head: bytes, sentence: str, most_bytes: int) -> None:
+    path = tmp_path / "step.hlo.pb"
+    path.write_bytes(head)
+    os.truncate(path, 1024 * MIB)
+    refused_unread(path, sentence, most_bytes)
+
+
+def test_zeros_are_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "step.hlo.pb.gz"
+    path.write_bytes(gzip.compress(bytes(64 * MIB)))
+    refused_unread(path, "begins with the bytes 00 00")
 
 
 def test_more_than_protobuf_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
