@@ -49,8 +49,7 @@ def compile_module(module: Module, machine_name: str) -> Executable:
     Raises:
       CompilationError: when XLA refuses it, for lack of device memory or else.
     """
-    target = topology(machine_name)
-    devices = target.devices[:1] if target.platform == "cpu" else target.devices
+    devices = topology(machine_name).devices
 
     def compile_for_devices() -> Executable:
         stablehlo = xla.hlo_to_mlir(module.to_bytes())
@@ -64,5 +63,5 @@ def _compiled(
 ) -> Executable:
     try:
         return compile_program()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except jax.errors.JaxRuntimeError as error:
         raise CompilationError(name, machine_name, " ".join(str(error).split())) from error

@@ -296,13 +296,13 @@ def test_a_dump_of_the_installed_compiler(tmp_path):
     assert module.assignment_text.read_text().startswith("BufferAssignment:")
 
 
-def test_modules_of_one_name_are_a_pair(dump):
+def test_modules_of_one_name_are_a_pair_unread(dump, monkeypatch):
+    monkeypatch.setattr(DumpedModule, "read", pytest.fail)
     before = dump("module_0001.jit_f.after_codegen.txt", "module_0002.jit_g.after_codegen.txt")
     after = dump(
         "module_0005.jit_h.after_codegen.txt",
-        "module_0009.jit_f.before_optimizations.txt",
+        "module_0009.jit_f.after_codegen.txt",
         folder="after",
-        text="never read",
     )
     pairs, only_before, only_after = pair_modules(find_modules(before), find_modules(after))
     assert [keys(pair) for pair in pairs] == [["module_0001.jit_f", "module_0009.jit_f"]]

@@ -88,6 +88,11 @@ def test_a_stage(run, refused, dump):
     assert "it has no schedule" in refused(*words, "0003")
 
 
+def test_a_stage_of_the_largest_module(capsys, dump):
+    assert cli.main(["inspect", str(dump), "--stage", "before_opt"]) == 2
+    assert "module jit_step: it has no schedule" in capsys.readouterr().err
+
+
 def test_a_broken_module_is_an_error_when_it_is_chosen(refused, dump):
     message = refused("inspect", dump, "--module", "loss")
     assert "jit_loss.sm_9.0_gpu_after_optimizations.hlo.pb: the input is empty" in message
