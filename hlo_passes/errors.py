@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from hlo_passes.units import format_bytes
 
+_NAMES_SHOWN = 8
+
 
 class MemplanError(Exception):
     """Base of every error that memplan raises itself."""
@@ -63,6 +65,27 @@ class UnreadableModuleError(MemplanError, ValueError):
 
     def __init__(self, where: str, problem: str, hint: str) -> None:
         super().__init__(f"{where}: {problem}. {hint}")
+
+
+class DumpChoiceError(MemplanError, LookupError):
+    """A name that stands for no module or stage of a dump, or for several.
+
+    Attributes:
+      candidates: what it may stand for.
+    """
+
+    def __init__(
+        self, kind: str, found: str, where: str, matches: Sequence[str], known: Sequence[str]
+    ) -> None:
+        self.candidates = tuple(matches or known)
+        shown = ", ".join(self.candidates[:_NAMES_SHOWN])
+        more = len(self.candidates) - _NAMES_SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        super().__init__(
+            f"{where}: {kind} {found!r} may be {shown}. Give more of the name."
+            if matches
+            else f"{where}: no {kind} {found!r}. It has {shown}; a part of the name is enough."
+        )
 
 
 class MalformedModuleError(MemplanError, ValueError):
@@ -129,6 +152,18 @@ class CompilerMissingError(MemplanError, ImportError):
         )
 
 
+class CompilationError(MemplanError, RuntimeError):
+    """XLA does not compile a program as it is."""
+
+    def __init__(self, program: str, machine: str, problem: str) -> None:
+        shown = problem if len(problem) <= 400 else problem[:400] + "…"
+        super().__init__(
+            f"{program}: XLA does not compile it for {machine!r}: {shown}. Where it lacks device "
+            "memory, `memplan plan MODULE:FUNCTION` plans it within a budget; where the module is "
+            "optimized in part, take its stage before_optimizations."
+        )
+
+
 class TopologyError(MemplanError, ValueError):
     """A topology that cannot be had."""
 
@@ -177,7 +212,8 @@ class UnscheduledModuleError(MemplanError, ValueError):
         super().__init__(
             f"module {module}: it has no schedule, so nothing can be said about when a buffer "
             "is live. Expected a module after XLA's scheduler: Compiled, a dump of "
-            "*after_optimizations*, or text with is_scheduled=true."
+            "*after_optimizations*, or text with is_scheduled=true. To have it compiled, name a "
+            "machine: `memplan inspect FILE --machine v5e`."
         )
 
 

@@ -17,6 +17,7 @@ from jax._src import flattree as _flattree
 from jax._src.core import trace_state_clean
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
+from jax.interpreters.mlir import make_ir_context
 from jax.sharding import Sharding
 from jaxlib import _hlo, _jax, _xla  # pyright: ignore[reportAttributeAccessIssue]
 from jaxlib._jax import mlir
@@ -59,6 +60,15 @@ def stablehlo_to_proto(module: Any) -> bytes:
     source = module if isinstance(module, str | bytes) else str(module)
     computation = mlir.mlir_module_to_xla_computation(source)
     return computation.as_serialized_hlo_module_proto()
+
+
+def hlo_to_mlir(proto: bytes) -> Any:
+    """Converts a serialized ``HloModuleProto`` to StableHLO, as a module of ``jaxlib.mlir.ir``.
+
+    The conversion is public (``jax.extend.mlir``); ``jaxlib.mlir.ir`` is not (0.12.0.1).
+    """
+    with make_ir_context():
+        return ir.Module.parse(hlo_to_stablehlo(proto))
 
 
 # --- compiler hooks and compile-only clients -------------------------------------------

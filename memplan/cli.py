@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hlo_passes.ir import Module
     from hlo_passes.machine import Machine
     from hlo_passes.plan import Plan
+    from memplan.executable import Executable
     from memplan.report.tables import Table
     from memplan.report.view import Report, RunView
 
@@ -87,9 +88,23 @@ def _parser() -> argparse.ArgumentParser:
         "inspect", help="who holds the memory of a compiled program, and what moves"
     )
     inspect.add_argument(
-        "source", help="a scheduled module: HLO text, a .pb proto, or an --xla_dump_to folder"
+        "source",
+        help="a scheduled module: HLO text, a .pb proto, either in gzip, or an --xla_dump_to "
+        "folder; or, with --machine, what is compiled then: StableHLO, HLO before optimizations, "
+        "or module:function as for plan",
     )
-    inspect.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
+    inspect.add_argument(
+        "--machine",
+        help="predict seconds on this machine (memplan machines); where it is compiled for, a "
+        "topology too: v5e:2x2, h200:8",
+    )
+    inspect.add_argument(
+        "--module", metavar="NAME", help="of a folder's modules this one; a part of its name does"
+    )
+    inspect.add_argument(
+        "--stage", metavar="NAME", help="of a module's stages this one; the last by default"
+    )
+    inspect.add_argument("--list", action="store_true", help="list the modules of a folder")
     _add_outputs(inspect)
     inspect.set_defaults(run=_inspect)
 
@@ -145,16 +160,102 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     from hlo_passes.machine import load_machine
-    from hlo_passes.reader import read_module
     from memplan.report.build import view_run
 
-    machine = load_machine(options.machine) if options.machine else None
-    if options.trace and machine is None:
-        raise UsageError("--trace needs --machine: a trace is made of predicted seconds")
+    _check_inspect(options)
+    if options.list:
+        _list(options)
+        return
+    machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
+    module, executable = _inspected(options)
     with _progress("Reading"):
-        module = read_module(Path(options.source))
-        run = view_run("schedule", module, machine)
+        if executable is None:
+            run = view_run("schedule", module, machine)
+        else:
+            run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
     _show(options, _report([run], machine, None))
+
+
+def _check_inspect(options: argparse.Namespace) -> None:
+    if options.trace and not options.machine:
+        raise UsageError("--trace needs --machine: a trace is made of predicted seconds")
+    if options.list and any((options.module, options.stage, options.html, options.trace)):
+        raise UsageError("--list shows all modules: --module, --stage, --html, --trace show one")
+    if (options.list or options.module or options.stage) and not Path(options.source).is_dir():
+        raise UsageError(
+            f"--list, --module and --stage are for the folder of a dump; {options.source} is none"
+        )
+
+
+def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None]:
+    """Returns the scheduled module, and the executable where it was compiled for that."""
+    from memplan.reference import is_reference, load_reference
+
+    if is_reference(options.source):
+        if not options.machine:
+            raise UsageError(f"{options.source} needs --machine: what to compile it for")
+        with _progress("Loading"):
+            _without_devices()
+            program = load_reference(options.source)
+        from memplan.unplanned import compile_reference
+
+        return _compiled(lambda: compile_reference(program, options.machine))
+    with _progress("Reading"):
+        module = _read(options)
+    if module.is_scheduled or not options.machine:
+        return module, None
+    _without_devices()
+    from memplan.unplanned import compile_module
+
+    return _compiled(lambda: compile_module(module, options.machine))
+
+
+def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Executable]:
+    from hlo_passes.reader import read_module
+
+    with _progress("Compiling"):
+        executable = compile_program()
+        return read_module(executable), executable
+
+
+def _read(options: argparse.Namespace) -> Module:
+    """Reads a file, or the module of a folder that the options choose."""
+    from hlo_passes.dump import choose_module, find_modules, largest_module
+    from hlo_passes.reader import read_module
+
+    path = Path(options.source)
+    if not path.is_dir():
+        return read_module(path)
+    modules = find_modules(path)
+    if options.module:
+        return choose_module(modules, options.module).read(options.stage)
+    largest = largest_module(modules)
+    if len(modules) > 1:
+        print(
+            f"memplan: {largest.key} is the largest of {len(modules)} modules in {path}; "
+            "--list shows all, --module NAME chooses",
+            file=sys.stderr,
+        )
+    return largest.read(options.stage)
+
+
+def _list(options: argparse.Namespace) -> None:
+    from hlo_passes.dump import find_modules
+    from memplan.dump_tables import dump_overview, list_modules
+
+    with _progress("Reading"):
+        listed = list_modules(find_modules(Path(options.source)))
+    if options.json:
+        _print_json([asdict(each) for each in listed])
+    else:
+        _print_tables([dump_overview(listed)])
+
+
+def _without_devices() -> None:
+    """Nothing runs here: an accelerator of this machine is neither needed nor taken."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -240,15 +341,12 @@ def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
 
     machine = load_machine(machine_name.partition(":")[0])
     with _progress("Loading"):
-        import jax
-
-        # Nothing runs here: an accelerator of this machine is neither needed nor taken.
-        jax.config.update("jax_platforms", "cpu")
+        _without_devices()
         program = load_reference(source)
         from memplan.api import jit
-        from memplan.topologies import topology
+        from memplan.unplanned import target_of
     with _progress("Compiling"):
-        target = machine if machine.platform == "cpu" else topology(machine_name)
+        target = target_of(machine_name)
         step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)
         compiled = step.lower(*program.args).compile()
         views = [view_planned(compiled, machine)]

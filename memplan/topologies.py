@@ -113,6 +113,8 @@ def topology(name: str) -> Topology:
 
 
 def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
+    if machine.name not in _TPU_NAMES:
+        raise TopologyError(name, f"libtpu has no machine {machine.name!r} to compile for")
     _require(name, "libtpu", "tpu")
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)

@@ -10,7 +10,7 @@ from hlo_passes import xla
 from hlo_passes.errors import MalformedModuleError, UnreadableModuleError
 from hlo_passes.ir import Layout, Module, tiled_element_count
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.reader import read_dump, read_module
+from hlo_passes.reader import read_module
 
 TEXT = """\
 HloModule tiny, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
@@ -68,15 +68,12 @@ def test_stablehlo_bytecode(lowered: jax.stages.Lowered) -> None:
     assert "tanh" in {i.opcode for i in module.instructions.values()}
 
 
-def test_a_dump_folder_gives_each_module_at_its_latest_stage(tmp_path: Path) -> None:
-    later = TEXT.replace("negate(x)", "tanh(x)")
-    (tmp_path / "module_0001.jit_f.before_optimizations.txt").write_text(TEXT)
-    (tmp_path / "module_0001.jit_f.sm_9.0_gpu_after_optimizations.txt").write_text(later)
-    ignored = "module_0001.jit_f.sm_9.0_gpu_after_optimizations-buffer-assignment.txt"
-    (tmp_path / ignored).write_text("BufferAssignment:")
-    modules = read_dump(tmp_path)
-    assert [m.entry.root.opcode for m in modules.values()] == ["tanh"]
-    assert read_module(tmp_path).entry.root.opcode == "tanh"
+def test_a_dump_folder_is_read_as_its_largest_module(tmp_path: Path) -> None:
+    larger = TEXT.replace("negate(x)", "tanh(x)") + "// " + 100 * "-"
+    (tmp_path / "module_0001.jit_f.after_optimizations.txt").write_text(TEXT)
+    (tmp_path / "module_0002.jit_g.after_optimizations.txt").write_text(larger)
+    for source in (tmp_path, str(tmp_path)):
+        assert read_module(source).entry.root.opcode == "tanh"
 
 
 def test_a_folder_without_a_dump(tmp_path: Path) -> None:

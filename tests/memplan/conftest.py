@@ -1,10 +1,11 @@
-"""The reports of the small program, made once."""
+"""The reports of the small program, made once; the command line, called as a function."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import memplan.cli as cli
 from hlo_passes.machine import Machine, load_machine
 from hlo_passes.reader import read_module
 from memplan.report.build import view_run
@@ -32,3 +33,31 @@ def streamed_file(tmp_path: Path) -> Path:
     path = tmp_path / "step.hlo"
     path.write_text(streamed_text())
     return path
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*words)`: stdout of a command that succeeds."""
+
+    def run(*words: object) -> str:
+        assert cli.main(list(map(str, words))) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(*words)`: the sentence on stderr of a command that fails."""
+
+    def refused(*words: object) -> str:
+        assert cli.main(list(map(str, words))) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        assert captured.err.startswith("memplan: ")
+        return captured.err
+
+    return refused

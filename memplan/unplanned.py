@@ -1,0 +1,67 @@
+"""Compiles what is not compiled yet for a machine, as XLA alone does it.
+
+module:function ── jax.jit, lower ─► StableHLO ─┐
+StableHLO, HLO before optimizations ────────────┴─ XLA ─► scheduled module, XLA's own bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from hlo_passes import xla
+from hlo_passes.errors import CompilationError
+from hlo_passes.ir import Module
+from hlo_passes.machine import Machine, load_machine
+from memplan.api import jit
+from memplan.executable import Executable, TopologyExecutable
+from memplan.reference import Reference
+from memplan.topologies import Topology, topology
+
+
+def target_of(name: str) -> Machine | Topology:
+    """Returns what ``--machine`` stands for where a program is compiled: devices that need not
+    be here; of a CPU, those that are.
+
+    Raises:
+      UnknownMachineError, TopologyError, CompilerMissingError: as `topology`.
+    """
+    machine = load_machine(name.partition(":")[0])
+    return machine if machine.platform == "cpu" else topology(name)
+
+
+def compile_reference(program: Reference, machine_name: str) -> Executable:
+    """Compiles ``module:function``.
+
+    Raises:
+      CompilationError: when XLA refuses it, for lack of device memory or else.
+    """
+    step = jit(program.fun, machine=target_of(machine_name), **program.jit_options)
+    lowered = step.lower(*program.args)
+    return _compiled(lowered.fun_name, machine_name, lowered.unplanned)
+
+
+def compile_module(module: Module, machine_name: str) -> Executable:
+    """Compiles a module that XLA has not optimized yet, partitioned over all devices of the
+    topology.
+
+    Raises:
+      CompilationError: when XLA refuses it, for lack of device memory or else.
+    """
+    devices = topology(machine_name).devices
+
+    def compile_for_devices() -> Executable:
+        stablehlo = xla.hlo_to_mlir(module.to_bytes())
+        return TopologyExecutable(xla.compile_for_topology(stablehlo, devices, {}))
+
+    return _compiled(module.name, machine_name, compile_for_devices)
+
+
+def _compiled(
+    name: str, machine_name: str, compile_program: Callable[[], Executable]
+) -> Executable:
+    try:
+        return compile_program()
+    except jax.errors.JaxRuntimeError as error:
+        raise CompilationError(name, machine_name, " ".join(str(error).split())) from error
