@@ -109,19 +109,17 @@ class BufferAssignment:
         return None if heap is None else (heap, self.peaks[heap.number])
 
 
-def buffer_assignment(proto: hlo_pb2.BufferAssignmentProto, module: Module) -> BufferAssignment:
-    """Reads XLA's buffer assignment of `module`.
-
-    Args:
-      proto: field 3 of an ``HloProto``, or ``serialized_buffer_assignment_proto`` of a
-        ``memory_analysis()``.
-      module: the one that it is about.
+def buffer_assignment(module: Module) -> BufferAssignment | None:
+    """Reads XLA's buffer assignment of a module; None where it came without one.
 
     Raises:
       MalformedModuleError: when it names buffers or instructions that are not there.
 
     Complexity: linear in the events.
     """
+    proto = module.assigned
+    if proto is None:
+        return None
     buffers: dict[int, LogicalBuffer] = {}
     for b in proto.logical_buffers:
         at = b.defined_at

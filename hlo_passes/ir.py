@@ -315,6 +315,7 @@ class Module:
       proto: the message. The module takes it over: do not write to it afterwards.
       original: a module from which this one differs in the entry computation, its schedule
         and further computations only: its views of the others are taken over, and its cycles.
+      assigned: XLA's buffer assignment of this very module, where it came with one.
 
     Attributes:
       cycles: clock cycles that an executable of the same program takes for an instruction, by
@@ -325,8 +326,14 @@ class Module:
         together.
     """
 
-    def __init__(self, proto: hlo_pb2.HloModuleProto, original: Module | None = None) -> None:
+    def __init__(
+        self,
+        proto: hlo_pb2.HloModuleProto,
+        original: Module | None = None,
+        assigned: hlo_pb2.BufferAssignmentProto | None = None,
+    ) -> None:
         self._proto = proto
+        self.assigned = assigned
         self.cycles: Mapping[str, int] = original.cycles if original is not None else {}
         self._sequences = {
             cid: tuple(seq.instruction_ids)

@@ -109,7 +109,10 @@ def from_proto(data: bytes, where: str) -> Module:
         return Module(module)
     wrapper = _parse(hlo_pb2.HloProto, data)
     if wrapper is not None and wrapper.hlo_module.computations:
-        return Module(wrapper.hlo_module)
+        has_assignment = wrapper.HasField("buffer_assignment")
+        return Module(
+            wrapper.hlo_module, assigned=wrapper.buffer_assignment if has_assignment else None
+        )
     raise UnreadableModuleError(
         where,
         f"these {len(data)} bytes are no HloModuleProto or HloProto (truncated, or another format)",

@@ -102,7 +102,10 @@ def _parser() -> argparse.ArgumentParser:
         "--module", metavar="NAME", help="of a folder's modules this one; a part of its name does"
     )
     inspect.add_argument(
-        "--stage", metavar="NAME", help="of a module's stages this one; the last by default"
+        "--stage",
+        metavar="NAME",
+        help="of a module's stages this one; by default the one "
+        "with XLA's buffer assignment, or the last",
     )
     inspect.add_argument("--list", action="store_true", help="list the modules of a folder")
     _add_outputs(inspect)
@@ -160,7 +163,12 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     from hlo_passes.machine import load_machine
-    from memplan.report.build import view_run
+    from memplan.report.advising import advise
+    from memplan.report.build import target_of, view_run
+    from memplan.report.finding_tables import advice_table, finding_tables
+    from memplan.report.inspecting import inspect_module
+    from memplan.report.sections import report_tables
+    from memplan.report.summary import summarize, summarize_findings
 
     _check_inspect(options)
     if options.list:
@@ -173,7 +181,14 @@ def _inspect(options: argparse.Namespace) -> None:
             run = view_run("schedule", module, machine)
         else:
             run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
-    _show(options, _report([run], machine, None))
+        findings = inspect_module(module, target_of(module, machine), machine)
+    report, advice = _report([run], machine, None), advise(run, findings)
+    _write_files(options, report)
+    if options.json:
+        _print_json(summarize(report) | {"findings": summarize_findings(findings, advice)})
+    else:
+        figures, *rest = report_tables(report)
+        _print_tables([figures, advice_table(advice), *rest, *finding_tables(findings)])
 
 
 def _check_inspect(options: argparse.Namespace) -> None:
@@ -220,23 +235,28 @@ def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Execut
 
 def _read(options: argparse.Namespace) -> Module:
     """Reads a file, or the module of a folder that the options choose."""
-    from hlo_passes.dump import choose_module, find_modules, largest_module
+    from hlo_passes.dump import (
+        AFTER_OPTIMIZATIONS,
+        choose_module,
+        find_modules,
+        largest_module,
+    )
     from hlo_passes.reader import read_module
 
     path = Path(options.source)
     if not path.is_dir():
         return read_module(path)
     modules = find_modules(path)
-    if options.module:
-        return choose_module(modules, options.module).read(options.stage)
-    largest = largest_module(modules)
-    if len(modules) > 1:
+    chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
+    if len(modules) > 1 and not options.module:
         print(
-            f"memplan: {largest.key} is the largest of {len(modules)} modules in {path}; "
+            f"memplan: {chosen.key} is the largest of {len(modules)} modules in {path}; "
             "--list shows all, --module NAME chooses",
             file=sys.stderr,
         )
-    return largest.read(options.stage)
+    # The stage with XLA's own buffer assignment, if there is one.
+    said = AFTER_OPTIMIZATIONS if chosen.assignment_proto else None
+    return chosen.read(options.stage or said)
 
 
 def _list(options: argparse.Namespace) -> None:

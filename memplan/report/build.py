@@ -130,7 +130,7 @@ class _Builder:
         self.plan = plan
         self.labels: Mapping[str, str] = {} if plan is None else plan.labels
         self.placed = {} if plan is None else {p.buffer: p.tier for p in plan.placements}
-        self.target: Target = _guess_target(module) if machine is None else machine.platform
+        self.target: Target = target_of(module, machine)
         self.ranges = compute_live_ranges(analyze_dataflow(module))
         self.sequence = self.ranges.sequence
         self.tick_of = {i.name: tick for tick, i in enumerate(self.sequence)}
@@ -522,9 +522,12 @@ class _Builder:
         return f"{event} {self.labels.get(buffer, buffer)}"
 
 
-def _guess_target(module: Module) -> Target:
-    """Which backend scheduled `module`: only XLA:TPU tiles arrays, only XLA:GPU says of a
-    fusion which emitter takes it, and only XLA:CPU's shapes name no memory but one."""
+def target_of(module: Module, machine: Machine | None = None) -> Target:
+    """Which backend scheduled `module`: the machine's, or as it looks. Only XLA:TPU tiles arrays,
+    only XLA:GPU says of a fusion which emitter takes it, and only XLA:CPU's shapes name no
+    memory but one."""
+    if machine is not None:
+        return machine.platform
     spaces = {0}
     for i in module.entry.instructions:
         layouts = [leaf.layout for _, leaf in i.shape.leaves()]

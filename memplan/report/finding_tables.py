@@ -18,9 +18,8 @@ _GROUPED: dict[GroupedBy, str] = {
 }
 
 
-def finding_tables(findings: Findings, advice: Sequence[Advice]) -> Iterator[Table]:
-    """Yields advice first; then what is live at the peak, how it is packed, and the rest."""
-    yield _advice_table(advice)
+def finding_tables(findings: Findings) -> Iterator[Table]:
+    """Yields what is live at the peak, how it is packed, and the rest."""
     for by, name in _GROUPED.items():
         yield _limited(
             f"live at the device's peak, by {name}",
@@ -99,7 +98,8 @@ def finding_tables(findings: Findings, advice: Sequence[Advice]) -> Iterator[Tab
     )
 
 
-def _advice_table(advice: Sequence[Advice]) -> Table:
+def advice_table(advice: Sequence[Advice]) -> Table:
+    """Returns the largest savings."""
     return _limited(
         "what could be saved, by what",
         (Column("saves at most", right=True), Column("of all", right=True), Column("")),

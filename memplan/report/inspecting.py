@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from hlo_passes.buffer_assignment import BufferAssignment
+from hlo_passes.buffer_assignment import buffer_assignment
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.donation import donations
@@ -41,43 +41,26 @@ _THERE_ANYWAY = ("parameter", "output", "constant")
 _TRANSFERS = frozenset({"copy-start", "copy-done", "async-start", "async-done"})
 
 
-def inspect_module(
-    module: Module,
-    target: Target,
-    machine: Machine | None = None,
-    *,
-    assignment: BufferAssignment | None = None,
-    donated: Collection[int] = (),
-) -> Findings:
+def inspect_module(module: Module, target: Target, machine: Machine | None = None) -> Findings:
     """Looks into a scheduled program.
 
     Args:
-      module: scheduled.
+      module: scheduled; with XLA's own buffer assignment, the heap is as that has it.
       target: whose compiler made it.
       machine: predicts seconds; without it there are none.
-      assignment: XLA's own, of this module.
-      donated: numbers of the parameters that the caller gives away, where that is known.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
 
     Complexity: that of `find_allocations`.
     """
-    return _Inspector(module, target, machine, assignment, donated).findings()
+    return _Inspector(module, target, machine).findings()
 
 
 class _Inspector:
-    def __init__(
-        self,
-        module: Module,
-        target: Target,
-        machine: Machine | None,
-        assignment: BufferAssignment | None,
-        donated: Collection[int],
-    ) -> None:
+    def __init__(self, module: Module, target: Target, machine: Machine | None) -> None:
         self._module = module
         self._target: Target = target
-        self._assignment, self._donated = assignment, donated
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self._names = Names(self._ranges, {})
         self._usage: MemoryUsage = measure_memory(self._ranges, target)
@@ -110,12 +93,15 @@ class _Inspector:
         }
 
     def _source(self, i: Instruction) -> str:
-        return "arguments" if i.opcode == "parameter" else self._names.step(i).source_line
+        if self._names.about(i).opcode == "parameter":
+            return "arguments" if i.opcode == "parameter" else "copies of arguments"
+        return self._names.step(i).source_line
 
     def _scope(self, i: Instruction) -> str:
         """What stands in front of an operation: jit(step)/layer_3 of jit(step)/layer_3/dot; of
-        an argument its name up to the first key: state of state['params'][0]."""
-        if i.opcode == "parameter":
+        an argument, or a copy of one, its name up to the first key: state of
+        state['params'][0]."""
+        if self._names.about(i).opcode == "parameter":
             return re.split(r"[.\[]", self._names.label(i))[0]
         return self._names.about(i).op_name.rpartition("/")[0]
 
@@ -123,7 +109,7 @@ class _Inspector:
         usage = self._usage
         if usage.peak is None:
             return None
-        said = self._assignment
+        said = buffer_assignment(self._module)
         heap = None if said is None else said.heap()
         return HeapView(
             allocated=None if said is None else said.size("temporary"),
@@ -165,7 +151,7 @@ class _Inspector:
             )
 
     def _donations(self) -> Iterator[DonationView]:
-        for d in donations(self._ranges, self._donated):
+        for d in donations(self._ranges):
             name = self._names.label(d.parameter) or d.parameter.name
             part = "{" + ",".join(map(str, d.index)) + "}" if d.index else ""
             yield DonationView(name + part, d.size, d.fate, d.why)

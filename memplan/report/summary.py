@@ -21,14 +21,20 @@ explained; bytes, seconds and ticks, `null` where there is nothing to say.
         "predicted": {...}}]}         Clock, with "gap" and what binds, without the spans
 
 Version 3 added collectives, kinds of transfers, edits, decisions and what binds.
+
+What ``memplan inspect`` finds beside that stands under ``"findings"``: `Findings`, with
+``"advice"``.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from hlo_passes.plan import LoopStreams
+from memplan.report.advising import Advice
+from memplan.report.findings import Findings
 from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
 FORMAT_VERSION = 3
@@ -46,6 +52,22 @@ def summarize(report: Report) -> dict[str, Any]:
         "note": report.note,
         "runs": [_run(run) for run in report.runs],
     }
+
+
+def summarize_findings(findings: Findings, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Returns what was found, in bytes, seconds and ticks, with the names of the dataclasses."""
+    return {**_plain(findings), "advice": _plain(advice)}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and named tuples as objects, all the way down."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def _run(run: RunView) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Module
 from hlo_passes.memory import memory_usage
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.reader import read_module
 from memplan.api import jit
 from memplan.topologies import topology
 from models.corpus import CORPUS
@@ -26,7 +27,7 @@ TARGETS = [
 ]
 
 
-def dumped(target: str, workload: str, folder: Path) -> hlo_pb2.HloProto:
+def dumped(target: str, workload: str, folder: Path) -> Module:
     """What XLA writes of a program of the corpus in its small configuration."""
     program = CORPUS[workload]
     fun, args = program.small()
@@ -34,15 +35,15 @@ def dumped(target: str, workload: str, folder: Path) -> hlo_pb2.HloProto:
     lowered = jit(fun, machine=machine, donate_argnames=program.donate).lower(*args)
     lowered.unplanned({"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True})
     (path,) = folder.glob("*after_optimizations.hlo.pb")
-    return hlo_pb2.HloProto.FromString(path.read_bytes())
+    return read_module(path)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_peak_and_what_is_live_there_are_xlas(target: str, workload: str, tmp_path: Path):
-    proto = dumped(target, workload, tmp_path)
-    module = Module(proto.hlo_module)
-    said = buffer_assignment(proto.buffer_assignment, module)
+    module = dumped(target, workload, tmp_path)
+    said = buffer_assignment(module)
+    assert said is not None
     usage = memory_usage(module, platform(f"x.{target}"))
     heap = said.heap()
     if heap is None:  # XLA:TPU has all of a small program on the chip.
@@ -65,6 +66,12 @@ TRACE = """
 ALLOC, FREE, SHARE = 0, 1, 2
 
 
+def assigned_to(module: Module, proto: hlo_pb2.BufferAssignmentProto) -> BufferAssignment:
+    found = buffer_assignment(Module(module.to_proto(), assigned=proto))
+    assert found is not None
+    return found
+
+
 def assigned(*events: tuple[int, str, str]) -> BufferAssignment:
     """With the heap's trace: kind, buffer, and the one that it shares bytes with."""
     module = entry(TRACE)
@@ -83,7 +90,7 @@ def assigned(*events: tuple[int, str, str]) -> BufferAssignment:
             buffer_id=number[buffer],
             share_with_canonical_id=number.get(shares_with, 0),
         )
-    return buffer_assignment(proto, module)
+    return assigned_to(module, proto)
 
 
 def test_what_shares_bytes_holds_them_once_and_until_the_last():
@@ -108,14 +115,18 @@ def test_a_trace_of_other_buffers_is_refused():
     proto = hlo_pb2.BufferAssignmentProto()
     proto.buffer_allocations.add().assigned.add(logical_buffer_id=3)
     with pytest.raises(MalformedModuleError, match="a buffer 3, which is defined nowhere"):
-        buffer_assignment(proto, entry(TRACE))
+        assigned_to(entry(TRACE), proto)
 
 
 def test_the_assignment_of_another_module_is_refused():
     proto = hlo_pb2.BufferAssignmentProto()
     proto.logical_buffers.add(id=1).defined_at.instruction_id = 12345
     with pytest.raises(MalformedModuleError, match="instruction 12345"):
-        buffer_assignment(proto, entry(TRACE))
+        assigned_to(entry(TRACE), proto)
+
+
+def test_a_module_without_one_has_none():
+    assert buffer_assignment(entry(TRACE)) is None
 
 
 def test_each_kind_of_allocation_counts_for_itself():
@@ -126,7 +137,7 @@ def test_each_kind_of_allocation_counts_for_itself():
     proto.buffer_allocations.add(size=1000, is_thread_local=True)
     proto.buffer_allocations.add(size=10000)
     proto.buffer_allocations.add(size=100000, color=1)
-    said = buffer_assignment(proto, entry(TRACE))
+    said = assigned_to(entry(TRACE), proto)
     assert said.size("argument") == 1
     assert said.size("output") == 10
     assert said.size("constant") == 100

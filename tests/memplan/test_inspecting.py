@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hlo_passes.buffer_assignment import Allocation, BufferAssignment, HeapPeak, LogicalBuffer
-from hlo_passes.machine import load_machine
+from hlo_passes.ir import Module
+from hlo_passes.machine import Machine, load_machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.plan import LiveRange
+from hlo_passes.proto import hlo_pb2
 from memplan.report.advising import advise
 from memplan.report.build import view_run
-from memplan.report.finding_tables import finding_tables
+from memplan.report.finding_tables import advice_table, finding_tables
 from memplan.report.findings import Findings
 from memplan.report.inspecting import inspect_module
 from memplan.report.tables import plain_text
@@ -35,8 +36,8 @@ metadata={op_name="jit(f)/in/cat" source_file="m.py" source_line=3}
 """)
 
 
-def found(**options: object) -> Findings:
-    return inspect_module(MODULE, "cpu", **options)  # type: ignore[arg-type]
+def found(machine: Machine | None = None) -> Findings:
+    return inspect_module(MODULE, "cpu", machine)
 
 
 def test_what_is_live_at_the_peak_is_grouped_in_three_ways():
@@ -68,13 +69,20 @@ def test_the_heap_is_ours_where_xla_says_nothing():
 
 
 def test_the_heap_is_xlas_where_it_says_so():
-    named = {i.name: i for i in MODULE.entry.instructions}
-    buffer = LogicalBuffer(named["big"], (), 1000, 0)
-    heap = Allocation(3, 5000, 0, "temporary", ((buffer, 0), (buffer, 1000)))
-    said = BufferAssignment((heap,), {3: HeapPeak(4000, named["e"], (buffer,))})
-    heap = found(assignment=said).heap
+    proto = hlo_pb2.BufferAssignmentProto()
+    for i in MODULE.entry.instructions:
+        buffer = proto.logical_buffers.add(id=i.id, size=1000)
+        buffer.defined_at.instruction_id = i.id
+    number = {i.name: i.id for i in MODULE.entry.instructions}
+    heap = proto.buffer_allocations.add(index=3, size=5000)
+    trace = proto.heap_simulator_traces.add(buffer_allocation_index=3)
+    for name in ("a", "big", "e"):
+        heap.assigned.add(logical_buffer_id=number[name])
+        trace.events.add(buffer_id=number[name])
+    proto.buffer_allocations.add(index=4, size=64)
+    heap = inspect_module(Module(MODULE.to_proto(), assigned=proto), "cpu").heap
     assert heap is not None
-    assert (heap.allocated, heap.size, heap.live, heap.assigned) == (5000, 5000, 4000, 2000)
+    assert (heap.allocated, heap.size, heap.live, heap.assigned) == (5064, 5064, 3000, 3000)
     assert heap.predicted == memory_usage(MODULE, "cpu").temp_bytes
     assert heap.peak is not None
     assert heap.peak.instruction == "e"
@@ -128,4 +136,5 @@ def test_tables_of_findings(golden: Golden):
     module, machine = corpus.read("llama_train.v5e"), load_machine("v5e")
     findings = inspect_module(module, "tpu", machine)
     advice = advise(view_run("x", module, machine), findings)
-    golden("findings.txt", "\n".join(map(plain_text, finding_tables(findings, advice))))
+    tables = (advice_table(advice), *finding_tables(findings))
+    golden("findings.txt", "\n".join(map(plain_text, tables)))
