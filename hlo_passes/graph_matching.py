@@ -1,0 +1,350 @@
+"""Which node of one graph is which of another: what stands in equal surroundings, first.
+
+    before   a ─ b ─ b ─ b ─ c              identical whole history and future, then identical
+             │   │   │     ╲ │              surroundings of 32, 16, ... edges: where that is
+    after    a ─ b ─ b ─ n ─ b ─ c          unique in both, or unique beside a pair, is a pair
+
+Surroundings are compared by the refinement of Weisfeiler and Leman (1968; Shervashidze et al.,
+"Weisfeiler-Lehman graph kernels", JMLR 2011), operands and users apart: a signature of radius r
+is a digest of all chains of at most r operands, and of all chains of at most r users. A chain
+does not turn back, or a value that everything reads would put everything beside everything.
+
+From the largest radius to the smallest, as GumTree takes the tallest subtrees first (Falleri et
+al., "Fine-grained and accurate source code differencing", ASE 2014), pairs are
+
+- anchors: the one node with that signature here, and the one there;
+- neighbours of a pair, of equal signature, at the same place beside it, the best supported first.
+
+What cannot be told apart (equal parts in parallel) is paired in order, class by class, each with
+what follows from it. At last come neighbours of a pair that are only of one kind: they have
+changed. Differently from GumTree the graphs are no trees, and a pair is held against all of its
+neighbours that are paired already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+type _Words = npt.NDArray[np.uint64]
+
+_RADII = (32, 16, 8, 4, 2, 1, 0)
+
+# Equal neighbours on the two sides of which all combinations are held against each other.
+_MOST_COMBINATIONS = 64
+
+# Of a node with more users than this, users neither speak for a pair nor against it.
+_MANY_USERS = 64
+
+
+class Node(NamedTuple):
+    """A node of one of the two graphs.
+
+    Attributes:
+      label: what it computes, from its operands.
+      kind: what a changed node and what it was have in common.
+      operands: (number of an operand, slot). Operands have lower numbers than their users, but
+        for what loops carry. Equal slots are interchangeable.
+      place: of a node that the caller of the program can tell apart, where it stands in its
+        interface; else 0.
+      name: what people call it, ``""`` for nothing.
+      rank: in an order in which equal nodes are likely to correspond.
+    """
+
+    label: int
+    kind: int
+    operands: Sequence[tuple[int, int]]
+    place: int
+    name: str
+    rank: int
+
+
+class _Graph:
+    """Two graphs side by side: the nodes of the second are numbered on from those of the first.
+
+    Attributes:
+      split: number of nodes of the first.
+      labels, kinds, places, ranks: by node, as in `Node`.
+      hints: by node a number for its name; 0 where it has none, or one that the other graph
+        does not know: that says nothing.
+      operands, users: by node, with the slots in which they are, or have it, as operand.
+      edge_operands, edge_users, edge_slots: the same, by edge.
+    """
+
+    def __init__(self, before: Sequence[Node], after: Sequence[Node]) -> None:
+        self.split = len(before)
+        nodes = [*before, *after]
+        self.labels = [n.label for n in nodes]
+        self.kinds = [n.kind for n in nodes]
+        self.places = [n.place for n in nodes]
+        self.ranks = [n.rank for n in nodes]
+        known = {n.name for n in before} & {n.name for n in after} - {""}
+        numbers = {name: n for n, name in enumerate(sorted(known), 1)}
+        self.hints = [numbers.get(n.name, 0) for n in nodes]
+        self.operands = [
+            *(n.operands for n in before),
+            *([(o + self.split, slot) for o, slot in n.operands] for n in after),
+        ]
+        self.users: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        for node, operands in enumerate(self.operands):
+            for operand, slot in operands:
+                self.users[operand].append((node, slot))
+        edges = [edge for operands in self.operands for edge in operands]
+        self.edge_operands, self.edge_slots = np.array(edges, np.int64).reshape(-1, 2).T
+        counts = np.fromiter(map(len, self.operands), np.int64, len(nodes))
+        self.edge_users = np.repeat(np.arange(len(nodes)), counts)
+
+
+def match_graphs(
+    before: Sequence[Node], after: Sequence[Node], known: Iterable[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """Finds which nodes of two graphs correspond.
+
+    Args:
+      known: pairs that are given, whatever their labels.
+
+    Returns:
+      Pairs of a node of `before` and one of `after`, in the order of `before`.
+
+    Time O(e log e) for e edges, of which a node's count once for each of its neighbours.
+    """
+    graph = _Graph(before, after)
+    matcher = _Matcher(graph)
+    for a, b in known:
+        matcher.pair(a, graph.split + b)
+    history, future = _cones(graph)
+    matcher.take_unique(_mixed(history, future))
+    if not matcher.is_complete:
+        _match_rest(matcher, history, future)
+    partners = enumerate(matcher.partner[: graph.split])
+    return [(a, b - graph.split) for a, b in partners if b >= 0]
+
+
+def _match_rest(matcher: _Matcher, history: _Words, future: _Words) -> None:
+    signatures = _signatures(matcher.graph)
+    for radius in _RADII:
+        keys = signatures[radius]
+        matcher.take_unique(_mixed(keys, matcher.hints), among=matcher.hints != 0)
+        matcher.spread(keys)
+        if radius == _RADII[0]:
+            # Of equal layers in a row, of which there is one more, the last one is the new one.
+            matcher.take_unique(history)
+        matcher.take_unique(keys)
+        matcher.spread(keys)
+    matcher.pair_in_order(_mixed(history, future), whole=True)
+    for radius in _RADII:
+        matcher.pair_in_order(signatures[radius], whole=True)
+    matcher.spread(signatures[0], loosely=True)
+    matcher.pair_in_order(signatures[0], whole=False)
+    matcher.spread(np.array(matcher.graph.kinds, np.uint64), loosely=True)
+
+
+def _mixed(*words: npt.ArrayLike) -> _Words:
+    """A digest of several arrays of words, element by element (the finalizer of splitmix64,
+    Steele, Lea and Flood, OOPSLA 2014)."""
+    found: _Words = np.zeros((), np.uint64)
+    for word in words:
+        x = np.asarray(word).astype(np.uint64) + found * np.uint64(0x9E3779B97F4A7C15)
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found = x ^ (x >> np.uint64(31))
+    return found
+
+
+def _cones(graph: _Graph) -> tuple[_Words, _Words]:
+    """A digest of all that each node is computed from, and one of all that comes of it, places
+    in the interface of the program included. What loops carry ends both."""
+    labels, places = graph.labels, graph.places
+    history: list[int] = []
+    for node, operands in enumerate(graph.operands):
+        drawn_on = sorted([(slot, history[o]) for o, slot in operands if o < node])
+        history.append(hash((labels[node], places[node], *drawn_on)))
+    future = [0] * len(labels)
+    for node in reversed(range(len(labels))):
+        drawn_by = sorted([(slot, future[u]) for u, slot in graph.users[node] if u > node])
+        future[node] = hash((labels[node], places[node], *drawn_by))
+    return np.array(history, np.int64).view(np.uint64), np.array(future, np.int64).view(np.uint64)
+
+
+def _signatures(graph: _Graph) -> dict[int, _Words]:
+    """Of each radius, a digest of the surroundings of each node."""
+    labels = np.array(graph.labels, np.uint64)
+    operands, slots, users = graph.edge_operands, graph.edge_slots, graph.edge_users
+    labels = _mixed(labels)
+    above, below = labels, labels
+    found = {0: labels}
+    for radius in range(1, max(_RADII) + 1):
+        found_above, found_below = np.zeros_like(labels), np.zeros_like(labels)
+        np.add.at(found_above, users, _mixed(slots, above[operands]))
+        np.add.at(found_below, operands, _mixed(slots, below[users]))
+        above, below = _mixed(labels, found_above), _mixed(labels, found_below)
+        if radius in _RADII:
+            found[radius] = _mixed(above, below)
+    return found
+
+
+class _Matcher:
+    """The pairs so far.
+
+    Attributes:
+      partner: of each node, −1 where it has none.
+    """
+
+    def __init__(self, graph: _Graph) -> None:
+        self.graph = graph
+        self.partner = [-1] * len(graph.labels)
+        self.hints = np.array(graph.hints, np.uint64)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether one of the graphs has no node left."""
+        split = self.graph.split
+        return (
+            min(self.partner[:split], default=0) >= 0 or min(self.partner[split:], default=0) >= 0
+        )
+
+    def classes(
+        self, keys: _Words, among: npt.NDArray[np.bool_] | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Nodes without a partner by their key, of both sides, where both have some."""
+        free = np.array(self.partner, np.int64) < 0
+        nodes = np.flatnonzero(free if among is None else free & among)
+        nodes = nodes[np.argsort(keys[nodes], kind="stable")]
+        is_first = np.ones(len(nodes) + 1, np.bool_)
+        is_first[1:-1] = keys[nodes[1:]] != keys[nodes[:-1]]
+        bounds = np.flatnonzero(is_first)
+        # Within a class nodes are in their order, those of the first graph before the others.
+        is_first_graph = np.concatenate([[0], np.cumsum(nodes < self.graph.split)])
+        middles = bounds[:-1] + np.diff(is_first_graph[bounds])
+        is_shared = (bounds[:-1] < middles) & (middles < bounds[1:])
+        ordered = nodes.tolist()
+        cuts = zip(bounds[:-1][is_shared], middles[is_shared], bounds[1:][is_shared], strict=True)
+        return [(ordered[a:b], ordered[b:c]) for a, b, c in cuts]
+
+    def take_unique(self, keys: _Words, among: npt.NDArray[np.bool_] | None = None) -> None:
+        """Pairs what is alone on its side with its key, where nothing speaks against it."""
+        for first, second in self.classes(keys, among):
+            if len(first) == len(second) == 1:
+                (a,), (b,) = first, second
+                if not self._is_vetoed(a, b) and self._balance(a, b) >= 0:
+                    self.pair(a, b)
+
+    def pair(self, a: int, b: int) -> None:
+        self.partner[a], self.partner[b] = b, a
+
+    def spread(
+        self, keys: _Words, pairs: Iterable[tuple[int, int]] | None = None, loosely: bool = False
+    ) -> None:
+        """Pairs neighbours of pairs that have equal keys and stand at the same place.
+
+        Args:
+          pairs: where to begin; by default at all of them.
+          loosely: also where several neighbours have that key, or are called otherwise.
+        """
+        names = keys.tolist()
+        heap: list[tuple[int, int, int, int, int]] = []
+        for pair in self._boundary() if pairs is None else pairs:
+            self._suggest(*pair, names, loosely, heap)
+        while heap:
+            balance, distance, tie, a, b = heappop(heap)
+            if self.partner[a] >= 0 or self.partner[b] >= 0:
+                continue
+            now = self._balance(a, b)
+            if -now > balance:
+                heappush(heap, (-now, distance, tie, a, b))
+            elif now > 0:
+                self.pair(a, b)
+                self._suggest(a, b, names, loosely, heap)
+
+    def _boundary(self) -> list[tuple[int, int]]:
+        """Pairs beside which both sides have nodes without a partner."""
+        partner = np.array(self.partner, np.int64)
+        free = partner < 0
+        is_near = np.zeros_like(free)
+        is_near[self.graph.edge_users[free[self.graph.edge_operands]]] = True
+        is_near[self.graph.edge_operands[free[self.graph.edge_users]]] = True
+        first = np.flatnonzero(is_near[: self.graph.split] & ~free[: self.graph.split])
+        first = first[is_near[partner[first]]]
+        return [*zip(first.tolist(), partner[first].tolist(), strict=True)]
+
+    def _suggest(
+        self,
+        a: int,
+        b: int,
+        names: Sequence[int],
+        loosely: bool,
+        heap: list[tuple[int, int, int, int, int]],
+    ) -> None:
+        graph = self.graph
+        for edges in (graph.operands, graph.users):
+            here = self._free_neighbours(edges[a], names)
+            if not here:
+                continue
+            there = self._free_neighbours(edges[b], names)
+            for key, first in here.items():
+                second = there.get(key, ())
+                if len(first) * len(second) > (_MOST_COMBINATIONS if loosely else 1):
+                    continue
+                for x in first:
+                    for y in second:
+                        if loosely or not self._is_vetoed(x, y):
+                            balance = -self._balance(x, y)
+                            distance = 0 if graph.labels[x] == graph.labels[y] else 1
+                            if graph.hints[x] != graph.hints[y]:
+                                distance += 2
+                            tie = graph.ranks[x] + graph.ranks[y]
+                            heappush(heap, (balance, distance, tie, x, y))
+
+    def _free_neighbours(
+        self, edges: Sequence[tuple[int, int]], names: Sequence[int]
+    ) -> dict[tuple[int, int], list[int]]:
+        """Neighbours without a partner, by their slot and key."""
+        found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for node, slot in edges:
+            if self.partner[node] < 0 and node not in (of := found[slot, names[node]]):
+                of.append(node)
+        return found
+
+    def pair_in_order(self, keys: _Words, whole: bool) -> None:
+        """Pairs nodes of equal keys by their ranks, each class with what follows from it.
+
+        Args:
+          whole: only classes of equal size on both sides.
+        """
+        ranks = self.graph.ranks
+        classes = [
+            (sorted(first, key=ranks.__getitem__), sorted(second, key=ranks.__getitem__))
+            for first, second in self.classes(keys)
+            if len(first) == len(second) or not whole
+        ]
+        for first, second in sorted(classes, key=lambda c: ranks[c[0][0]]):
+            left = ([n for n in side if self.partner[n] < 0] for side in (first, second))
+            pairs = [*zip(*left, strict=False)]
+            for a, b in pairs:
+                self.pair(a, b)
+            self.spread(keys, pairs)
+
+    def _is_vetoed(self, a: int, b: int) -> bool:
+        """Whether both have names, and not the same."""
+        hints = self.graph.hints
+        return hints[a] != hints[b] and bool(hints[a] and hints[b])
+
+    def _balance(self, a: int, b: int) -> int:
+        """Edges that speak for a pair, twice, less those of either that lead elsewhere."""
+        graph, partner = self.graph, self.partner
+        balance = 0
+        for edges in (graph.operands, graph.users):
+            here, there = edges[a], edges[b]
+            if len(here) > _MANY_USERS or len(there) > _MANY_USERS:
+                continue
+            paired = [(partner[n], slot) for n, slot in here if partner[n] >= 0]
+            agreeing = sum([edge in there for edge in paired])
+            elsewhere = len(paired) + sum([partner[n] >= 0 for n, _ in there]) - 2 * agreeing
+            balance += 2 * agreeing - elsewhere
+        return balance
