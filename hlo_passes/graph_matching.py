@@ -23,8 +23,8 @@ neighbours that are paired already.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -38,8 +38,17 @@ _RADII = (32, 16, 8, 4, 2, 1, 0)
 # Equal neighbours on the two sides of which all combinations are held against each other.
 _MOST_COMBINATIONS = 64
 
+# The slot of the node before it in the interface: no operand, and no part of what it computes.
+_BESIDE = -1
+
 # Of a node with more users than this, users neither speak for a pair nor against it.
 _MANY_USERS = 64
+
+# How far a search for a better place goes: moves beyond the best state, edges below it, and all
+# in all.
+_MOST_MOVES = 256
+_GREATEST_LOSS = 16
+_MOVES_PER_NODE = 8
 
 
 class Node(NamedTuple):
@@ -54,6 +63,7 @@ class Node(NamedTuple):
         interface; else 0.
       name: what people call it, ``""`` for nothing.
       rank: in an order in which equal nodes are likely to correspond.
+      beside: number of the node before it in the interface; −1 for none.
     """
 
     label: int
@@ -62,6 +72,7 @@ class Node(NamedTuple):
     place: int
     name: str
     rank: int
+    beside: int = -1
 
 
 class _Graph:
@@ -98,6 +109,11 @@ class _Graph:
         self.edge_operands, self.edge_slots = np.array(edges, np.int64).reshape(-1, 2).T
         counts = np.fromiter(map(len, self.operands), np.int64, len(nodes))
         self.edge_users = np.repeat(np.arange(len(nodes)), counts)
+        for node, n in enumerate(nodes):
+            if n.beside >= 0:
+                other = n.beside + self.split * (node >= self.split)
+                self.operands[node] = [*self.operands[node], (other, _BESIDE)]
+                self.users[other].append((node, _BESIDE))
 
 
 def match_graphs(
@@ -120,23 +136,32 @@ def match_graphs(
     history, future = _cones(graph)
     matcher.take_unique(_mixed(history, future))
     if not matcher.is_complete:
-        _match_rest(matcher, history, future)
+        signatures = _signatures(graph)
+        tries = [matcher.copy() for _ in range(2)]
+        for matcher, first in zip(tries, (None, history), strict=True):
+            _match_rest(matcher, signatures, _mixed(history, future), first)
+            matcher.refine()
+        matcher = max(tries, key=_Matcher.agreement)
     partners = enumerate(matcher.partner[: graph.split])
     return [(a, b - graph.split) for a, b in partners if b >= 0]
 
 
-def _match_rest(matcher: _Matcher, history: _Words, future: _Words) -> None:
-    signatures = _signatures(matcher.graph)
+def _match_rest(
+    matcher: _Matcher, signatures: Mapping[int, _Words], cones: _Words, first: _Words | None
+) -> None:
     for radius in _RADII:
         keys = signatures[radius]
         matcher.take_unique(_mixed(keys, matcher.hints), among=matcher.hints != 0)
         matcher.spread(keys)
-        if radius == _RADII[0]:
-            # Of equal layers in a row, of which there is one more, the last one is the new one.
-            matcher.take_unique(history)
-        matcher.take_unique(keys)
-        matcher.spread(keys)
-    matcher.pair_in_order(_mixed(history, future), whole=True)
+    if first is not None:
+        # Of equal layers in a row, of which there is one more, the last one is the new one.
+        matcher.take_unique(first)
+        for radius in _RADII:
+            matcher.spread(signatures[radius])
+    for radius in _RADII:
+        matcher.take_unique(signatures[radius])
+        matcher.spread(signatures[radius])
+    matcher.pair_in_order(cones, whole=True)
     for radius in _RADII:
         matcher.pair_in_order(signatures[radius], whole=True)
     matcher.spread(signatures[0], loosely=True)
@@ -163,11 +188,11 @@ def _cones(graph: _Graph) -> tuple[_Words, _Words]:
     labels, places = graph.labels, graph.places
     history: list[int] = []
     for node, operands in enumerate(graph.operands):
-        drawn_on = sorted([(slot, history[o]) for o, slot in operands if o < node])
+        drawn_on = sorted([(slot, history[o]) for o, slot in operands if o < node and slot >= 0])
         history.append(hash((labels[node], places[node], *drawn_on)))
     future = [0] * len(labels)
     for node in reversed(range(len(labels))):
-        drawn_by = sorted([(slot, future[u]) for u, slot in graph.users[node] if u > node])
+        drawn_by = sorted([(slot, future[u]) for u, slot in graph.users[node] if u > node and slot >= 0])
         future[node] = hash((labels[node], places[node], *drawn_by))
     return np.array(history, np.int64).view(np.uint64), np.array(future, np.int64).view(np.uint64)
 
@@ -200,6 +225,21 @@ class _Matcher:
         self.graph = graph
         self.partner = [-1] * len(graph.labels)
         self.hints = np.array(graph.hints, np.uint64)
+
+    def copy(self) -> _Matcher:
+        other = _Matcher(self.graph)
+        other.partner = self.partner.copy()
+        return other
+
+    def agreement(self) -> int:
+        """Number of pairs, and of edges between those that are an edge on both sides."""
+        graph = self.graph
+        pairs = [(a, b) for a, b in enumerate(self.partner[: graph.split]) if b >= 0]
+        return len(pairs) + sum(
+            (self.partner[o], slot) in graph.operands[b]
+            for a, b in pairs
+            for o, slot in graph.operands[a]
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -326,14 +366,131 @@ class _Matcher:
         for first, second in sorted(classes, key=lambda c: ranks[c[0][0]]):
             left = ([n for n in side if self.partner[n] < 0] for side in (first, second))
             pairs = [*zip(*left, strict=False)]
+            pairs = [(a, b) for a, b in pairs if not whole or not self._is_vetoed(a, b)]
             for a, b in pairs:
                 self.pair(a, b)
             self.spread(keys, pairs)
 
+    def refine(self) -> None:
+        """Moves the places where pairs contradict each other to where they do so the least.
+
+        A node takes a partner of the same label beside the partner of a neighbour, and gives its
+        own to whoever had that one; then those beside it follow, the move that gains most
+        agreeing edges first, each node once, and moves after the best state are taken back
+        (Fiduccia and Mattheyses, "A linear-time heuristic for improving network partitions",
+        DAC 1982; from one place at a time, as Sanders and Schulz do, "Engineering multilevel
+        graph partitioning algorithms", ESA 2011).
+        """
+        left = _MOVES_PER_NODE * len(self.partner)
+        pending = deque(a for a, b in enumerate(self.partner[: self.graph.split]) if b >= 0)
+        while pending and left > 0:
+            a = pending.popleft()
+            if self.partner[a] < 0:
+                continue
+            for b in self._options(a):
+                moved, tried = self._search(a, b)
+                left -= tried
+                pending.extend(moved)
+                if moved:
+                    break
+
+    def _search(self, a: int, b: int) -> tuple[list[int], int]:
+        """Moves that begin with one: the nodes moved if that is better, and how many were tried."""
+        heap = [(-self._gain(a, b), 0, a, b)]
+        moves: list[tuple[int, int]] = []
+        moved: set[int] = set()
+        gain = best = kept = 0
+        while heap and len(moves) - kept < _MOST_MOVES and gain > best - _GREATEST_LOSS:
+            loss, tie, a, b = heappop(heap)
+            other, old = self.partner[b], self.partner[a]
+            if a in moved or other in moved or other == a:
+                continue
+            if (now := -self._gain(a, b)) != loss:
+                heappush(heap, (now, tie, a, b))
+                continue
+            moved |= {a, other} - {-1}
+            moves.append((a, old))
+            self._move(a, b)
+            gain -= loss
+            if gain > best:
+                best, kept = gain, len(moves)
+            for x in (a, other):
+                if x >= 0 and self.partner[x] >= 0:
+                    for n, b in self._following(x):
+                        if n not in moved and self.partner[n] != b:
+                            heappush(heap, (-self._gain(n, b), self.graph.ranks[n], n, b))
+        for a, old in reversed(moves[kept:]):
+            self._move(a, old)
+        return [a for a, _ in moves[:kept]], len(moves)
+
+    def _following(self, a: int) -> Iterator[tuple[int, int]]:
+        """Of the neighbours of a node that stand elsewhere than beside its partner, where they
+        could."""
+        graph, b = self.graph, self.partner[a]
+        for here, there in ((graph.operands[a], graph.operands[b]), (graph.users[a], graph.users[b])):
+            if len(here) > _MANY_USERS or len(there) > _MANY_USERS:
+                continue
+            for n, slot in here:
+                if self.partner[n] >= 0 and (self.partner[n], slot) not in there:
+                    for m, s in there:
+                        if s == slot and graph.labels[n] == graph.labels[m]:
+                            yield n, m
+
+    def _options(self, a: int) -> list[int]:
+        """Other partners of a node, beside those of its neighbours."""
+        graph, partner = self.graph, self.partner
+        found: dict[int, None] = {}
+        for edges, there, back in (
+            (graph.operands[a], graph.operands[partner[a]], graph.users),
+            (graph.users[a], graph.users[partner[a]], graph.operands),
+        ):
+            for n, slot in edges[:_MANY_USERS]:
+                beside = partner[n]
+                if beside >= 0 and (beside, slot) not in there and len(back[beside]) <= _MANY_USERS:
+                    for b, s in back[beside]:
+                        if s == slot and graph.labels[a] == graph.labels[b]:
+                            found[b] = None
+        return [*found]
+
+    def _move(self, a: int, b: int) -> None:
+        """Pairs `a` with `b`, and whoever had `b` with the partner of `a`."""
+        old, other = self.partner[a], self.partner[b]
+        self.pair(a, b)
+        self.partner[old] = other
+        if other >= 0:
+            self.partner[other] = old
+
+    def _gain(self, a: int, b: int) -> int:
+        """By how many edges more agree after `_move`."""
+        old, other = self.partner[a], self.partner[b]
+        before = self._agreeing(a, other)
+        self._move(a, b)
+        after = self._agreeing(a, other)
+        self._move(a, old)
+        return after - before
+
+    def _agreeing(self, a: int, other: int) -> int:
+        """How many edges at two nodes agree; the second may be −1 for none."""
+        graph, partner = self.graph, self.partner
+        found = 0
+        for x in (a, other):
+            if x < 0 or partner[x] < 0:
+                continue
+            y = partner[x]
+            if graph.hints[x]:
+                found += graph.hints[x] == graph.hints[y]
+            for here, there in (
+                (graph.operands[x], graph.operands[y]),
+                (graph.users[x], graph.users[y]),
+            ):
+                for n, slot in here[:_MANY_USERS]:
+                    if (x == a or n != a) and partner[n] >= 0:
+                        found += (partner[n], slot) in there
+        return found
+
     def _is_vetoed(self, a: int, b: int) -> bool:
-        """Whether both have names, and not the same."""
-        hints = self.graph.hints
-        return hints[a] != hints[b] and bool(hints[a] and hints[b])
+        """Whether one of them has a name that the other should have."""
+        return self.graph.hints[a] != self.graph.hints[b]
 
     def _balance(self, a: int, b: int) -> int:
         """Edges that speak for a pair, twice, less those of either that lead elsewhere."""

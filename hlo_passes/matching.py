@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from hlo_passes.garbage import collection_paused
@@ -223,7 +223,15 @@ def _match_values(sides: _Sides, numbering: Numbering) -> _Classes:
             if not value.is_constant:
                 place[n] = len(place)
         computed.append(list(place))
-        nodes.append([_value_node(graph.values[n], digests[n], place) for n in place])
+        before = _before_in_interface(graph)
+        nodes.append(
+            [
+                _value_node(graph.values[n], digests[n], place)._replace(
+                    beside=place.get(before.get(n, -1), -1)
+                )
+                for n in place
+            ]
+        )
         # Values without a partner are negative, and other numbers in each module.
         classes.append([-2 * n - 1 - len(classes) for n in range(len(digests))])
         for n, digest in enumerate(digests):
@@ -241,6 +249,16 @@ def _value_node(value: ComputedValue, label: int, place: Mapping[int, int]) -> N
     name = first.op_name if first else ""
     rank = value.place or (first.parameter_number if first else 0)
     return Node(label, value.kind, operands, value.place, name, rank)
+
+
+def _before_in_interface(graph: ValueGraph) -> dict[int, int]:
+    """Of each argument and result the one before it."""
+    ends = [
+        (bool(v.members), v.members[0].parameter_number if v.members else v.place, n)
+        for n, v in enumerate(graph.values)
+        if v.place and (not v.members or v.members[0].computation_id == graph.module.entry.id)
+    ]
+    return {b[2]: a[2] for a, b in pairwise(sorted(ends)) if a[0] == b[0]}
 
 
 def _instructions(graph: ValueGraph, classes: Sequence[int], numbering: Numbering) -> list[Node]:
