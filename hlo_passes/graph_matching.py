@@ -23,6 +23,7 @@ neighbours that are paired already.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
@@ -34,6 +35,9 @@ import numpy.typing as npt
 type _Words = npt.NDArray[np.uint64]
 
 _RADII = (32, 16, 8, 4, 2, 1, 0)
+
+# Of those the smallest, for nodes that are known by their labels.
+_FEW_RADII = 4
 
 # Equal neighbours on the two sides of which all combinations are held against each other.
 _MOST_COMBINATIONS = 64
@@ -105,68 +109,71 @@ class _Graph:
         for node, operands in enumerate(self.operands):
             for operand, slot in operands:
                 self.users[operand].append((node, slot))
-        edges = [edge for operands in self.operands for edge in operands]
-        self.edge_operands, self.edge_slots = np.array(edges, np.int64).reshape(-1, 2).T
-        counts = np.fromiter(map(len, self.operands), np.int64, len(nodes))
-        self.edge_users = np.repeat(np.arange(len(nodes)), counts)
         for node, n in enumerate(nodes):
             if n.beside >= 0:
                 other = n.beside + self.split * (node >= self.split)
                 self.operands[node] = [*self.operands[node], (other, _BESIDE)]
                 self.users[other].append((node, _BESIDE))
+        edges = [edge for operands in self.operands for edge in operands]
+        self.edge_operands, self.edge_slots = np.array(edges, np.int64).reshape(-1, 2).T
+        counts = np.fromiter(map(len, self.operands), np.int64, len(nodes))
+        self.edge_users = np.repeat(np.arange(len(nodes)), counts)
 
 
-def match_graphs(
-    before: Sequence[Node], after: Sequence[Node], known: Iterable[tuple[int, int]] = ()
-) -> list[tuple[int, int]]:
+def match_graphs(before: Sequence[Node], after: Sequence[Node]) -> list[tuple[int, int]]:
     """Finds which nodes of two graphs correspond.
-
-    Args:
-      known: pairs that are given, whatever their labels.
 
     Returns:
       Pairs of a node of `before` and one of `after`, in the order of `before`.
 
     Time O(e log e) for e edges, of which a node's count once for each of its neighbours.
     """
-    graph = _Graph(before, after)
-    matcher = _Matcher(graph)
-    for a, b in known:
-        matcher.pair(a, graph.split + b)
-    history, future = _cones(graph)
+    matcher = _Matcher(_Graph(before, after))
+    history, future = _cones(matcher.graph)
     matcher.take_unique(_mixed(history, future))
-    if not matcher.is_complete:
-        signatures = _signatures(graph)
-        tries = [matcher.copy() for _ in range(2)]
-        for matcher, first in zip(tries, (None, history), strict=True):
-            _match_rest(matcher, signatures, _mixed(history, future), first)
-            matcher.refine()
-        matcher = max(tries, key=_Matcher.agreement)
-    partners = enumerate(matcher.partner[: graph.split])
-    return [(a, b - graph.split) for a, b in partners if b >= 0]
-
-
-def _match_rest(
-    matcher: _Matcher, signatures: Mapping[int, _Words], cones: _Words, first: _Words | None
-) -> None:
-    for radius in _RADII:
-        keys = signatures[radius]
-        matcher.take_unique(_mixed(keys, matcher.hints), among=matcher.hints != 0)
-        matcher.spread(keys)
-    if first is not None:
-        # Of equal layers in a row, of which there is one more, the last one is the new one.
-        matcher.take_unique(first)
+    if matcher.is_complete:
+        return matcher.pairs()
+    signatures = _signatures(matcher.graph, _RADII[0])
+    tries = [matcher, matcher.copy()]
+    for one, is_from_the_top in zip(tries, (False, True), strict=True):
         for radius in _RADII:
-            matcher.spread(signatures[radius])
-    for radius in _RADII:
-        matcher.take_unique(signatures[radius])
-        matcher.spread(signatures[radius])
-    matcher.pair_in_order(cones, whole=True)
-    for radius in _RADII:
-        matcher.pair_in_order(signatures[radius], whole=True)
-    matcher.spread(signatures[0], loosely=True)
-    matcher.pair_in_order(signatures[0], whole=False)
-    matcher.spread(np.array(matcher.graph.kinds, np.uint64), loosely=True)
+            keys = signatures[radius]
+            one.take_unique(_mixed(keys, one.hints), among=one.hints != 0)
+            one.spread(keys)
+        if is_from_the_top:
+            # Of equal layers in a row, of which there is one more, the last one is the new one.
+            one.take_unique(history)
+            for radius in _RADII:
+                one.spread(signatures[radius])
+        one.take_near(signatures, _RADII)
+        one.take_rest(signatures, _RADII)
+        one.refine()
+    return max(tries, key=_Matcher.agreement).pairs()
+
+
+def match_identified(
+    before: Sequence[Node], after: Sequence[Node], known: Iterable[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """Finds which nodes of two graphs correspond, where equal labels all but say so.
+
+    Args:
+      known: pairs that are given, whatever their labels.
+
+    Returns, and time: as `match_graphs`.
+    """
+    matcher = _Matcher(_Graph(before, after))
+    for a, b in known:
+        matcher.pair(a, matcher.graph.split + b)
+    history, future = _cones(matcher.graph)
+    matcher.take_unique(_mixed(history, future))
+    if matcher.is_complete:
+        return matcher.pairs()
+    radii = _RADII[-_FEW_RADII:]
+    signatures = _signatures(matcher.graph, radii[0])
+    matcher.take_unique(signatures[0])
+    matcher.take_near(signatures, radii)
+    matcher.take_rest(signatures, radii)
+    return matcher.pairs()
 
 
 def _mixed(*words: npt.ArrayLike) -> _Words:
@@ -192,19 +199,23 @@ def _cones(graph: _Graph) -> tuple[_Words, _Words]:
         history.append(hash((labels[node], places[node], *drawn_on)))
     future = [0] * len(labels)
     for node in reversed(range(len(labels))):
-        drawn_by = sorted([(slot, future[u]) for u, slot in graph.users[node] if u > node and slot >= 0])
+        drawn_by = sorted(
+            [(slot, future[u]) for u, slot in graph.users[node] if u > node and slot >= 0]
+        )
         future[node] = hash((labels[node], places[node], *drawn_by))
     return np.array(history, np.int64).view(np.uint64), np.array(future, np.int64).view(np.uint64)
 
 
-def _signatures(graph: _Graph) -> dict[int, _Words]:
+def _signatures(graph: _Graph, greatest: int) -> dict[int, _Words]:
     """Of each radius, a digest of the surroundings of each node."""
     labels = np.array(graph.labels, np.uint64)
-    operands, slots, users = graph.edge_operands, graph.edge_slots, graph.edge_users
+    is_operand = graph.edge_slots >= 0
+    operands, users = graph.edge_operands[is_operand], graph.edge_users[is_operand]
+    slots = graph.edge_slots[is_operand]
     labels = _mixed(labels)
     above, below = labels, labels
     found = {0: labels}
-    for radius in range(1, max(_RADII) + 1):
+    for radius in range(1, greatest + 1):
         found_above, found_below = np.zeros_like(labels), np.zeros_like(labels)
         np.add.at(found_above, users, _mixed(slots, above[operands]))
         np.add.at(found_below, operands, _mixed(slots, below[users]))
@@ -223,13 +234,17 @@ class _Matcher:
 
     def __init__(self, graph: _Graph) -> None:
         self.graph = graph
-        self.partner = [-1] * len(graph.labels)
+        self.partner = array("q", [-1]) * len(graph.labels)
         self.hints = np.array(graph.hints, np.uint64)
 
     def copy(self) -> _Matcher:
         other = _Matcher(self.graph)
-        other.partner = self.partner.copy()
+        other.partner = self.partner[:]
         return other
+
+    def pairs(self) -> list[tuple[int, int]]:
+        split = self.graph.split
+        return [(a, b - split) for a, b in enumerate(self.partner[:split]) if b >= 0]
 
     def agreement(self) -> int:
         """Number of pairs, and of edges between those that are an edge on both sides."""
@@ -253,7 +268,7 @@ class _Matcher:
         self, keys: _Words, among: npt.NDArray[np.bool_] | None = None
     ) -> list[tuple[list[int], list[int]]]:
         """Nodes without a partner by their key, of both sides, where both have some."""
-        free = np.array(self.partner, np.int64) < 0
+        free = np.frombuffer(self.partner, np.int64) < 0
         nodes = np.flatnonzero(free if among is None else free & among)
         nodes = nodes[np.argsort(keys[nodes], kind="stable")]
         is_first = np.ones(len(nodes) + 1, np.bool_)
@@ -278,6 +293,20 @@ class _Matcher:
     def pair(self, a: int, b: int) -> None:
         self.partner[a], self.partner[b] = b, a
 
+    def take_near(self, signatures: Mapping[int, _Words], radii: Sequence[int]) -> None:
+        """Pairs what is unique in its surroundings, or beside a pair, from large ones to small."""
+        for radius in radii:
+            self.take_unique(signatures[radius])
+            self.spread(signatures[radius])
+
+    def take_rest(self, signatures: Mapping[int, _Words], radii: Sequence[int]) -> None:
+        """Pairs what is equal and not unique in order, and what is of one kind beside pairs."""
+        for radius in radii:
+            self.pair_in_order(signatures[radius], whole=True)
+        self.spread(signatures[0], loosely=True)
+        self.pair_in_order(signatures[0], whole=False)
+        self.spread(np.array(self.graph.kinds, np.uint64), loosely=True)
+
     def spread(
         self, keys: _Words, pairs: Iterable[tuple[int, int]] | None = None, loosely: bool = False
     ) -> None:
@@ -287,10 +316,9 @@ class _Matcher:
           pairs: where to begin; by default at all of them.
           loosely: also where several neighbours have that key, or are called otherwise.
         """
-        names = keys.tolist()
         heap: list[tuple[int, int, int, int, int]] = []
-        for pair in self._boundary() if pairs is None else pairs:
-            self._suggest(*pair, names, loosely, heap)
+        for pair in self._boundary(keys) if pairs is None else pairs:
+            self._suggest(*pair, keys, loosely, heap)
         while heap:
             balance, distance, tie, a, b = heappop(heap)
             if self.partner[a] >= 0 or self.partner[b] >= 0:
@@ -300,33 +328,40 @@ class _Matcher:
                 heappush(heap, (-now, distance, tie, a, b))
             elif now > 0:
                 self.pair(a, b)
-                self._suggest(a, b, names, loosely, heap)
+                self._suggest(a, b, keys, loosely, heap)
 
-    def _boundary(self) -> list[tuple[int, int]]:
-        """Pairs beside which both sides have nodes without a partner."""
-        partner = np.array(self.partner, np.int64)
-        free = partner < 0
-        is_near = np.zeros_like(free)
-        is_near[self.graph.edge_users[free[self.graph.edge_operands]]] = True
-        is_near[self.graph.edge_operands[free[self.graph.edge_users]]] = True
-        first = np.flatnonzero(is_near[: self.graph.split] & ~free[: self.graph.split])
-        first = first[is_near[partner[first]]]
-        return [*zip(first.tolist(), partner[first].tolist(), strict=True)]
+    def _boundary(self, keys: _Words) -> list[tuple[int, int]]:
+        """Pairs beside which both sides have a node without a partner, of the same key."""
+        graph = self.graph
+        partner = np.frombuffer(self.partner, np.int64)
+        first = np.minimum(np.arange(len(partner)), np.where(partner < 0, len(partner), partner))
+        found: list[npt.NDArray[np.int64]] = []
+        for at, beside in (
+            (graph.edge_users, graph.edge_operands),
+            (graph.edge_operands, graph.edge_users),
+        ):
+            is_open = (partner[at] >= 0) & (partner[beside] < 0)
+            nodes = at[is_open]
+            words = _mixed(first[nodes], graph.edge_slots[is_open], keys[beside[is_open]])
+            is_before = nodes < graph.split
+            found.append(nodes[is_before][np.isin(words[is_before], words[~is_before])])
+        nodes = np.unique(np.concatenate(found))
+        return [*zip(nodes.tolist(), partner[nodes].tolist(), strict=True)]
 
     def _suggest(
         self,
         a: int,
         b: int,
-        names: Sequence[int],
+        keys: _Words,
         loosely: bool,
         heap: list[tuple[int, int, int, int, int]],
     ) -> None:
         graph = self.graph
         for edges in (graph.operands, graph.users):
-            here = self._free_neighbours(edges[a], names)
+            here = self._free_neighbours(edges[a], keys)
             if not here:
                 continue
-            there = self._free_neighbours(edges[b], names)
+            there = self._free_neighbours(edges[b], keys)
             for key, first in here.items():
                 second = there.get(key, ())
                 if len(first) * len(second) > (_MOST_COMBINATIONS if loosely else 1):
@@ -342,12 +377,12 @@ class _Matcher:
                             heappush(heap, (balance, distance, tie, x, y))
 
     def _free_neighbours(
-        self, edges: Sequence[tuple[int, int]], names: Sequence[int]
+        self, edges: Sequence[tuple[int, int]], keys: _Words
     ) -> dict[tuple[int, int], list[int]]:
         """Neighbours without a partner, by their slot and key."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for node, slot in edges:
-            if self.partner[node] < 0 and node not in (of := found[slot, names[node]]):
+            if self.partner[node] < 0 and node not in (of := found[slot, int(keys[node])]):
                 of.append(node)
         return found
 
@@ -427,7 +462,10 @@ class _Matcher:
         """Of the neighbours of a node that stand elsewhere than beside its partner, where they
         could."""
         graph, b = self.graph, self.partner[a]
-        for here, there in ((graph.operands[a], graph.operands[b]), (graph.users[a], graph.users[b])):
+        for here, there in (
+            (graph.operands[a], graph.operands[b]),
+            (graph.users[a], graph.users[b]),
+        ):
             if len(here) > _MANY_USERS or len(there) > _MANY_USERS:
                 continue
             for n, slot in here:

@@ -24,7 +24,7 @@ from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from hlo_passes.garbage import collection_paused
-from hlo_passes.graph_matching import Node, match_graphs
+from hlo_passes.graph_matching import Node, match_graphs, match_identified
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.value_graph import (
     ComputedValue,
@@ -190,7 +190,7 @@ def _match(before: Module, after: Module) -> Matching:
     )
     matched = {
         sides[0].order[a].id: sides[1].order[b]
-        for a, b in match_graphs(first, second, _same_fusions(sides, classes))
+        for a, b in match_identified(first, second, _same_fusions(sides, classes))
     }
     taken = {i.id for i in matched.values()}
     instructions = before.instructions.values()
