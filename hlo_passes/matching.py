@@ -24,8 +24,9 @@ from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from hlo_passes.garbage import collection_paused
-from hlo_passes.graph_matching import Node, match_graphs, match_identified
+from hlo_passes.graph_matching import match_graphs, match_identified
 from hlo_passes.ir import Instruction, Module, Shape
+from hlo_passes.twin_graph import Node
 from hlo_passes.value_graph import (
     ComputedValue,
     Numbering,
