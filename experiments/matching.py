@@ -1,0 +1,356 @@
+"""How well are the instructions of one module found in another? Pairs of modules of which that
+is known.
+
+    python -m experiments.matching [--target cpu --target v5e --target h200]
+        [--workload vit-train] [--speed 10000 50000]
+
+*Rewritten*: a program of `models.corpus` in its small size, compiled once; the other module has
+other names and numbers, and a random order of instructions, and its metadata, or that of both,
+is gone. The truth is exact.
+
+*Compiled twice*: a training step of a few transformer blocks with another one between them, with
+one block in another type, or with other options of the compiler. Each block has a name, which
+XLA keeps in the metadata; a pair is right if both have the same `op_name`. What has none, on
+either side, is not judged; possible is as much as both sides have of an `op_name` and opcode.
+The metadata are taken away before matching, or left.
+
+Blocks are of different widths, or all equal. One among equal ones that has no name may as well be
+any of them: there the truth is that a whole block is new, whichever, the same one everywhere.
+
+Precision is the share of right pairs among those found, recall that of those possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.isolated import Failure, isolated
+from experiments.module_edits import rewritten, without_metadata
+from experiments.synthetic import training_step_text
+from hlo_passes.ir import Module
+from hlo_passes.matching import Matching, match_modules
+from hlo_passes.reader import read_module
+from hlo_passes.units import format_seconds
+from memplan.api import jit
+from memplan.report.tables import Column, Table, write_tables
+from memplan.topologies import topology
+from models.corpus import CORPUS
+
+TARGETS = ("cpu", "v5e", "h200")
+WORKLOADS = ("llama-train", "moe-decode", "vit-train", "unet-train", "adam")
+
+# Options that change what is fused, how it is scheduled or which passes run.
+OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "cpu": (
+        {"xla_disable_hlo_passes": "fusion"},
+        {"xla_cpu_enable_concurrency_optimized_scheduler": True},
+    ),
+    "v5e": (
+        {"xla_tpu_scoped_vmem_limit_kib": "1024"},
+        {"xla_disable_hlo_passes": "fusion,multi_output_fusion"},
+    ),
+    "h200": (
+        {"xla_gpu_enable_triton_gemm": False},
+        {"xla_gpu_enable_latency_hiding_scheduler": True},
+        {"xla_disable_hlo_passes": "priority-fusion,multi_output_fusion"},
+    ),
+}
+
+_TAGS = ("block_1", "block_2", "block_3", "block_4", "block_5")
+_INSERTED = {"in front": "block_0", "in the middle": "block_3x", "at the end": "block_9"}
+_NARROW = "block_3"
+
+type Names = dict[int, str]
+"""Instruction id to the `op_name` that it had."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pair of modules: what was done, and what came of it."""
+
+    edit: str
+    program: str
+    target: str
+    metadata: str
+    instructions: str = "–"
+    precision: float = 0.0
+    recall: float = 0.0
+    seconds: float = 0.0
+    failure: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="experiments.matching", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--target", action="append", choices=TARGETS)
+    parser.add_argument("--workload", action="append", choices=list(CORPUS))
+    parser.add_argument("--speed", type=int, nargs="*", default=[10_000, 50_000])
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one target")
+    options = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for target in options.target or TARGETS:
+        jobs = [(_rewritings, target, w) for w in options.workload or WORKLOADS]
+        for measure, *case in [*jobs, (_insertions, target), (_changes, target)]:
+            found = isolated(measure, *case, timeout_s=options.timeout)
+            failed = [Row(measure.__name__, case[-1], target, "", failure=str(found))]
+            rows += failed if isinstance(found, Failure) else found
+            print(f"{measure.__name__} {case}", file=sys.stderr, flush=True)
+    write_tables([_table(rows), _speed_table(options.speed)], sys.stdout)
+
+
+# ── Rewritten ────────────────────────────────────────────────────────────────────────────
+
+
+def _rewritings(target: str, workload: str) -> list[Row]:
+    jax.config.update("jax_platforms", "cpu")
+    fun, args = CORPUS[workload].small()
+    step = jit(fun, hbm=None, machine=topology(target), donate_argnames=CORPUS[workload].donate)
+    module = read_module(step.lower(*args).unplanned())
+    return [
+        _rewriting(module, permute, metadata, workload, target)
+        for permute in (False, True)
+        for metadata in ("both", "one", "none")
+    ]
+
+
+def _rewriting(module: Module, permute: bool, metadata: str, workload: str, target: str) -> Row:
+    other, original = rewritten(module, seed=0, permute=permute)
+    before = without_metadata(module) if metadata == "none" else module
+    after = other if metadata == "both" else without_metadata(other)
+    found, seconds = _timed(before, after)
+    right = sum(original[b.id] == a.id for a, b in found.pairs)
+    n = len(module.instructions)
+    edit = "renamed, reordered" if permute else "renamed"
+    return Row(
+        edit, workload, target, metadata, str(n), right / len(found.pairs), right / n, seconds
+    )
+
+
+def _timed(before: Module, after: Module) -> tuple[Matching, float]:
+    begin = time.process_time()
+    found = match_modules(before, after)
+    return found, time.process_time() - begin
+
+
+# ── Compiled twice ───────────────────────────────────────────────────────────────────────
+
+
+def _insertions(target: str) -> list[Row]:
+    rows: list[Row] = []
+    for program in ("equal blocks", "blocks of different widths"):
+        widths = _widths(program)
+        plain = _compiled(target, widths)
+        for where, tag in _INSERTED.items():
+            more = _compiled(target, {**widths, tag: 128 if program == "equal blocks" else 256})
+            tags = sorted([*_TAGS, tag])
+            shifts = [
+                dict(zip([*tags[:gap], *tags[gap + 1 :]], _TAGS, strict=True))
+                for gap in range(len(tags))
+            ]
+            # Only what cannot be told from another choice may be another one.
+            unnamed = shifts if program == "equal blocks" else [_same_tags(tags)]
+            edit = f"a block {where}"
+            rows.append(_judged(edit, program, target, plain, more, "both", [_same_tags(tags)]))
+            rows.append(_judged(edit, program, target, plain, more, "none", unnamed))
+    return rows
+
+
+def _changes(target: str) -> list[Row]:
+    program = "equal blocks"
+    widths = _widths(program)
+    plain = _compiled(target, widths)
+    others = {"a block in bfloat16": _compiled(target, widths, narrow=_NARROW)}
+    for options in OPTIONS[target]:
+        name = ", ".join(f"{key}={value}" for key, value in options.items())
+        others[name] = _compiled(target, widths, options=options)
+    same = [_same_tags(_TAGS)]
+    return [
+        _judged(edit, program, target, plain, other, metadata, same)
+        for edit, other in others.items()
+        for metadata in ("both", "none")
+    ]
+
+
+def _same_tags(tags: Iterable[str]) -> dict[str, str]:
+    return {tag: tag for tag in tags}
+
+
+def _widths(program: str) -> dict[str, int]:
+    step = 0 if program == "equal blocks" else 16
+    return {tag: 128 + step * n for n, tag in enumerate(_TAGS)}
+
+
+def _judged(
+    edit: str,
+    program: str,
+    target: str,
+    before: Module,
+    after: Module,
+    metadata: str,
+    truths: Sequence[Mapping[str, str]],
+) -> Row:
+    """The row of two modules, by the truth that fits best.
+
+    Args:
+      truths: each maps the tags of blocks of `after` to those of `before`.
+    """
+    names = _names(before), _names(after)
+    scrambled, original = rewritten(after, seed=0, permute=True)
+    shown = before if metadata == "both" else without_metadata(before)
+    other = scrambled if metadata == "both" else without_metadata(scrambled)
+    found, seconds = _timed(shown, other)
+    pairs = [(a.id, original[b.id]) for a, b in found.pairs]
+    judged = max((_score(before, after, names, pairs, tags) for tags in truths), key=sum)
+    sizes = f"{len(before.instructions)}, {len(after.instructions)}"
+    return Row(edit, program, target, metadata, sizes, *judged, seconds)
+
+
+def _names(module: Module) -> Names:
+    return {i.id: i.op_name for i in module.instructions.values()}
+
+
+def _score(
+    before: Module,
+    after: Module,
+    names: tuple[Names, Names],
+    pairs: Iterable[tuple[int, int]],
+    tags: Mapping[str, str],
+) -> tuple[float, float]:
+    """Precision and recall."""
+
+    @functools.cache
+    def told(name: str) -> str:
+        return re.sub(r"block_\w+", lambda tag: tags.get(tag[0], "new"), name)
+
+    here, there = names
+    counts = [
+        Counter((told_name, i.opcode) for i in module.instructions.values() if (told_name := of(i)))
+        for module, of in (
+            (before, lambda i: here[i.id]),
+            (after, lambda i: told(there[i.id])),
+        )
+    ]
+    judged = [(a, b) for a, b in pairs if here[a] and there[b]]
+    right = [(a, b) for a, b in judged if here[a] == told(there[b])]
+    opcodes = before.instructions, after.instructions
+    same = sum(opcodes[0][a].opcode == opcodes[1][b].opcode for a, b in right)
+    return len(right) / len(judged), same / (counts[0] & counts[1]).total()
+
+
+def _compiled(
+    target: str,
+    widths: Mapping[str, int],
+    narrow: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Module:
+    jax.config.update("jax_platforms", "cpu")
+    fun = functools.partial(_step, narrow)
+    step = jit(fun, hbm=None, machine=topology(target), donate_argnames="state")
+    return read_module(step.lower(*_arguments(widths)).unplanned(options))
+
+
+def _arguments(widths: Mapping[str, int], embed: int = 64, heads: int = 4) -> tuple[Any, Any]:
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params: dict[str, Any] = {"a_embed": array(32, embed), "head": array(embed, 96)}
+    for tag, width in widths.items():
+        of_heads = (embed, heads, embed // heads)
+        params[tag] = {
+            "scale": array(embed),
+            "query": array(*of_heads),
+            "key": array(*of_heads),
+            "value": array(*of_heads),
+            "out": array(*of_heads[1:], embed),
+            "up": array(embed, width),
+            "down": array(width, embed),
+        }
+    return (params, params), array(4, 16, 32)
+
+
+def _step(narrow: str, state: tuple[Any, Any], x: jax.Array) -> tuple[Any, Any]:
+    """A step of descent with momentum."""
+    params, momentum = state
+
+    def loss(params: dict[str, Any]) -> jax.Array:
+        h = x @ params["a_embed"]
+        for tag in sorted(tag for tag in params if tag.startswith("block")):
+            with jax.named_scope(tag):
+                dtype = jnp.bfloat16 if tag == narrow else jnp.float32
+                p = jax.tree.map(lambda w, dtype=dtype: w.astype(dtype), params[tag])
+                h = _block(p, h.astype(dtype)).astype(jnp.float32)
+        return jnp.mean(jnp.square(jnp.tanh(h @ params["head"])))
+
+    gradients = jax.grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+    return jax.tree.map(lambda p, m: p - 1e-3 * m, params, momentum), momentum
+
+
+def _block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    normal = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p["scale"]
+    query, key, value = (
+        jnp.einsum("bte,ehd->bthd", normal, p[name]) for name in ("query", "key", "value")
+    )
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", query, key) / 4, axis=-1)
+    x = x + jnp.einsum("bhts,bshd,hde->bte", weights, value, p["out"])
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+# ── Tables ───────────────────────────────────────────────────────────────────────────────
+
+
+def _table(rows: Iterable[Row]) -> Table:
+    headings = ("instructions", "precision", "recall", "seconds")
+    columns = (
+        *map(Column, ("edit", "program", "target", "metadata")),
+        *(Column(h, right=True) for h in headings),
+    )
+    return Table("Instructions found again", columns, tuple(_cells(row) for row in rows))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    named = (row.edit, row.program, row.target, row.metadata, row.instructions)
+    if row.failure:
+        return (*named, "–", "–", row.failure)
+    return (
+        *named,
+        f"{row.precision:.4f}",
+        f"{row.recall:.4f}",
+        format_seconds(row.seconds),
+    )
+
+
+def _speed_table(sizes: Iterable[int]) -> Table:
+    columns = tuple(Column(h, right=True) for h in ("instructions", "renamed", "a layer more"))
+    note = "Processor seconds, for two modules of so many instructions, without metadata."
+    rows = tuple(_speeds(size) for size in sizes)
+    return Table("Synthetic training steps", columns, rows, note)
+
+
+# Instructions of a synthetic module for each one of its entry.
+_OF_ENTRY = 2.7
+
+
+def _speeds(size: int) -> tuple[str, ...]:
+    entry = int(size / _OF_ENTRY)
+    plain, more = (
+        without_metadata(read_module(training_step_text(n, "tpu"))) for n in (entry, entry + 25)
+    )
+    renamed = rewritten(plain, seed=0, permute=True).module
+    seconds = (format_seconds(_timed(plain, other)[1]) for other in (renamed, more))
+    return (str(len(plain.instructions)), *seconds)
+
+
+if __name__ == "__main__":
+    main()
