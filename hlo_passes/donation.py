@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hlo_passes.dataflow import Dataflow
-from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.live_ranges import LiveRanges
 
 Fate = Literal["reused", "copied", "lost", "kept"]
@@ -48,7 +48,8 @@ class Donation:
 
 
 def donations(ranges: LiveRanges, donated: Collection[int] = ()) -> tuple[Donation, ...]:
-    """Returns the arguments that are given away, and those that could be, the largest first.
+    """Returns the arguments in device memory that are given away, and those that could be, the
+    largest first.
 
     Args:
       ranges: of a scheduled module.
@@ -81,6 +82,8 @@ class _Donations:
         free = Counter(_kind(shape) for shape in self._free.values())
         for p in self._parameters:
             for index, shape in p.shape.leaves():
+                if shape.memory_space != DEVICE_MEMORY_SPACE:
+                    continue
                 result = self._aliased.get((p.parameter_number, index))
                 if result is not None:
                     why = self._copied(p, index, result)

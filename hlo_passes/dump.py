@@ -68,9 +68,10 @@ class DumpedModule:
     assignment_text: Path | None
 
     @property
-    def last_stage(self) -> str:
-        """The stage that is read by default. It has a schedule if any of them has."""
-        return next(reversed(tuple(self.stages)))
+    def default_stage(self) -> str:
+        """The stage that is read by default: the one with XLA's buffer assignment, else the
+        last. It has a schedule if any of them has."""
+        return AFTER_OPTIMIZATIONS if self.assignment_proto else next(reversed(tuple(self.stages)))
 
     @property
     def assignment_proto(self) -> Path | None:
@@ -81,7 +82,7 @@ class DumpedModule:
         return path if is_proto else None
 
     def path(self, stage: str | None = None) -> Path:
-        """Returns the file of a stage; by default, of the last one.
+        """Returns the file of a stage; by default, of `default_stage`.
 
         Args:
           stage: its name, or a part of it that no other stage has.
@@ -90,7 +91,7 @@ class DumpedModule:
           DumpChoiceError: when no stage is called that, or several are.
         """
         if stage is None:
-            return self.stages[self.last_stage]
+            return self.stages[self.default_stage]
         return self.stages[_choose("stage", stage, self.key, {s: (s,) for s in self.stages})]
 
     @collection_paused()

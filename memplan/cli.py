@@ -1,4 +1,4 @@
-"""The command line: ``memplan inspect | plan | passes | machines | demo``.
+"""The command line: ``memplan inspect | diff | plan | passes | machines | demo``.
 
 A command imports what it needs when it runs, so that ``memplan machines`` does not wait for
 jax. What memplan refuses is one sentence on stderr and exit status 2; tables go to stdout,
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from hlo_passes.ir import Module
     from hlo_passes.machine import Machine
     from hlo_passes.plan import Plan
+    from memplan.diff import Compared
     from memplan.executable import Executable
     from memplan.report.tables import Table
     from memplan.report.view import Report, RunView
 
-REFUSED = 2
-"""Exit status when the input or a budget is refused, as for a wrong option."""
+FAILED, REFUSED = 1, 2
+"""Exit status when a condition of ``--fail-on`` holds; and when the input or a budget is refused,
+as for a wrong option."""
 
 
 class UsageError(MemplanError, ValueError):
@@ -59,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words behind ``memplan``; those of the process by default.
 
     Returns:
-      The exit status: 0, or `REFUSED`.
+      The exit status: 0, `FAILED` or `REFUSED`.
     """
     options = _parser().parse_args(argv)
     try:
-        options.run(options)
+        status = options.run(options)
         sys.stdout.flush()
+        return status or 0
     except BrokenPipeError:
         # Whoever read the output (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,6 +113,40 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--list", action="store_true", help="list the modules of a folder")
     _add_outputs(inspect)
     inspect.set_defaults(run=_inspect)
+
+    diff = commands.add_parser("diff", help="what changed between two compilations")
+    diff.add_argument(
+        "sources",
+        nargs="*",
+        metavar="A B",
+        help="two scheduled modules, as for inspect; of two folders, the modules are paired",
+    )
+    diff.add_argument(
+        "--run",
+        dest="program",
+        metavar="MODULE:FUNCTION",
+        help="compile this twice, with --machine, instead",
+    )
+    diff.add_argument(
+        "--with-flags",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''",
+    )
+    diff.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
+    diff.add_argument(
+        "--module", metavar="NAME", help="of folders, this module; a part of its name does"
+    )
+    diff.add_argument(
+        "--fail-on",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit with status 1 if a figure is so: 'peak>+5%%', 'temp>+100MiB', 'total>12GiB'",
+    )
+    _add_json(diff)
+    diff.set_defaults(run=_diff)
 
     plan = commands.add_parser("plan", help="plan a program within a budget")
     plan.add_argument(
@@ -235,12 +272,7 @@ def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Execut
 
 def _read(options: argparse.Namespace) -> Module:
     """Reads a file, or the module of a folder that the options choose."""
-    from hlo_passes.dump import (
-        AFTER_OPTIMIZATIONS,
-        choose_module,
-        find_modules,
-        largest_module,
-    )
+    from hlo_passes.dump import choose_module, find_modules, largest_module
     from hlo_passes.reader import read_module
 
     path = Path(options.source)
@@ -254,9 +286,7 @@ def _read(options: argparse.Namespace) -> Module:
             "--list shows all, --module NAME chooses",
             file=sys.stderr,
         )
-    # The stage with XLA's own buffer assignment, if there is one.
-    said = AFTER_OPTIMIZATIONS if chosen.assignment_proto else None
-    return chosen.read(options.stage or said)
+    return chosen.read(options.stage)
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -269,6 +299,71 @@ def _list(options: argparse.Namespace) -> None:
         _print_json([asdict(each) for each in listed])
     else:
         _print_tables([dump_overview(listed)])
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from hlo_passes.machine import load_machine
+    from memplan.diff import compare_paths
+    from memplan.report.difference_tables import difference_tables, overview_table
+    from memplan.report.differences import find_differences
+    from memplan.report.summary import summarize_differences
+
+    if len(options.sources) != (0 if options.program else 2):
+        raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
+    if options.program:
+        compared = (_compiled_twice(options, machine),)
+    else:
+        with _progress("Reading"):
+            before, after = map(Path, options.sources)
+            compared = compare_paths(before, after, options.module, machine)
+    failed = _failing(options.fail_on, compared)
+    first = compared[0]
+    with _progress("Comparing"):
+        found = None if first.sides is None else find_differences(*first.sides)
+    if options.json:
+        _print_json(summarize_differences(compared, found, failed))
+    else:
+        overview = [overview_table(compared)] if len(compared) > 1 or found is None else []
+        _print_tables([*overview, *(difference_tables(first.name, found) if found else ())])
+    for sentence in failed:
+        print(f"memplan: {sentence}", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def _compiled_twice(options: argparse.Namespace, machine: Machine | None) -> Compared:
+    from hlo_passes.reader import read_module
+    from memplan.diff import compare_modules, parse_flags
+    from memplan.reference import load_reference
+
+    if not options.machine or len(options.with_flags) != 2:
+        raise UsageError("--run needs --machine and two --with-flags, one of them '' for none")
+    flags = [parse_flags(text) for text in options.with_flags]
+    with _progress("Loading"):
+        _without_devices()
+        program = load_reference(options.program)
+    from memplan.unplanned import compile_reference
+
+    with _progress("Compiling twice"):
+        before, after = (read_module(compile_reference(program, options.machine, f)) for f in flags)
+    key = options.with_flags[0] or "no flags", options.with_flags[1] or "no flags"
+    return compare_modules(key, before, after, machine)
+
+
+def _failing(conditions: Sequence[str], compared: Sequence[Compared]) -> list[str]:
+    """What each condition that holds says of each module."""
+    from memplan.report.conditions import parse_condition
+    from memplan.report.difference_tables import figure_texts
+
+    failed: list[str] = []
+    for each in compared:
+        for text in conditions if each.figures else ():
+            condition = parse_condition(text, each.figures)
+            figure = next(f for f in each.figures if f.name == condition.name)
+            if condition.holds(figure):
+                before, after, _ = figure_texts(figure)
+                failed.append(f"{each.name}: {figure.name} was {before}, is {after}: {text}")
+    return failed
 
 
 def _without_devices() -> None:

@@ -6,7 +6,8 @@ StableHLO, HLO before optimizations ────────────┴─ X
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 
@@ -31,15 +32,17 @@ def target_of(name: str) -> Machine | Topology:
     return machine if machine.platform == "cpu" else topology(name)
 
 
-def compile_reference(program: Reference, machine_name: str) -> Executable:
-    """Compiles ``module:function``.
+def compile_reference(
+    program: Reference, machine_name: str, compiler_options: Mapping[str, str] | None = None
+) -> Executable:
+    """Compiles ``module:function``, with XLA options beside its own.
 
     Raises:
       CompilationError: when XLA refuses it, for lack of device memory or else.
     """
     step = jit(program.fun, machine=target_of(machine_name), **program.jit_options)
     lowered = step.lower(*program.args)
-    return _compiled(lowered.fun_name, machine_name, lowered.unplanned)
+    return _compiled(lowered.fun_name, machine_name, partial(lowered.unplanned, compiler_options))
 
 
 def compile_module(module: Module, machine_name: str) -> Executable:

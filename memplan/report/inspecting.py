@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import numpy as np
 
 from hlo_passes.buffer_assignment import buffer_assignment
 from hlo_passes.cost import instruction_costs
-from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.dataflow import Value, analyze_dataflow
 from hlo_passes.donation import donations
 from hlo_passes.host_transfers import nests
 from hlo_passes.idle import idle_temporaries
@@ -54,15 +55,24 @@ def inspect_module(module: Module, target: Target, machine: Machine | None = Non
 
     Complexity: that of `find_allocations`.
     """
-    return _Inspector(module, target, machine).findings()
+    return Inspector(module, target, machine).findings()
 
 
-class _Inspector:
+class Inspector:
+    """Looks into one program, as `inspect_module` does.
+
+    Attributes:
+      module: the program.
+      names: of its instructions.
+      held: what is in device memory at the peak, each block of bytes once: who defines it, and
+        bytes.
+    """
+
     def __init__(self, module: Module, target: Target, machine: Machine | None) -> None:
-        self._module = module
+        self.module = module
         self._target: Target = target
         self._ranges = compute_live_ranges(analyze_dataflow(module))
-        self._names = Names(self._ranges, {})
+        self.names = Names(self._ranges, {})
         self._usage: MemoryUsage = measure_memory(self._ranges, target)
         self._costs: Mapping[int, float] | None = (
             None if machine is None else instruction_costs(module, machine)
@@ -70,7 +80,7 @@ class _Inspector:
 
     def findings(self) -> Findings:
         return Findings(
-            held=self._held(),
+            held=self._grouped(),
             heap=self._heap(),
             idle=tuple(self._idle()),
             relayouts=tuple(self._relayouts()),
@@ -78,38 +88,43 @@ class _Inspector:
             kernels=tuple(sorted(self._kernels(), key=lambda k: -k.moved_bytes)),
         )
 
-    def _held(self) -> dict[GroupedBy, tuple[Group, ...]]:
-        """Of what is there at the peak, once for each block of bytes."""
-        held = [
-            (b.values[0].instruction, b.size)
+    @cached_property
+    def held(self) -> tuple[tuple[Value, int], ...]:
+        anyway = (
+            (b.values[0], b.size)
             for b in self._ranges.dataflow.buffers
             if b.memory_space == DEVICE_MEMORY_SPACE and b.kind in _THERE_ANYWAY
-        ]
-        held += [(h.value.instruction, h.size) for h in latest_values(self._usage.live)]
+        )
+        live = ((h.value, h.size) for h in latest_values(self._usage.live))
+        return (*anyway, *live)
+
+    def _grouped(self) -> dict[GroupedBy, tuple[Group, ...]]:
+        held = [(value.instruction, size) for value, size in self.held]
         return {
-            "source": _grouped((self._source(i), size) for i, size in held),
-            "scope": _grouped((self._scope(i), size) for i, size in held),
-            "opcode": _grouped((i.opcode, size) for i, size in held),
+            "source": _groups((self.source(i), size) for i, size in held),
+            "scope": _groups((self._scope(i), size) for i, size in held),
+            "opcode": _groups((i.opcode, size) for i, size in held),
         }
 
-    def _source(self, i: Instruction) -> str:
-        if self._names.about(i).opcode == "parameter":
+    def source(self, i: Instruction) -> str:
+        """The line that a group of buffers is called by."""
+        if self.names.about(i).opcode == "parameter":
             return "arguments" if i.opcode == "parameter" else "copies of arguments"
-        return self._names.step(i).source_line
+        return self.names.step(i).source_line
 
     def _scope(self, i: Instruction) -> str:
         """What stands in front of an operation: jit(step)/layer_3 of jit(step)/layer_3/dot; of
         an argument, or a copy of one, its name up to the first key: state of
         state['params'][0]."""
-        if self._names.about(i).opcode == "parameter":
-            return re.split(r"[.\[]", self._names.label(i))[0]
-        return self._names.about(i).op_name.rpartition("/")[0]
+        if self.names.about(i).opcode == "parameter":
+            return re.split(r"[.\[]", self.names.label(i))[0]
+        return self.names.about(i).op_name.rpartition("/")[0]
 
     def _heap(self) -> HeapView | None:
         usage = self._usage
         if usage.peak is None:
             return None
-        said = buffer_assignment(self._module)
+        said = buffer_assignment(self.module)
         heap = None if said is None else said.heap()
         return HeapView(
             allocated=None if said is None else said.size("temporary"),
@@ -117,7 +132,7 @@ class _Inspector:
             live=usage.lower_bound_bytes if heap is None else heap[1].size,
             padding=sum(h.value.shape.padding_bytes for h in latest_values(usage.live)),
             assigned=None if heap is None else sum(b.size for b, _ in heap[0].buffers),
-            peak=self._names.step(usage.peak if heap is None else heap[1].instruction),
+            peak=self.names.step(usage.peak if heap is None else heap[1].instruction),
         )
 
     def _idle(self) -> Iterator[IdleView]:
@@ -130,20 +145,20 @@ class _Inspector:
         for idle in idles:
             start, end = idle.ticks
             yield IdleView(
-                self._names.step(idle.maker)._replace(instruction=idle.buffer.name),
+                self.names.step(idle.maker)._replace(instruction=idle.buffer.name),
                 idle.size,
                 idle.ticks,
                 None if self._costs is None else float(clock[end] - clock[start]),
-                self._names.step(idle.after),
-                self._names.step(idle.before),
+                self.names.step(idle.after),
+                self.names.step(idle.before),
                 at_peak=peak is not None and start <= peak < end,
             )
 
     def _relayouts(self) -> Iterator[RelayoutView]:
-        for r in relayouts(self._module):
+        for r in relayouts(self.module):
             seconds = self._seconds_of(r.instruction)
             yield RelayoutView(
-                self._names.step(r.instruction),
+                self.names.step(r.instruction),
                 r.kind,
                 str(r.instruction.shape),
                 r.moved_bytes,
@@ -152,21 +167,21 @@ class _Inspector:
 
     def _donations(self) -> Iterator[DonationView]:
         for d in donations(self._ranges):
-            name = self._names.label(d.parameter) or d.parameter.name
+            name = self.names.label(d.parameter) or d.parameter.name
             part = "{" + ",".join(map(str, d.index)) + "}" if d.index else ""
             yield DonationView(name + part, d.size, d.fate, d.why)
 
     def _kernels(self) -> Iterator[KernelView]:
-        moved = traffic(self._module)
-        for computation_id, nest in nests(self._module).items():
-            for i in self._module.computations[computation_id].instructions:
+        moved = traffic(self.module)
+        for computation_id, nest in nests(self.module).items():
+            for i in self.module.computations[computation_id].instructions:
                 if i.id not in moved or i.opcode in _TRANSFERS:
                     continue
                 ways = moved[i.id].read, moved[i.id].written
                 size = sum(way.get(DEVICE_MEMORY_SPACE, 0) for way in ways)
                 seconds = self._seconds_of(i)
                 yield KernelView(
-                    self._names.step(i),
+                    self.names.step(i),
                     f"{i.proto.fusion_kind} fusion" if i.opcode == "fusion" else i.opcode,
                     nest.executions,
                     size * nest.executions,
@@ -178,7 +193,7 @@ class _Inspector:
         return None if self._costs is None else self._costs.get(i.id, 0.0)
 
 
-def _grouped(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:
+def _groups(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for name, size in held:
         sizes[name].append(size)

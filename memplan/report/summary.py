@@ -33,7 +33,9 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from hlo_passes.plan import LoopStreams
+from memplan.diff import Compared
 from memplan.report.advising import Advice
+from memplan.report.differences import Differences
 from memplan.report.findings import Findings
 from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
@@ -59,12 +61,43 @@ def summarize_findings(findings: Findings, advice: Sequence[Advice]) -> dict[str
     return {**_plain(findings), "advice": _plain(advice)}
 
 
+def summarize_differences(
+    compared: Sequence[Compared], found: Differences | None, failed: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the figures of all programs that were compared, and what differs in the first."""
+    differences = None
+    if found is not None:
+        lists = {f.name: _plain(getattr(found, f.name)) for f in fields(found)[1:]}
+        differences = {**lists, "corresponding": len(found.matching.pairs)}
+        differences["fused_otherwise"] = [
+            {"before": [i.name for i in g.before], "after": [i.name for i in g.after]}
+            for g in found.matching.groups
+        ]
+    return {
+        "format": "memplan.diff",
+        "version": 1,
+        "modules": [
+            {
+                "before": c.key[0],
+                "after": c.key[1],
+                "figures": _plain(c.figures),
+                "problem": c.problem,
+            }
+            for c in compared
+        ],
+        "differences": differences,
+        "failed": list(failed),
+    }
+
+
 def _plain(value: Any) -> Any:
     """Dataclasses and named tuples as objects, all the way down."""
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "_asdict"):
         return _plain(value._asdict())
+    if isinstance(value, frozenset):
+        return sorted(value)
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

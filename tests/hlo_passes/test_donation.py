@@ -40,6 +40,10 @@ def test_a_result_of_the_same_shape_could_take_an_arguments_place():
     assert set(found(ALIAS, more)) == {"p", "q"}
 
 
+def test_what_lies_on_the_host_is_left_out():
+    assert "q" not in found(ALIAS, UPDATE.replace("q = f32[64]", "q = f32[64]{0:S(5)}"))
+
+
 COPIED = """
   p = f32[64] parameter(0)
   q = f32[64] parameter(1)

@@ -150,7 +150,7 @@ def test_stages_in_the_order_of_compilation(dump, names, stages):
     (module,) = find_modules(dump(*of_one(names), *of_one(SIDE_FILES), "notes.txt"))
     assert (module.key, module.name) == ("module_0001.jit_f", "jit_f")
     assert list(module.stages) == stages
-    assert module.last_stage == stages[-1]
+    assert module.default_stage == stages[-1]
 
 
 def test_modules_in_the_order_of_their_numbers(dump):
@@ -214,11 +214,25 @@ def test_a_folder_without_modules(dump):
         find_modules(dump(text))
 
 
-def test_the_last_stage_is_read(dump):
+def test_the_default_stage_is_read(dump):
     dump(*of_one(["before_optimizations.txt"]), text=UNSCHEDULED)
     (module,) = find_modules(dump(*of_one(["cpu_after_optimizations.txt"])))
     assert module.read().is_scheduled
     assert not module.read("before_optimizations").is_scheduled
+
+
+@pytest.mark.parametrize(
+    ("form", "stage"),
+    [
+        ("hlo.pb", "after_optimizations"),
+        ("hlo.pb.gz", "after_optimizations"),
+        ("txt", "after_codegen"),
+    ],
+)
+def test_the_stage_with_the_buffer_assignment_is_the_default(dump, form, stage):
+    names = f"cl_1.after_optimizations.{form}", "cl_1.after_codegen.hlo.pb"
+    (module,) = find_modules(dump(*of_one(names)))
+    assert module.default_stage == stage
 
 
 def test_a_part_of_a_stage_is_enough(dump):

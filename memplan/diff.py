@@ -1,0 +1,120 @@
+"""Compares programs: two files, the modules of two dump folders, or one compiled twice.
+
+before/  module_0001.jit_step ─┐ pair  ┌─ module_0001.jit_step  after/
+         module_0002.jit_init ─┘ by ───└─ module_0003.jit_init
+         module_0003.jit_old     name    (only before)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hlo_passes.dump import choose_module, find_modules, pair_modules
+from hlo_passes.errors import MemplanError
+from hlo_passes.ir import Module
+from hlo_passes.machine import Machine
+from hlo_passes.reader import read_module
+from memplan.report.differences import Figure, Side, figures
+
+
+class FlagsError(MemplanError, ValueError):
+    """XLA options that cannot be read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"--with-flags {text!r}: expected NAME=VALUE with blanks in between, as in "
+            "'xla_cpu_enable_fast_math=true xla_backend_optimization_level=1'."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """The same program in two compilations.
+
+    Attributes:
+      key: what it is called, before and after.
+      sides: None where one is missing or cannot be read.
+      figures: of both sides; none without them.
+      problem: why there are no sides, or ``""``.
+    """
+
+    key: tuple[str, str]
+    sides: tuple[Side, Side] | None
+    figures: tuple[Figure, ...]
+    problem: str
+
+    @property
+    def name(self) -> str:
+        before, after = self.key
+        return before if before == after or not after else f"{before} → {after}".strip(" →")
+
+    def change(self, figure: str) -> float:
+        return next((f.change for f in self.figures if f.name == figure), 0.0)
+
+
+def compare_modules(
+    key: tuple[str, str], before: Module, after: Module, machine: Machine | None
+) -> Compared:
+    """Looks into two scheduled modules.
+
+    Raises:
+      UnscheduledModuleError: when one of them has no schedule.
+    """
+    sides = Side.of(key[0], before, machine), Side.of(key[1], after, machine)
+    return Compared(key, sides, figures(*sides), "")
+
+
+def compare_paths(
+    before: Path, after: Path, chosen: str | None, machine: Machine | None
+) -> tuple[Compared, ...]:
+    """Compares two files, or the modules of two folders: those that changed their total most
+    first, then those that are on one side only or cannot be read.
+
+    Args:
+      chosen: of folders, only the module that this names.
+
+    Raises:
+      MemplanError, OSError: when a file cannot be read; of a folder's modules, it is told.
+    """
+    if not (before.is_dir() and after.is_dir()):
+        key = str(before), str(after)
+        return (compare_modules(key, read_module(before), read_module(after), machine),)
+    ours, theirs = find_modules(before), find_modules(after)
+    pairs, only_before, only_after = pair_modules(ours, theirs)
+    if chosen is not None:
+        module = choose_module(ours, chosen)
+        pairs = tuple(pair for pair in pairs if pair[0] is module)
+        only_before = tuple(m for m in only_before if m is module)
+        only_after = ()
+    found: list[Compared] = []
+    for a, b in pairs:
+        key = a.key, b.key
+        try:
+            found.append(compare_modules(key, a.read(), b.read(), machine))
+        except (MemplanError, OSError) as error:
+            found.append(Compared(key, None, (), str(error)))
+    found += [Compared((m.key, ""), None, (), "only before") for m in only_before]
+    found += [Compared(("", m.key), None, (), "only after") for m in only_after]
+    return tuple(sorted(found, key=_order))
+
+
+def _order(compared: Compared) -> tuple[bool, float, float]:
+    total = max((f.after or 0.0 for f in compared.figures if f.name == "total"), default=0.0)
+    return compared.sides is None, -abs(compared.change("total")), -total
+
+
+def parse_flags(text: str) -> Mapping[str, str]:
+    """Reads XLA options: ``xla_a=1 xla_b=true``, with or without two dashes.
+
+    Raises:
+      FlagsError: when it is none.
+    """
+    options: dict[str, str] = {}
+    for word in text.split():
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not (name and equals and value):
+            raise FlagsError(text)
+        options[name] = value
+    return options
