@@ -20,6 +20,7 @@ from typing import NamedTuple
 from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.guests import find_guests
 from hlo_passes.live_ranges import LiveRanges
+from hlo_passes.once import once
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.sharing import Target, can_share
 
@@ -47,8 +48,9 @@ class Allocations:
     reused: dict[int, int]
 
 
+@once
 def find_allocations(
-    ranges: LiveRanges, target: Target, memory_space: int = 0, apart: Collection[int] = ()
+    ranges: LiveRanges, target: Target, memory_space: int = 0, apart: frozenset[int] = frozenset()
 ) -> Allocations:
     """Decides for every buffer of a memory space where its bytes come from.
 

@@ -15,8 +15,7 @@ from hlo_passes.gaps import Temporary, find_temporaries
 from hlo_passes.ir import Instruction
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.plan import LiveRange
-from hlo_passes.sharing import Target
-from hlo_passes.ticks import entry_ticks
+from hlo_passes.ticks import EntryTicks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +38,16 @@ class Idle:
     before: Instruction
 
 
-def idle_temporaries(ranges: LiveRanges, target: Target) -> tuple[Idle, ...]:
+def idle_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Idle, ...]:
     """Returns the entry's temporaries with bytes of their own that are ever idle, the largest
     number of bytes times ticks first.
 
     Args:
       ranges: of a scheduled module.
-      target: whose rules of sharing bytes hold.
+      ticks: of its entry.
 
-    Complexity: that of `entry_ticks`.
+    O(module).
     """
-    ticks = entry_ticks(ranges, target)
     found = [
         Idle(
             t.handle,

@@ -20,6 +20,7 @@ from hlo_passes.assignment import Strategy, assign_offsets, peak_load
 from hlo_passes.dataflow import Dataflow, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.once import once
 from hlo_passes.plan import LogicalTime
 from hlo_passes.sharing import Target
 
@@ -123,6 +124,7 @@ def memory_usage(module: Module, target: Target, memory_space: int = 0) -> Memor
     return measure_memory(compute_live_ranges(analyze_dataflow(module)), target, memory_space)
 
 
+@once
 def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) -> MemoryUsage:
     """Does what `memory_usage` does, from live ranges that exist already."""
     dataflow = ranges.dataflow

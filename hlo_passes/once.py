@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Concatenate
 
 
-def once[Subject, Result](analysis: Callable[[Subject], Result]) -> Callable[[Subject], Result]:
-    """Has an analysis of a frozen subject (a `Module`, a `Dataflow`) run once for each.
+def once[Subject, **More, Result](
+    analysis: Callable[Concatenate[Subject, More], Result],
+) -> Callable[Concatenate[Subject, More], Result]:
+    """Has an analysis of a frozen subject (a `Module`, a `Dataflow`) run once for each, and for
+    each of its further arguments, which can be keys.
 
     The passes ask for the same facts of the same module: the planner's cost model and its
     bounds for the traffic, planning and reporting for the dataflow. What was found is kept with
@@ -15,10 +19,11 @@ def once[Subject, Result](analysis: Callable[[Subject], Result]) -> Callable[[Su
     """
 
     @wraps(analysis)
-    def kept(subject: Subject) -> Result:
-        found: dict[Callable[[Subject], Result], Result] = vars(subject).setdefault("_found", {})
-        if analysis not in found:
-            found[analysis] = analysis(subject)
-        return found[analysis]
+    def kept(subject: Subject, *args: More.args, **kwargs: More.kwargs) -> Result:
+        found: dict[object, Result] = vars(subject).setdefault("_found", {})
+        key = (analysis, args, *kwargs.items())
+        if key not in found:
+            found[key] = analysis(subject, *args, **kwargs)
+        return found[key]
 
     return kept

@@ -83,7 +83,7 @@ class _Collector:
         self._dataflow = ranges.dataflow
         self._entry = ranges.dataflow.module.entry
         moved = {h.id for t in ticks.transfers for h in (t.start, t.done) if h is not None}
-        self._apart = {v.id for v in self._dataflow.values if v.instruction.id in moved}
+        self._apart = frozenset(v.id for v in self._dataflow.values if v.instruction.id in moved)
         self.sizes: list[int] = []
         self.touches: list[tuple[int, ...]] = []
         self._holding_of: dict[int, int] = {}  # a buffer's id → its holding

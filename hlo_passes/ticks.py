@@ -238,7 +238,7 @@ class _View:
         return last
 
     def residents(self, target: Target) -> Iterator[Resident]:
-        allocations = find_allocations(self.ranges, target, apart=self.moved)
+        allocations = find_allocations(self.ranges, target, apart=frozenset(self.moved))
         hosts = set(allocations.reused.values())
         for b in self.dataflow.buffers:
             if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0:

@@ -199,6 +199,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from hlo_passes.garbage import collection_paused
     from hlo_passes.machine import load_machine
     from memplan.report.advising import advise
     from memplan.report.build import target_of, view_run
@@ -213,7 +214,7 @@ def _inspect(options: argparse.Namespace) -> None:
         return
     machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
     module, executable = _inspected(options)
-    with _progress("Reading"):
+    with _progress("Reading"), collection_paused():
         if executable is None:
             run = view_run("schedule", module, machine)
         else:
@@ -302,6 +303,7 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    from hlo_passes.garbage import collection_paused
     from hlo_passes.machine import load_machine
     from memplan.diff import compare_paths
     from memplan.report.difference_tables import difference_tables, overview_table
@@ -314,7 +316,7 @@ def _diff(options: argparse.Namespace) -> int:
     if options.program:
         compared = (_compiled_twice(options, machine),)
     else:
-        with _progress("Reading"):
+        with _progress("Reading"), collection_paused():
             before, after = map(Path, options.sources)
             compared = compare_paths(before, after, options.module, machine)
     failed = _failing(options.fail_on, compared)

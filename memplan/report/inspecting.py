@@ -137,8 +137,8 @@ class Inspector:
 
     def _idle(self) -> Iterator[IdleView]:
         """Those of the entry, the most bytes and time first."""
-        idles = idle_temporaries(self._ranges, self._target)
         ticks = entry_ticks(self._ranges, self._target)
+        idles = idle_temporaries(self._ranges, ticks)
         seconds = [self._seconds_of(i) or 0.0 for i in ticks.instructions]
         clock = np.concatenate([[0.0], np.cumsum(seconds)])
         peak = None if self._usage.peak is None else ticks.tick_of.get(self._usage.peak.id)

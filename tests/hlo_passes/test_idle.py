@@ -6,11 +6,13 @@ from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.idle import Idle, idle_temporaries
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.plan import LiveRange
+from hlo_passes.ticks import entry_ticks
 from tests.hlo_passes.streamed import IDLE, SIZE, entry
 
 
 def found(text: str) -> tuple[Idle, ...]:
-    return idle_temporaries(compute_live_ranges(analyze_dataflow(entry(text))), "cpu")
+    ranges = compute_live_ranges(analyze_dataflow(entry(text)))
+    return idle_temporaries(ranges, entry_ticks(ranges, "cpu"))
 
 
 def test_what_is_read_again_late_is_idle_in_between():

@@ -47,3 +47,18 @@ def test_what_was_found_goes_with_the_module() -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_each_further_argument_is_another_question() -> None:
+    seen: list[object] = []
+
+    @once
+    def analysis(subject: Subject, factor: int, offset: int = 0) -> int:
+        seen.append((factor, offset))
+        return 10 * factor + offset
+
+    subject = Subject()
+    asked = [analysis(subject, 1), analysis(subject, 2), analysis(subject, 1, offset=3)]
+    assert asked == [10, 20, 13]
+    assert [analysis(subject, 1, offset=3), analysis(subject, 2)] == [13, 20]
+    assert seen == [(1, 0), (2, 0), (1, 3)]
