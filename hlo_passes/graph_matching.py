@@ -183,7 +183,7 @@ class _Matcher:
             self.pair_in_order(signatures[radius], whole=True)
         self.spread(signatures[0], loosely=True)
         self.pair_in_order(signatures[0], whole=False)
-        self.spread(np.array(self.graph.kinds, np.uint64), loosely=True)
+        self.spread(np.array(self.graph.kinds, np.int64).view(np.uint64), loosely=True)
 
     def spread(
         self, keys: Words, pairs: Iterable[tuple[int, int]] | None = None, loosely: bool = False
@@ -218,7 +218,7 @@ class _Matcher:
             (graph.edge_users, graph.edge_operands),
             (graph.edge_operands, graph.edge_users),
         ):
-            is_open = (partner[at] >= 0) & (partner[beside] < 0)
+            is_open = (partner[at] >= 0) & (partner[beside] < 0) & (graph.edge_slots >= 0)
             nodes = at[is_open]
             words = mixed(first[nodes], graph.edge_slots[is_open], keys[beside[is_open]])
             is_before = nodes < graph.split
@@ -260,8 +260,10 @@ class _Matcher:
         """Neighbours without a partner, by their slot and key."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for node, slot in edges:
-            if self.partner[node] < 0 and node not in (of := found[slot, int(keys[node])]):
-                of.append(node)
+            if self.partner[node] < 0 and slot >= 0:
+                of = found[slot, int(keys[node])]
+                if node not in of:
+                    of.append(node)
         return found
 
     def pair_in_order(self, keys: Words, whole: bool) -> None:
