@@ -336,7 +336,7 @@ def _groups(sides: _Sides, pairs: Iterable[Pair]) -> Iterator[Group]:
     constants = {i.id for v in sides[0].values if v.is_constant for i in v.members}
     members = {i.id for v in sides[0].values for i in v.members} - constants
     for a, b in pairs:
-        if a.id in members and a.opcode != "parameter":
+        if a.id in members:
             shared[sides[0].kernel[a.id], sides[1].kernel[b.id]] += 1
     main: tuple[dict[Instruction, Instruction], ...] = ({}, {})
     most: Counter[Instruction] = Counter()

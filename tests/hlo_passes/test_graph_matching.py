@@ -42,6 +42,25 @@ def test_names_of_one_side_say_nothing():
     assert match_graphs(row("abbc", " xy "), row("abbc", " uv ")) == [(n, n) for n in range(4)]
 
 
+def test_places_in_the_interface_count_where_nothing_else_changed():
+    before = [n._replace(place=k) for n, k in zip(nodes(("a", ()), ("a", ())), (1, 2), strict=True)]
+    after = [n._replace(place=k) for n, k in zip(nodes(("a", ()), ("a", ())), (2, 1), strict=True)]
+    assert match_graphs(before, after) == [(0, 1), (1, 0)]
+
+
+def test_what_nothing_tells_apart_is_taken_by_rank():
+    before = nodes(("a", ()), ("a", ()), ("c", ()))
+    after = [n._replace(rank=-n.rank) for n in nodes(("a", ()), ("a", ()), ("d", ()))]
+    assert match_graphs(before, after) == [(0, 1), (1, 0)]
+
+
+def test_of_parts_that_nothing_tells_apart_each_stays_whole():
+    """The ranks of the readers say otherwise than those of what they read."""
+    before = nodes(("a", ()), ("a", ()), ("b", (0,)), ("b", (1,)), ("c", ()))
+    after = nodes(("a", ()), ("a", ()), ("b", (1,)), ("b", (0,)), ("d", ()))
+    assert match_graphs(before, after) == [(0, 0), (1, 1), (2, 3), (3, 2)]
+
+
 def test_another_label_of_the_same_kind_is_a_pair_between_pairs():
     assert match_graphs(row("abc"), row("axc")) == [(0, 0), (1, 1), (2, 2)]
 

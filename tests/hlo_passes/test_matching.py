@@ -161,6 +161,63 @@ def test_what_stands_alone_belongs_to_the_group_of_its_fusion():
     assert changes(found) == {k: {"fused with"} for k in "nxsh"}
 
 
+def fused(first: str, second: str, root: str = "g") -> Module:
+    """Two fusions, the second of what the first gives, or both of the argument."""
+    operand = "f" if root == "g" else "p"
+    return module(
+        f"""
+  p = F parameter(0)
+  f = F fusion(p), kind=kLoop, calls=c
+  g = F fusion({operand}), kind=kLoop, calls=d
+  {"ROOT o = F tanh(g)" if root == "g" else root}
+""",
+        f"c {{\n c0 = F parameter(0)\n {first} }}\nd {{\n d0 = F parameter(0)\n {second} }}",
+    )
+
+
+def test_what_moves_from_one_fusion_to_another_makes_no_group():
+    before = fused(
+        "a = F negate(c0)\n b = F exponential(a)\n ROOT m = F cosine(b)",
+        "u = F abs(d0)\n v = F sine(u)\n ROOT w = F log(v)",
+    )
+    after = fused(
+        "a = F negate(c0)\n ROOT b = F exponential(a)",
+        "m = F cosine(d0)\n u = F abs(m)\n v = F sine(u)\n ROOT w = F log(v)",
+    )
+    found = match_modules(before, after)
+    assert names(found).items() >= {k: k for k in "pfgabmuvwo"}.items()
+    assert groups(found) == []
+    assert changes(found) == {"m": {"fused with"}}
+
+
+def test_a_constant_in_another_place_makes_no_group():
+    constant = "z = f32[] constant(2)\n y = F broadcast(z), dimensions={}\n"
+    apart = module(
+        f"p = F parameter(0)\n {constant} ROOT f = F fusion(p, y), kind=kLoop, calls=c",
+        "c {\n c0 = F parameter(0)\n c1 = F parameter(1)\n ROOT s = F subtract(c0, c1)\n}",
+    )
+    inside = module(
+        "p = F parameter(0)\n ROOT f = F fusion(p), kind=kLoop, calls=c",
+        f"c {{\n c0 = F parameter(0)\n {constant} ROOT s = F subtract(c0, y)\n}}",
+    )
+    found = match_modules(apart, inside)
+    assert names(found) == {k: k for k in ("p", "z", "y", "f", "s", "c0")}
+    assert groups(found) == []
+
+
+def test_fusions_that_give_something_else_are_what_they_share():
+    first = "a = F negate(c0)\n b = F exponential(a)\n ROOT m = F {}(b)"
+    second = "u = F abs(d0)\n v = F sine(u)\n ROOT w = F {}(v)"
+    before = fused(first.format("cosine"), second.format("cbrt"), "ROOT o = F subtract(f, g)")
+    after = fused(
+        second.format("floor").replace("d0", "c0"),
+        first.format("ceil").replace("c0", "d0"),
+        "ROOT o = F subtract(g, f)",
+    )
+    found = match_modules(before, after)
+    assert names(found).items() >= {"f": "g", "g": "f", "a": "a", "u": "u"}.items()
+
+
 CLONED = """
   p = F parameter(0)
   f = F fusion(p), kind=kLoop, calls=c

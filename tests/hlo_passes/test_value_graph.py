@@ -135,3 +135,21 @@ ENTRY e {{
         for of in (("s", "0:4", "x"), ("t", "0:4", "y"), ("s", "4:8", "x"))
     ]
     assert slices[0] == slices[1] != slices[2]
+
+
+def test_the_number_of_a_channel_is_no_attribute():
+    text = """HloModule m
+sum {{
+  u = f32[] parameter(0)
+  v = f32[] parameter(1)
+  ROOT w = f32[] add(u, v)
+}}
+ENTRY e {{
+  p = f32[8]{{0}} parameter(0)
+  ROOT a = f32[8]{{0}} all-reduce(p), channel_id={}, replica_groups={{{{{}}}}}, to_apply=sum
+}}"""
+    sums = [
+        attributes(read_module(text.format(*of)).entry.root)
+        for of in ((1, "0,1"), (2, "0,1"), (1, "0,1,2"))
+    ]
+    assert sums[0] == sums[1] != sums[2]
