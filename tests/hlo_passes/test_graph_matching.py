@@ -38,6 +38,11 @@ def test_names_say_which_one_is_new():
     assert found == [(0, 0), (1, 2), (2, 3), (3, 4), (4, 5)]
 
 
+def test_names_tell_apart_what_nothing_else_does():
+    before, after = (nodes(("b", ()), ("b", ()), ("b", ()), names=k) for k in ("xyz", "yzx"))
+    assert match_graphs(before, after) == [(0, 2), (1, 0), (2, 1)]
+
+
 def test_names_of_one_side_say_nothing():
     assert match_graphs(row("abbc", " xy "), row("abbc", " uv ")) == [(n, n) for n in range(4)]
 
