@@ -16,9 +16,7 @@ changed. Differently from GumTree the graphs are no trees, and a pair is held ag
 neighbours that are paired already.
 
 Where a part was inserted between equal ones, pairs that began on either side of it contradict
-each other where they meet: that place is moved to where least is torn (`pair_refinement`). Which
-of equal parts is the new one can be told in more than one way. Two are tried, and that is kept
-in which more edges agree.
+each other where they meet: that place is moved to where least is torn (`pair_refinement`).
 """
 
 from __future__ import annotations
@@ -61,21 +59,13 @@ def match_graphs(before: Sequence[Node], after: Sequence[Node]) -> list[tuple[in
     if matcher.is_complete:
         return matcher.pairs()
     signatures = find_signatures(matcher.graph, _RADII)
-    tries = [matcher, matcher.copy()]
-    for one, is_from_the_top in zip(tries, (False, True), strict=True):
-        for radius in _RADII:
-            keys = signatures[radius]
-            one.take_unique(mixed(keys, one.hints), among=one.hints != 0)
-            one.spread(keys)
-        if is_from_the_top:
-            # Of equal layers in a row, of which there is one more, the last one is the new one.
-            one.take_unique(history)
-            for radius in _RADII:
-                one.spread(signatures[radius])
-        one.take_near(signatures, _RADII)
-        one.take_rest(signatures, _RADII)
-        refine_pairs(one.graph, one.partner)
-    return max(tries, key=_Matcher.agreement).pairs()
+    for radius in _RADII:
+        matcher.take_unique(mixed(signatures[radius], matcher.hints), among=matcher.hints != 0)
+        matcher.spread(signatures[radius])
+    matcher.take_near(signatures, _RADII)
+    matcher.take_rest(signatures, _RADII)
+    refine_pairs(matcher.graph, matcher.partner)
+    return matcher.pairs()
 
 
 def match_identified(
@@ -115,24 +105,9 @@ class _Matcher:
         self.partner = array("q", [-1]) * len(graph.labels)
         self.hints = np.array(graph.hints, np.uint64)
 
-    def copy(self) -> _Matcher:
-        other = _Matcher(self.graph)
-        other.partner = self.partner[:]
-        return other
-
     def pairs(self) -> list[tuple[int, int]]:
         split = self.graph.split
         return [(a, b - split) for a, b in enumerate(self.partner[:split]) if b >= 0]
-
-    def agreement(self) -> int:
-        """Number of pairs, and of edges between those that are an edge on both sides."""
-        graph = self.graph
-        pairs = [(a, b) for a, b in enumerate(self.partner[: graph.split]) if b >= 0]
-        return len(pairs) + sum(
-            (self.partner[o], slot) in graph.operands[b]
-            for a, b in pairs
-            for o, slot in graph.operands[a]
-        )
 
     @property
     def is_complete(self) -> bool:
@@ -161,11 +136,11 @@ class _Matcher:
         return [(ordered[a:b], ordered[b:c]) for a, b, c in cuts]
 
     def take_unique(self, keys: Words, among: npt.NDArray[np.bool_] | None = None) -> None:
-        """Pairs what is alone on its side with its key, where nothing speaks against it."""
+        """Pairs what is alone on its side with its key, and not called otherwise."""
         for first, second in self.classes(keys, among):
             if len(first) == len(second) == 1:
                 (a,), (b,) = first, second
-                if not self._is_vetoed(a, b) and self._balance(a, b) >= 0:
+                if not self._is_vetoed(a, b):
                     self.pair(a, b)
 
     def pair(self, a: int, b: int) -> None:
@@ -180,10 +155,8 @@ class _Matcher:
     def take_rest(self, signatures: Mapping[int, Words], radii: Sequence[int]) -> None:
         """Pairs what is equal and not unique in order, and what is of one kind beside pairs."""
         for radius in radii:
-            self.pair_in_order(signatures[radius], whole=True)
-        self.spread(signatures[0], loosely=True)
-        self.pair_in_order(signatures[0], whole=False)
-        self.spread(np.array(self.graph.kinds, np.uint64), loosely=True)
+            self.pair_in_order(signatures[radius])
+        self.spread(np.array(self.graph.kinds, np.int64).view(np.uint64), loosely=True)
 
     def spread(
         self, keys: Words, pairs: Iterable[tuple[int, int]] | None = None, loosely: bool = False
@@ -204,7 +177,7 @@ class _Matcher:
             now = self._balance(a, b)
             if -now > balance:
                 heappush(heap, (-now, distance, tie, a, b))
-            elif now > 0:
+            else:
                 self.pair(a, b)
                 self._suggest(a, b, keys, loosely, heap)
 
@@ -218,7 +191,7 @@ class _Matcher:
             (graph.edge_users, graph.edge_operands),
             (graph.edge_operands, graph.edge_users),
         ):
-            is_open = (partner[at] >= 0) & (partner[beside] < 0)
+            is_open = (partner[at] >= 0) & (partner[beside] < 0) & (graph.edge_slots >= 0)
             nodes = at[is_open]
             words = mixed(first[nodes], graph.edge_slots[is_open], keys[beside[is_open]])
             is_before = nodes < graph.split
@@ -260,26 +233,22 @@ class _Matcher:
         """Neighbours without a partner, by their slot and key."""
         found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for node, slot in edges:
-            if self.partner[node] < 0 and node not in (of := found[slot, int(keys[node])]):
-                of.append(node)
+            if self.partner[node] < 0 and slot >= 0:
+                of = found[slot, int(keys[node])]
+                if node not in of:
+                    of.append(node)
         return found
 
-    def pair_in_order(self, keys: Words, whole: bool) -> None:
-        """Pairs nodes of equal keys by their ranks, each class with what follows from it.
-
-        Args:
-          whole: only classes of equal size on both sides.
-        """
+    def pair_in_order(self, keys: Words) -> None:
+        """Pairs nodes of equal keys by their ranks, each class with what follows from it."""
         ranks = self.graph.ranks
         classes = [
-            (sorted(first, key=ranks.__getitem__), sorted(second, key=ranks.__getitem__))
-            for first, second in self.classes(keys)
-            if len(first) == len(second) or not whole
+            tuple(sorted(nodes, key=ranks.__getitem__) for nodes in both)
+            for both in self.classes(keys)
         ]
-        for first, second in sorted(classes, key=lambda c: ranks[c[0][0]]):
-            left = ([n for n in side if self.partner[n] < 0] for side in (first, second))
-            pairs = [*zip(*left, strict=False)]
-            pairs = [(a, b) for a, b in pairs if not whole or not self._is_vetoed(a, b)]
+        for both in sorted(classes, key=lambda c: ranks[c[0][0]]):
+            first, second = ([n for n in nodes if self.partner[n] < 0] for nodes in both)
+            pairs = [*zip(first, second, strict=False)]
             for a, b in pairs:
                 self.pair(a, b)
             self.spread(keys, pairs)

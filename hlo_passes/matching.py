@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 from typing import Literal, NamedTuple
 
 from hlo_passes.garbage import collection_paused
@@ -28,7 +28,6 @@ from hlo_passes.graph_matching import match_graphs, match_identified
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.twin_graph import Node
 from hlo_passes.value_graph import (
-    ComputedValue,
     Numbering,
     ValueGraph,
     attributes,
@@ -211,71 +210,84 @@ def _match(before: Module, after: Module) -> Matching:
 def _match_values(sides: _Sides, numbering: Numbering) -> _Classes:
     """Constants are equal or not; what depends on arguments is matched as a graph, in which
     constants are part of what reads them. Else what two layers share would tie them together."""
-    computed: list[list[int]] = []
-    nodes: list[list[Node]] = []
+    digests = [_digests(graph, numbering) for graph in sides]
+    constants = [
+        {of[n] for n, value in enumerate(graph.values) if value.is_constant}
+        for graph, of in zip(sides, digests, strict=True)
+    ]
     classes: list[list[int]] = []
-    for graph in sides:
-        digests: list[int] = []
-        place: dict[int, int] = {}
-        for n, value in enumerate(graph.values):
-            constants = [(s, digests[o]) for o, s in value.operands if o < n and o not in place]
-            key = (value.label, *sorted(constants))
-            digests.append(numbering.of(("value", key)))
-            if not value.is_constant:
-                place[n] = len(place)
-        computed.append(list(place))
-        before = _before_in_interface(graph)
-        nodes.append(
+    for side, (graph, of) in enumerate(zip(sides, digests, strict=True)):
+        shared = constants[0] & constants[1]
+        # Without a counterpart: negative, and other numbers in each module.
+        classes.append(
             [
-                _value_node(graph.values[n], digests[n], place)._replace(
-                    beside=place.get(before.get(n, -1), -1)
-                )
-                for n in place
+                of[n] if value.is_constant and of[n] in shared else -2 * n - 1 - side
+                for n, value in enumerate(graph.values)
             ]
         )
-        # Values without a partner are negative, and other numbers in each module.
-        classes.append([-2 * n - 1 - len(classes) for n in range(len(digests))])
-        for n, digest in enumerate(digests):
-            if n not in place:
-                classes[-1][n] = digest
-    for a, b in match_graphs(nodes[0], nodes[1]):
-        number = numbering.of(("pair", a))
-        classes[0][computed[0][a]] = classes[1][computed[1][b]] = number
+    computed = [[n for n, v in enumerate(g.values) if not v.is_constant] for g in sides]
+    first, second = (
+        _value_nodes(graph, of, numbers)
+        for graph, of, numbers in zip(sides, digests, computed, strict=True)
+    )
+    ends = len(computed[0]), len(computed[1])
+    for a, b in match_graphs(first, second):
+        if a < ends[0] and b < ends[1]:
+            number = numbering.of(("pair", a))
+            classes[0][computed[0][a]] = classes[1][computed[1][b]] = number
     return classes[0], classes[1]
 
 
-def _value_node(value: ComputedValue, label: int, place: Mapping[int, int]) -> Node:
-    operands = [(place[o], slot) for o, slot in value.operands if o in place]
-    first = value.members[0] if value.members else None
-    name = first.op_name if first else ""
-    rank = value.place or (first.parameter_number if first else 0)
-    return Node(label, value.kind, operands, value.place, name, rank)
+def _digests(graph: ValueGraph, numbering: Numbering) -> list[int]:
+    """Of each value its label with the constants that it is computed from; of constants that is
+    all that they are."""
+    digests: list[int] = []
+    for n, value in enumerate(graph.values):
+        constants = sorted(
+            (slot, digests[o])
+            for o, slot in value.operands
+            if o < n and graph.values[o].is_constant
+        )
+        digests.append(numbering.of(("value", value.label, *constants)))
+    return digests
 
 
-def _before_in_interface(graph: ValueGraph) -> dict[int, int]:
-    """Of each argument and result the one before it."""
-    ends = [
-        (bool(v.members), v.members[0].parameter_number if v.members else v.place, n)
-        for n, v in enumerate(graph.values)
-        if v.place and (not v.members or v.members[0].computation_id == graph.module.entry.id)
-    ]
-    return {b[2]: a[2] for a, b in pairwise(sorted(ends)) if a[0] == b[0]}
+def _value_nodes(graph: ValueGraph, labels: Sequence[int], computed: Sequence[int]) -> list[Node]:
+    """The values that are no constants, and at last what stands before the first argument and
+    the first result."""
+    place = {n: k for k, n in enumerate(computed)}
+    rows: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    nodes: list[Node] = []
+    for n in computed:
+        value = graph.values[n]
+        operands = [(place[o], slot) for o, slot in value.operands if o in place]
+        first = value.members[0] if value.members else None
+        rank = first.parameter_number if first else value.place
+        name = first.op_name if first else ""
+        if value.place:
+            rows[first is None][n] = rank
+        nodes.append(Node(labels[n], value.kind, operands, value.place, name, rank))
+    for n, row in enumerate(rows):
+        before = len(nodes)
+        nodes.append(Node(-n, -n, [], 0, "", 0))
+        for value in sorted(row, key=row.__getitem__):
+            nodes[place[value]] = nodes[place[value]]._replace(beside=before)
+            before = place[value]
+    return nodes
 
 
 def _instructions(graph: ValueGraph, classes: Sequence[int], numbering: Numbering) -> list[Node]:
-    members = {i.id for v in graph.values for i in v.members}
+    own = {i.id: classes[n] for n, v in enumerate(graph.values) for i in v.members}
     nodes: list[Node] = []
     for n, (i, links) in enumerate(zip(graph.order, graph.links, strict=True)):
-        values = tuple(classes[v] for v in flat(graph.flow[i.id]))
-        kind = numbering.of(i.opcode)
-        if i.id not in members:
-            label = numbering.of((i.opcode, numbering.of_shape(i.shape), values))
-            if len(values) == 1 and values[0] > 0 and i.opcode != "fusion":
-                kind = numbering.of(("form", i.opcode, values))
+        kind = numbering.of(i.opcode.removesuffix("-start"))
+        if i.id in own:
+            label = numbering.of(("member", i.opcode, own[i.id]))
+            if own[i.id] > 0:
+                kind = numbering.of(("member", own[i.id]))
         else:
-            label = numbering.of(("member", i.opcode, values))
-            if values[0] > 0:
-                kind = numbering.of(("member", values))
+            values = tuple(classes[v] for v in flat(graph.flow[i.id]))
+            label = numbering.of((i.opcode, numbering.of_shape(i.shape), values))
         nodes.append(Node(label, kind, links, 0, i.op_name, n))
     return nodes
 
@@ -324,7 +336,7 @@ def _groups(sides: _Sides, pairs: Iterable[Pair]) -> Iterator[Group]:
     constants = {i.id for v in sides[0].values if v.is_constant for i in v.members}
     members = {i.id for v in sides[0].values for i in v.members} - constants
     for a, b in pairs:
-        if a.id in members and a.opcode != "parameter":
+        if a.id in members:
             shared[sides[0].kernel[a.id], sides[1].kernel[b.id]] += 1
     main: tuple[dict[Instruction, Instruction], ...] = ({}, {})
     most: Counter[Instruction] = Counter()

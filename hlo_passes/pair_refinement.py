@@ -24,8 +24,8 @@ from hlo_passes.twin_graph import TwinGraph
 _MANY_USERS = 64
 
 # How far a search goes: moves beyond the best state, edges below it, and moves in all.
-_MOST_MOVES = 256
-_GREATEST_LOSS = 16
+_MOST_MOVES = 1024
+_GREATEST_LOSS = 64
 _MOVES_PER_NODE = 8
 
 

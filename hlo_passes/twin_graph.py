@@ -124,7 +124,7 @@ def signatures(graph: TwinGraph, radii: Collection[int]) -> dict[int, Words]:
 
     Time O(edges · greatest radius).
     """
-    labels = np.array(graph.labels, np.uint64)
+    labels = np.array(graph.labels, np.int64)
     is_operand = graph.edge_slots >= 0
     operands, users = graph.edge_operands[is_operand], graph.edge_users[is_operand]
     slots = graph.edge_slots[is_operand]

@@ -55,6 +55,7 @@ _INCIDENTAL = (
 
 # Slots of roots of called computations come after those of operands.
 _ROOT_SLOT = 1 << 20
+_PARAMETER_SLOT = 1 << 40
 
 
 class Numbering:
@@ -96,7 +97,7 @@ class ComputedValue:
 
     Attributes:
       label: equal for equal computations, in all modules of one `Numbering`.
-      kind: the same for the opcode alone.
+      kind: the same for the opcode alone, whether it is asynchronous or not.
       operands: what it is computed from.
       members: the instructions that compute it; none for a loop's carried values.
       place: of an argument or result of the program, its number from 1; else 0.
@@ -120,7 +121,8 @@ class ValueGraph:
       flow: of each instruction, by id, which value it computes or passes on.
       order: all instructions, those of called computations before their callers.
       links: of each of those, the instructions that it draws on, as places in `order`: operands;
-        of a caller also the roots that it calls, and of their parameters the operands.
+        of a caller also the roots that it calls; of a parameter the caller's operands, or where
+        it stands for none of those the caller draws on it.
       kernel: id of an instruction in a fusion to the outermost fusion; of others to themselves.
     """
 
@@ -176,7 +178,7 @@ class _Walk:
         self, label: int, kind: str, operands: Edges, place: int = 0, is_constant: bool = False
     ) -> int:
         values = self.graph.values
-        number = self.numbering.of(kind)
+        number = self.numbering.of(kind.removesuffix("-start"))
         values.append(ComputedValue(label, number, operands, [], place, is_constant))
         return len(values) - 1
 
@@ -283,6 +285,11 @@ class _Walk:
                     if computation.id not in self.visited:
                         unknown = [(None, [])] * len(computation.parameters)
                         self.visit(computation, i, unknown, kernel)
+                    # Some comparators do not read all of theirs.
+                    links += [
+                        (self._place[p.id], _PARAMETER_SLOT + p.parameter_number)
+                        for p in computation.parameters
+                    ]
         operands = [(v, n) for n, v in enumerate(v for f in flows for v in flat(f))]
         for n, computation in enumerate(called):
             links.append((self._place[computation.root.id], _ROOT_SLOT + n))

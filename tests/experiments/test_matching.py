@@ -1,0 +1,45 @@
+"""Compiled modules of which the truth is known, on the CPU."""
+
+import functools
+
+import pytest
+
+from experiments import matching
+from experiments.matching import _INSERTED, _TAGS, _compiled, _judged, _same_tags, _widths
+from hlo_passes.ir import Module
+
+WIDTHS = _widths("blocks of different widths")
+
+
+@functools.cache
+def plain() -> Module:
+    return _compiled("cpu", WIDTHS)
+
+
+@pytest.mark.parametrize("where", ["in the middle", "at the end"])
+@pytest.mark.parametrize("metadata", ["both", "none"])
+def test_a_block_more_is_found(where: str, metadata: str):
+    more = inserted(where)
+    truth = [_same_tags([*_TAGS, _INSERTED[where]])]
+    row = _judged("", "", "cpu", plain(), more, metadata, truth)
+    assert min(row.precision, row.recall) > 0.99
+
+
+@functools.cache
+def inserted(where: str) -> Module:
+    return _compiled("cpu", {**WIDTHS, _INSERTED[where]: 256})
+
+
+def test_the_judge_sees_a_block_taken_for_another():
+    """Of a module and itself, but the truth is that its last two blocks were exchanged."""
+    exchanged = {**_same_tags(_TAGS), "block_4": "block_5", "block_5": "block_4"}
+    right = _judged("", "", "cpu", plain(), plain(), "both", [_same_tags(_TAGS)])
+    wrong = _judged("", "", "cpu", plain(), plain(), "both", [exchanged])
+    assert (right.precision, right.recall) == (1.0, 1.0)
+    assert wrong.precision < 0.75
+
+
+def test_a_failure_is_a_row():
+    cells = matching._cells(matching.Row("edit", "program", "cpu", "none", failure="too slow"))
+    assert cells[-1] == "too slow"
+    assert len(cells) == len(matching._table([]).columns)
