@@ -52,17 +52,10 @@ WORKLOADS = ("llama-train", "moe-decode", "vit-train", "unet-train", "adam")
 
 # Options that change what is fused, how it is scheduled or which passes run.
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "cpu": (
-        {"xla_disable_hlo_passes": "fusion"},
-        {"xla_cpu_enable_concurrency_optimized_scheduler": True},
-    ),
-    "v5e": (
-        {"xla_tpu_scoped_vmem_limit_kib": "1024"},
-        {"xla_disable_hlo_passes": "fusion,multi_output_fusion"},
-    ),
+    "cpu": ({"xla_disable_hlo_passes": "fusion"}, {"xla_disable_hlo_passes": "algsimp"}),
+    "v5e": ({"xla_tpu_scoped_vmem_limit_kib": "1024"}, {"xla_disable_hlo_passes": "algsimp"}),
     "h200": (
         {"xla_gpu_enable_triton_gemm": False},
-        {"xla_gpu_enable_latency_hiding_scheduler": True},
         {"xla_disable_hlo_passes": "priority-fusion,multi_output_fusion"},
     ),
 }

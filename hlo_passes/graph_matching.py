@@ -1,9 +1,10 @@
 """Which node of one graph is which of another: what stands in equal surroundings, first.
 
-    before   a ─ b ─ b ─ b ─ c              identical whole history and future, then identical
-             │   │   │     ╲ │              surroundings of 32, 16, ... edges: where that is
-    after    a ─ b ─ b ─ n ─ b ─ c          unique in both, or unique beside a pair, is a pair
+    before   a ─ b ─ b ─ b ─ c
+             │   │   │    ╲   ╲            n is new
+    after    a ─ b ─ b ─ n ─ b ─ c
 
+Nodes with the same whole history and future, where those are unique on both sides, are pairs.
 From the largest surroundings (`twin_graph`) to the smallest, as GumTree takes the tallest subtrees
 first (Falleri et al., "Fine-grained and accurate source code differencing", ASE 2014), pairs are
 
@@ -51,7 +52,7 @@ def match_graphs(before: Sequence[Node], after: Sequence[Node]) -> list[tuple[in
     Returns:
       Pairs of a node of `before` and one of `after`, in the order of `before`.
 
-    Time O(e log e) for e edges, of which a node's count once for each of its neighbours.
+    Time O(e log e) for e edges.
     """
     matcher = _Matcher(TwinGraph(before, after))
     history, future = cones(matcher.graph)

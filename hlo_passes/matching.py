@@ -9,9 +9,6 @@ First what the modules compute is matched (`value_graph`, `graph_matching`): wit
 numbers, order, layouts and fusions, so that it survives another schedule, another compiler
 flag, an inserted layer. Then the instructions: those that compute one value are told apart by
 where they stand, and so are those that pass it on; fusions are what they contain.
-
-XLA's own tool for this is xla/hlo/tools/hlo_diff; this one shares no design with it beyond the
-paper that both follow (Falleri et al., ASE 2014).
 """
 
 from __future__ import annotations
@@ -82,6 +79,8 @@ class Matching:
     groups: tuple[Group, ...]
     only_before: tuple[Instruction, ...]
     only_after: tuple[Instruction, ...]
+    _kernels_before: Mapping[int, Instruction]
+    _kernels_after: Mapping[int, Instruction]
 
     @cached_property
     def after_of(self) -> Mapping[int, Instruction]:
@@ -92,9 +91,6 @@ class Matching:
     def before_of(self) -> Mapping[int, Instruction]:
         """Id of an instruction of `after` to its partner."""
         return {b.id: a for a, b in self.pairs}
-
-    _kernels_before: Mapping[int, Instruction]
-    _kernels_after: Mapping[int, Instruction]
 
     def swapped(self) -> Matching:
         """The same, seen from the other module."""
@@ -117,8 +113,8 @@ class Matching:
         return frozenset(i for g in self.groups for i in (*g.before, *g.after))
 
     def changes(self, pair: Pair) -> frozenset[Aspect]:
-        """Returns what differs between the two of a pair, but for operands: those have pairs of
-        their own.
+        """Returns what differs between the two of a pair; nothing where they are equal. Operands
+        and called computations have pairs of their own.
 
         ``"fused with"``: the fusions that hold them, or what these two fusions hold.
         """
