@@ -55,7 +55,7 @@ def test_every_form_with_and_without_gzip(tmp_path: Path) -> None:
     for name, data in forms().items():
         path, packed = tmp_path / name, tmp_path / f"{name}.gz"
         path.write_bytes(data)
-        packed.write_bytes(gzip.compress(data))
+        packed.write_bytes(gzip.compress(data, mtime=0))
         plain = read_file(path)
         opcodes = {i.opcode for i in plain.instructions.values()}
         assert opcodes & {"negate", "tanh"}, name
@@ -85,13 +85,22 @@ def test_text_whose_head_ends_within_a_character() -> None:
         ),
         (wrapped() + bytes(9), r"no HloModuleProto or HloProto goes on as byte \d+ of \d+ does"),
         (read_module(TEXT).to_bytes()[:-5], "is cut off"),
-        (gzip.compress(wrapped()[:-20]), r"\(truncated, or another format\).*copied whole"),
+        (
+            gzip.compress(wrapped()[:-20], mtime=0),
+            r"\(truncated, or another format\).*copied whole",
+        ),
         (TEXT.encode()[:-2], "rejects this HLO text.*does not end with the line '}'.*copied whole"),
         (TEXT.encode() + b"// \xff", r"byte \d+ of \d+ is no UTF-8"),
-        (gzip.compress(TEXT.encode())[:-9], "this gzip file cannot be unpacked"),
-        (gzip.compress(TEXT.encode())[:40] + b"?" * 40, "this gzip file cannot be unpacked"),
-        (gzip.compress(b""), "the input is empty"),
-        (gzip.compress(gzip.compress(TEXT.encode())), "begins with the bytes 1f 8b"),
+        (gzip.compress(TEXT.encode(), mtime=0)[:-9], "this gzip file cannot be unpacked"),
+        (
+            gzip.compress(TEXT.encode(), mtime=0)[:40] + b"?" * 40,
+            "this gzip file cannot be unpacked",
+        ),
+        (gzip.compress(b"", mtime=0), "the input is empty"),
+        (
+            gzip.compress(gzip.compress(TEXT.encode(), mtime=0), mtime=0),
+            "begins with the bytes 1f 8b",
+        ),
     ],
 )
 def test_what_is_no_module(data: bytes, sentence: str) -> None:
@@ -118,7 +127,7 @@ def test_zeros_are_not_read(tmp_path: Path, head: bytes, sentence: str, most_byt
 
 def test_zeros_are_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "step.hlo.pb.gz"
-    path.write_bytes(gzip.compress(bytes(64 * MIB)))
+    path.write_bytes(gzip.compress(bytes(64 * MIB), mtime=0))
     refused_unread(path, "begins with the bytes 00 00")
 
 
@@ -131,6 +140,6 @@ def test_more_than_protobuf_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_file(path)
     # What is packed is counted while it is unpacked.
     monkeypatch.setattr(module_file, "MOST_BYTES", 100_000)
-    packed = gzip.compress(wrapped() + bytes(100_000))
+    packed = gzip.compress(wrapped() + bytes(100_000), mtime=0)
     with pytest.raises(UnreadableModuleError, match="at most 2 GiB"):
         from_bytes(packed, "m")
