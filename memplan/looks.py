@@ -66,6 +66,12 @@ class Look:
         return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
 
     @property
+    def waits_s(self) -> float:
+        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
+        said of the kernels of one, it has not said of those of another."""
+        return self.step_time_s - self.compute_s
+
+    @property
     def is_hidden(self) -> bool:
         """Whether a step takes no longer than its compute, as far as counts."""
         return self.step_time_s * _WORTH_IT <= self.compute_s
@@ -108,7 +114,7 @@ class Looks:
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
-            if best is None or look.step_time_s < best.step_time_s * _WORTH_IT:
+            if best is None or look.waits_s < best.waits_s - (1 - _WORTH_IT) * best.step_time_s:
                 best = look
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break

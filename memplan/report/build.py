@@ -476,7 +476,8 @@ class _Builder:
         return Clock(
             machine=self.machine.name,
             step_time_s=simulated.step_time_s,
-            lower_bound_s=max(simulated.compute_s - again, moving),
+            # A plan may have held kernels dearer than they are in the executable.
+            lower_bound_s=min(max(simulated.compute_s - again, moving), simulated.step_time_s),
             compute_s=simulated.compute_s,
             recompute_s=again,
             stall_s=simulated.stall_s,

@@ -1,0 +1,43 @@
+"""Which of several looks at a program is taken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import memplan.api as memplan
+import memplan.looks as looks
+from tests.memplan.chains import HALF, activations, chain, weights
+
+
+class Seen:
+    """A look that took so many seconds of a step, and of compute."""
+
+    def __init__(self, depth: int, step_time_s: float, compute_s: float) -> None:
+        self.hosting = SimpleNamespace(depth=depth)
+        self.step_time_s, self.compute_s = step_time_s, compute_s
+
+    waits_s = looks.Look.waits_s
+    is_hidden = looks.Look.is_hidden
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Seen]) -> Any:
+    monkeypatch.setattr(
+        looks.Looks, "_look_with_rings", lambda _self, *ring_and_more: seen[ring_and_more[:2]]
+    )
+    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    return lowered._looks.look(HALF, None)
+
+
+def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_take(monkeypatch):
+    """XLA has said of the second ring's kernels that they take longer than a roofline has them."""
+    fast, hides = Seen(2, 0.887, 0.791), Seen(2, 0.990, 0.972)
+    assert chosen(monkeypatch, {(2, 1.0): fast, (2, 0.25): hides}) is hides
+
+
+def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
+    slow, fast, same = Seen(2, 0.9, 0.7), Seen(1, 0.8, 0.7), Seen(2, 0.795, 0.7)
+    assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
