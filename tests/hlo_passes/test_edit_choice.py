@@ -195,6 +195,30 @@ def test_what_one_fusion_makes_is_made_again_together():
     assert peak(problem.pose(edited_module, NO_LINK, ())) < peak(of)
 
 
+def test_what_else_a_fusion_makes_needs_room_where_its_reader_writes_over_an_operand():
+    """%d lies in the bytes of %c, which are there in front of it already: nothing is free for the
+    sine that comes with the cosine."""
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %f = (f32[64]{0}, f32[64]{0}) fusion(%x), kind=kLoop, calls=%two
+  %g = f32[64]{0} get-tuple-element(%f), index=0
+  %h = f32[64]{0} get-tuple-element(%f), index=1
+  %a = f32[64]{0} add(%g, %h)
+  %b = f32[192]{0} concatenate(%a, %a, %a), dimensions={0}
+  %c = f32[64]{0} slice(%b), slice={[64:128]}
+  %d = f32[64]{0} multiply(%c, %h)
+  ROOT %r = f32[1]{0} slice(%d), slice={[0:1]}
+""",
+        NO_LINK,
+        TWO,
+    )
+    taken = Work(of).select(peak(of) - SIZE, Terms(DEAREST, math.inf, 1))
+    again = problem.pose(edits.apply(of.module, edits_of(of, taken)), NO_LINK, ())
+    assert "f.again1" in {i.name for i in again.ticks.instructions}
+    assert (before_edits(of, again, Work(again).load) == taken.load).all()
+
+
 MACHINES = st.sampled_from([FAST_LINK, SLOW_LINK])
 
 
