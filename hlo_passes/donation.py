@@ -13,7 +13,7 @@ shape (and leaves out, with a warning, what has no partner), XLA the rest
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,23 +47,21 @@ class Donation:
     result: ShapeIndex | None
 
 
-def donations(ranges: LiveRanges, donated: Collection[int] = ()) -> tuple[Donation, ...]:
+def donations(ranges: LiveRanges) -> tuple[Donation, ...]:
     """Returns the arguments in device memory that are given away, and those that could be, the
     largest first.
 
     Args:
-      ranges: of a scheduled module.
-      donated: numbers of parameters that the caller gives away, where that is known; what the
-        module says itself is known.
+      ranges: of a scheduled module. What jax left out as it has no partner is not in it.
 
     O(instructions).
     """
-    found = _Donations(ranges, donated).all()
+    found = _Donations(ranges).all()
     return tuple(sorted(found, key=lambda d: (-d.size, d.parameter.parameter_number, d.index)))
 
 
 class _Donations:
-    def __init__(self, ranges: LiveRanges, donated: Collection[int]) -> None:
+    def __init__(self, ranges: LiveRanges) -> None:
         self._ranges = ranges
         self._dataflow: Dataflow = ranges.dataflow
         self._module: Module = ranges.dataflow.module
@@ -72,8 +70,7 @@ class _Donations:
             (a.parameter, a.parameter_index): a.output_index
             for a in self._module.input_output_aliases
         }
-        given = {(n, index) for n in donated for index, _ in self._parameters[n].shape.leaves()}
-        self._lost = (given | set(self._module.buffer_donors)) - set(self._aliased)
+        self._lost = set(self._module.buffer_donors)
         results = self._module.entry.root.shape.leaves()
         taken = set(self._aliased.values())
         self._free = {index: shape for index, shape in results if index not in taken}

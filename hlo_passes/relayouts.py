@@ -70,7 +70,7 @@ def _find(module: Module) -> Iterator[Relayout]:
                 continue
             before = module.instructions[mover.operand_ids[0]].shape.layout
             after = mover.shape.layout
-            if before.memory_space != after.memory_space:
+            if before.memory_space != after.memory_space or i.id not in moved:
                 continue
             size = sum(moved[i.id].read.values()) + sum(moved[i.id].written.values())
             yield Relayout(i, _kind(mover, before), before, after, size, nest.executions)

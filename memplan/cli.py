@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hlo_passes.ir import Module
     from hlo_passes.machine import Machine
     from hlo_passes.plan import Plan
-    from memplan.diff import Compared
     from memplan.executable import Executable
+    from memplan.report.differences import Compared
     from memplan.report.tables import Table
     from memplan.report.view import Report, RunView
 
@@ -204,7 +204,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from memplan.report.advising import advise
     from memplan.report.build import target_of, view_run
     from memplan.report.finding_tables import advice_table, finding_tables
-    from memplan.report.inspecting import inspect_module
+    from memplan.report.inspecting import Inspector
     from memplan.report.sections import report_tables
     from memplan.report.summary import summarize, summarize_findings
 
@@ -219,7 +219,7 @@ def _inspect(options: argparse.Namespace) -> None:
             run = view_run("schedule", module, machine)
         else:
             run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
-        findings = inspect_module(module, target_of(module, machine), machine)
+        findings = Inspector(module, target_of(module, machine), machine).findings()
     report, advice = _report([run], machine, None), advise(run, findings)
     _write_files(options, report)
     if options.json:
@@ -335,8 +335,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _compiled_twice(options: argparse.Namespace, machine: Machine | None) -> Compared:
     from hlo_passes.reader import read_module
-    from memplan.diff import compare_modules, parse_flags
+    from memplan.diff import parse_flags
     from memplan.reference import load_reference
+    from memplan.report.differences import compare_modules
 
     if not options.machine or len(options.with_flags) != 2:
         raise UsageError("--run needs --machine and two --with-flags, one of them '' for none")

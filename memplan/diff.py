@@ -8,15 +8,13 @@ before/  module_0001.jit_step ─┐ pair  ┌─ module_0001.jit_step  after/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hlo_passes.dump import choose_module, find_modules, pair_modules
 from hlo_passes.errors import MemplanError
-from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
-from memplan.report.differences import Figure, Side, figures
+from memplan.report.differences import Compared, compare_modules
 
 
 class FlagsError(MemplanError, ValueError):
@@ -27,43 +25,6 @@ class FlagsError(MemplanError, ValueError):
             f"--with-flags {text!r}: expected NAME=VALUE with blanks in between, as in "
             "'xla_cpu_enable_fast_math=true xla_backend_optimization_level=1'."
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """The same program in two compilations.
-
-    Attributes:
-      key: what it is called, before and after.
-      sides: None where one is missing or cannot be read.
-      figures: of both sides; none without them.
-      problem: why there are no sides, or ``""``.
-    """
-
-    key: tuple[str, str]
-    sides: tuple[Side, Side] | None
-    figures: tuple[Figure, ...]
-    problem: str
-
-    @property
-    def name(self) -> str:
-        before, after = self.key
-        return before if before == after or not after else f"{before} → {after}".strip(" →")
-
-    def change(self, figure: str) -> float:
-        return next((f.change for f in self.figures if f.name == figure), 0.0)
-
-
-def compare_modules(
-    key: tuple[str, str], before: Module, after: Module, machine: Machine | None
-) -> Compared:
-    """Looks into two scheduled modules.
-
-    Raises:
-      UnscheduledModuleError: when one of them has no schedule.
-    """
-    sides = Side.of(key[0], before, machine), Side.of(key[1], after, machine)
-    return Compared(key, sides, figures(*sides), "")
 
 
 def compare_paths(

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hlo_passes.units import format_bytes, format_seconds
-from memplan.diff import Compared
-from memplan.report.differences import Change, Changed, Differences, Figure
+from memplan.report.differences import Change, Changed, Compared, Differences, Figure
 from memplan.report.tables import Column, Table
 from memplan.report.view import Step, TransferView
 
@@ -77,7 +76,7 @@ def _summary(title: str, found: Differences) -> Table:
         ("moves bytes", found.relayouts[:1]),
     ):
         for change in changes:
-            where = str(change.after if change.after is not None else change.before) or "–"
+            where = str(change.what) or "–"
             lines.append((label, *_sizes(change), where))
     lines.append(("instructions", "", "", "", _in_words(found)))
     room = SUMMARY_LIMIT - len(lines)
@@ -147,10 +146,7 @@ def _changes[What](
 ) -> Iterator[Table]:
     if not changes:
         return
-    rows = [
-        (*_sizes(c), name(c.after) if c.after is not None else name(c.before))  # type: ignore[arg-type]
-        for c in changes[:LIMIT]
-    ]
+    rows = [(*_sizes(c), name(c.what)) for c in changes[:LIMIT]]
     more = len(changes) - LIMIT
     note = f"and {more} more" if more > 0 else ""
     yield Table(title, (*_BEFORE_AFTER, Column(column)), tuple(rows), note)

@@ -77,6 +77,43 @@ class Figure:
         return self.change / self.before if self.before else None
 
 
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """The same program in two compilations.
+
+    Attributes:
+      key: what it is called, before and after.
+      sides: None where one is missing or cannot be read.
+      figures: of both sides; none without them.
+      problem: why there are no sides, or ``""``.
+    """
+
+    key: tuple[str, str]
+    sides: tuple[Side, Side] | None
+    figures: tuple[Figure, ...]
+    problem: str
+
+    @property
+    def name(self) -> str:
+        before, after = self.key
+        return before if before == after or not after else f"{before} → {after}".strip(" →")
+
+    def change(self, figure: str) -> float:
+        return next((f.change for f in self.figures if f.name == figure), 0.0)
+
+
+def compare_modules(
+    key: tuple[str, str], before: Module, after: Module, machine: Machine | None
+) -> Compared:
+    """Looks into two scheduled modules.
+
+    Raises:
+      UnscheduledModuleError: when one of them has no schedule.
+    """
+    sides = Side.of(key[0], before, machine), Side.of(key[1], after, machine)
+    return Compared(key, sides, figures(*sides), "")
+
+
 @dataclass(frozen=True, slots=True)
 class Change[What]:
     """Something on both sides, or on one of them.
@@ -94,6 +131,13 @@ class Change[What]:
     @property
     def change(self) -> int:
         return self.size_after - self.size_before
+
+    @property
+    def what(self) -> What:
+        """As it is after, if it is there still."""
+        either = self.before if self.after is None else self.after
+        assert either is not None
+        return either
 
 
 @dataclass(frozen=True, slots=True)

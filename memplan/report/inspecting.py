@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hlo_passes.allocations import find_allocations
 from hlo_passes.buffer_assignment import buffer_assignment
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import Value, analyze_dataflow
@@ -42,33 +43,25 @@ _THERE_ANYWAY = ("parameter", "output", "constant")
 _TRANSFERS = frozenset({"copy-start", "copy-done", "async-start", "async-done"})
 
 
-def inspect_module(module: Module, target: Target, machine: Machine | None = None) -> Findings:
-    """Looks into a scheduled program.
+class Inspector:
+    """Looks into one scheduled program.
 
     Args:
-      module: scheduled; with XLA's own buffer assignment, the heap is as that has it.
+      module: with XLA's own buffer assignment, the heap is as that has it.
       target: whose compiler made it.
       machine: predicts seconds; without it there are none.
+
+    Attributes:
+      module: the program.
+      names: of its instructions.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
 
     Complexity: that of `find_allocations`.
     """
-    return Inspector(module, target, machine).findings()
 
-
-class Inspector:
-    """Looks into one program, as `inspect_module` does.
-
-    Attributes:
-      module: the program.
-      names: of its instructions.
-      held: what is in device memory at the peak, each block of bytes once: who defines it, and
-        bytes.
-    """
-
-    def __init__(self, module: Module, target: Target, machine: Machine | None) -> None:
+    def __init__(self, module: Module, target: Target, machine: Machine | None = None) -> None:
         self.module = module
         self._target: Target = target
         self._ranges = compute_live_ranges(analyze_dataflow(module))
@@ -79,6 +72,7 @@ class Inspector:
         )
 
     def findings(self) -> Findings:
+        """Returns what there is to say of the program."""
         return Findings(
             held=self._grouped(),
             heap=self._heap(),
@@ -90,10 +84,15 @@ class Inspector:
 
     @cached_property
     def held(self) -> tuple[tuple[Value, int], ...]:
+        """What is in device memory at the peak, each block of bytes once: who defines it, and its
+        bytes."""
+        guests = find_allocations(self._ranges, self._target).reused
         anyway = (
             (b.values[0], b.size)
             for b in self._ranges.dataflow.buffers
-            if b.memory_space == DEVICE_MEMORY_SPACE and b.kind in _THERE_ANYWAY
+            if b.memory_space == DEVICE_MEMORY_SPACE
+            and b.kind in _THERE_ANYWAY
+            and b.id not in guests
         )
         live = ((h.value, h.size) for h in latest_values(self._usage.live))
         return (*anyway, *live)

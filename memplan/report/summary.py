@@ -33,9 +33,8 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from hlo_passes.plan import LoopStreams
-from memplan.diff import Compared
 from memplan.report.advising import Advice
-from memplan.report.differences import Differences
+from memplan.report.differences import Compared, Differences
 from memplan.report.findings import Findings
 from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
@@ -67,8 +66,9 @@ def summarize_differences(
     """Returns the figures of all programs that were compared, and what differs in the first."""
     differences = None
     if found is not None:
-        lists = {f.name: _plain(getattr(found, f.name)) for f in fields(found)[1:]}
-        differences = {**lists, "corresponding": len(found.matching.pairs)}
+        lists = (f.name for f in fields(found) if f.name != "matching")
+        differences = {name: _plain(getattr(found, name)) for name in lists}
+        differences["corresponding"] = len(found.matching.pairs)
         differences["fused_otherwise"] = [
             {"before": [i.name for i in g.before], "after": [i.name for i in g.after]}
             for g in found.matching.groups

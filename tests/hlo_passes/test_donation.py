@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.donation import Donation, donations
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.reader import read_module
 
 
-def found(alias: str, lines: str, donated: Collection[int] = ()) -> dict[str, Donation]:
+def found(alias: str, lines: str) -> dict[str, Donation]:
     text = f"HloModule m, is_scheduled=true{alias}\nENTRY e {{\n{lines}\n}}\n"
     ranges = compute_live_ranges(analyze_dataflow(read_module(text)))
-    return {d.parameter.name: d for d in donations(ranges, donated)}
+    return {d.parameter.name: d for d in donations(ranges)}
 
 
 ALIAS = ", input_output_alias={ {0}: (0, {}, may-alias) }"
@@ -79,6 +77,7 @@ def test_an_argument_that_is_handed_back_is_reused():
     assert found(ALIAS, lines)["p"].fate == "reused"
 
 
+DONORS = ", buffer_donor={ (1, {}), (2, {}), (3, {}) }"
 LOST = """
   p = f32[64] parameter(0)
   q = f32[64] parameter(1)
@@ -93,8 +92,7 @@ LOST = """
 
 
 def test_what_has_no_partner_says_why():
-    donors = ALIAS + ", buffer_donor={ (1, {}) }"
-    lost = found(donors, LOST, donated=(0, 2, 3))
+    lost = found(ALIAS + DONORS, LOST)
     assert {name: d.fate for name, d in lost.items()} == {
         "p": "reused",
         "q": "lost",
@@ -107,5 +105,4 @@ def test_what_has_no_partner_says_why():
 
 
 def test_the_largest_comes_first():
-    text = found(ALIAS, LOST, donated=(3, 2))
-    assert [d.size for d in text.values()] == [256, 128, 64]
+    assert [d.size for d in found(ALIAS + DONORS, LOST).values()] == [256, 256, 128, 64]

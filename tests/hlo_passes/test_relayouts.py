@@ -50,6 +50,12 @@ def test_what_does_more_or_less_is_none(line: str):
     assert not found(line)
 
 
+def test_nothing_to_move_is_none():
+    text = "HloModule m, is_scheduled=true\nENTRY e {\n"
+    text += "  p = f32[0,16]{1,0} parameter(0)\n  ROOT u = f32[0,16]{0,1} copy(p)\n}\n"
+    assert not relayouts(read_module(text))
+
+
 FUSED = """
 f {{
   p = f32[8,16]{{1,0}} parameter(0)

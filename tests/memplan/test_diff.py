@@ -14,6 +14,7 @@ from hlo_passes.reader import read_module
 from memplan.diff import FlagsError, compare_paths, parse_flags
 from memplan.report.conditions import ConditionError, parse_condition
 from memplan.report.differences import Differences, Figure, Side, find_differences
+from tests import corpus
 from tests.conftest import Golden
 from tests.hlo_passes.streamed import entry
 from tests.memplan.programs import TOY, streamed_text
@@ -273,3 +274,13 @@ def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
     assert "two --with-flags" in capsys.readouterr().err
     assert cli.main(["diff", "one.hlo"]) == 2
     assert "diff takes two modules or folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["llama_train.v5e", "scan_grad.h200", "adam.cpu", "sharded.v5e"])
+def test_a_compiled_module_differs_from_itself_in_nothing(key: str):
+    side = Side.of("x", corpus.read(key))
+    found = find_differences(side, side)
+    assert not any(f.change for f in found.figures)
+    lists = found.held, found.buffers, found.instructions, found.transfers, found.relayouts
+    assert not any(lists)
+    assert len(found.matching.pairs) == len(side.inspector.module.instructions)

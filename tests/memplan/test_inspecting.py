@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine, load_machine
 from hlo_passes.memory import memory_usage
@@ -11,7 +13,7 @@ from memplan.report.advising import advise
 from memplan.report.build import view_run
 from memplan.report.finding_tables import advice_table, finding_tables
 from memplan.report.findings import Findings
-from memplan.report.inspecting import inspect_module
+from memplan.report.inspecting import Inspector
 from memplan.report.tables import plain_text
 from tests import corpus
 from tests.conftest import Golden
@@ -37,7 +39,7 @@ metadata={op_name="jit(f)/in/cat" source_file="m.py" source_line=3}
 
 
 def found(machine: Machine | None = None) -> Findings:
-    return inspect_module(MODULE, "cpu", machine)
+    return Inspector(MODULE, "cpu", machine).findings()
 
 
 def test_what_is_live_at_the_peak_is_grouped_in_three_ways():
@@ -80,7 +82,7 @@ def test_the_heap_is_xlas_where_it_says_so():
         heap.assigned.add(logical_buffer_id=number[name])
         trace.events.add(buffer_id=number[name])
     proto.buffer_allocations.add(index=4, size=64)
-    heap = inspect_module(Module(MODULE.to_proto(), assigned=proto), "cpu").heap
+    heap = Inspector(Module(MODULE.to_proto(), assigned=proto), "cpu").findings().heap
     assert heap is not None
     assert (heap.allocated, heap.size, heap.live, heap.assigned) == (5064, 5064, 3000, 3000)
     assert heap.predicted == memory_usage(MODULE, "cpu").temp_bytes
@@ -134,7 +136,19 @@ def test_what_saves_next_to_nothing_is_not_advised():
 
 def test_tables_of_findings(golden: Golden):
     module, machine = corpus.read("llama_train.v5e"), load_machine("v5e")
-    findings = inspect_module(module, "tpu", machine)
+    findings = Inspector(module, "tpu", machine).findings()
     advice = advise(view_run("x", module, machine), findings)
     tables = (advice_table(advice), *finding_tables(findings))
     golden("findings.txt", "\n".join(map(plain_text, tables)))
+
+
+@pytest.mark.parametrize("key", corpus.memory())
+def test_every_compiled_module_can_be_looked_into(key: str):
+    """What is held at the peak is what the view adds up from live ranges. XLA's heap has a
+    buffer some instructions longer than its value lives."""
+    module = corpus.read(key)
+    findings, run = Inspector(module, corpus.platform(key)).findings(), view_run("x", module)
+    advise(run, findings)
+    for groups in findings.held.values():
+        held = sum(g.size for g in groups)
+        assert held == pytest.approx(run.tiers[0].peak_bytes if run.tiers else 0, rel=1e-6)
