@@ -89,7 +89,7 @@ class _Donations:
                 elif (p.parameter_number, index) in self._lost:
                     why = self._unmatched(shape)
                     yield Donation(p, index, shape.byte_size, "lost", why, None)
-                elif free[_kind(shape)] and shape.byte_size:
+                elif free[_kind(shape)]:
                     free[_kind(shape)] -= 1
                     result = next(i for i, s in self._free.items() if _kind(s) == _kind(shape))
                     why = f"result {_worded(result)} has its shape and takes no argument's place"

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 
-from hlo_passes.allocations import find_allocations
 from hlo_passes.buffer_assignment import buffer_assignment
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import Value, analyze_dataflow
@@ -86,13 +85,10 @@ class Inspector:
     def held(self) -> tuple[tuple[Value, int], ...]:
         """What is in device memory at the peak, each block of bytes once: who defines it, and its
         bytes."""
-        guests = find_allocations(self._ranges, self._target).reused
         anyway = (
             (b.values[0], b.size)
             for b in self._ranges.dataflow.buffers
-            if b.memory_space == DEVICE_MEMORY_SPACE
-            and b.kind in _THERE_ANYWAY
-            and b.id not in guests
+            if b.memory_space == DEVICE_MEMORY_SPACE and b.kind in _THERE_ANYWAY
         )
         live = ((h.value, h.size) for h in latest_values(self._usage.live))
         return (*anyway, *live)

@@ -153,6 +153,20 @@ def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
     assert max(packed) > 0.98 * capacity >= packed[-1]
 
 
+def test_where_nothing_fits_the_order_with_least_live_is_gone_through_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    high = posed()
+    order = Edits(("b", "a", "c", "d", "e", "f", "g", "h", "i", "r"))
+    low = replace(high, arena=replace(high.arena, load=high.arena.load // 2))
+    asked: list[int] = []
+    monkeypatch.setattr(edit_fitting._Fitting, "best", lambda *_: None)
+    monkeypatch.setattr(edit_fitting._Fitting, "tight", lambda self: asked.append(self.peak))
+    orders = [(high, Edits()), (low, order)]
+    assert edit_fitting.fit_with_edits(orders, 10**9, None, 0.0) is None
+    assert asked == [int(low.arena.load.max()), int(high.arena.load.max())]
+
+
 def test_what_stays_is_known_down_to_the_least_budget(monkeypatch: pytest.MonkeyPatch):
     of = problem.pose(corpus.read("mlp_grad.cpu"), load_machine("cpu_cxl"), ())
     least = fitting.least_budget(of, None)[0]

@@ -87,6 +87,19 @@ def test_what_changed_inside_a_fusion_shows():
     }
 
 
+def test_what_is_only_fused_otherwise_is_a_group_and_no_change():
+    fused = "%two (p: f32[64]) -> f32[64] {\n  %p = f32[64]{0} parameter(0)\n"
+    fused += "  %s = f32[64]{0} sine(%p)\n  ROOT %n = f32[64]{0} negate(%s)\n}"
+    begin, end = "%x = f32[64]{0} parameter(0)", "ROOT %r = f32[1]{0} slice(%y), slice={[0:1]}"
+    one = entry(f"{begin}\n%y = f32[64]{{0}} fusion(%x), kind=kLoop, calls=%two\n{end}", fused)
+    apart = f"{begin}\n%s = f32[64]{{0}} sine(%x)\n%y = f32[64]{{0}} negate(%s)\n{end}"
+    found = find_differences(Side.of("a", one), Side.of("b", entry(apart)))
+    assert {c.before.instruction for c in found.instructions if c.before} <= {"y"}
+    assert not any("fused with" in c.aspects for c in found.instructions)
+    pairs = {p.before.opcode: p for p in found.matching.pairs}
+    assert found.matching.changes(pairs["sine"]) == {"fused with"}
+
+
 def test_a_copy_that_came_moves_bytes_that_were_not_moved():
     after = BEFORE.replace("%c = f32", "%moved = f32[8,64]{0,1} copy(%b)\n  %c = f32").replace(
         "sine(%b)", "sine(%moved)"

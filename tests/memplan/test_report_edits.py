@@ -181,3 +181,12 @@ def test_collectives_have_a_lane_of_their_own(toy: Machine):
     labels = {f.label for f in figures(report_of(run))}
     assert "Collectives, predicted" in labels
     assert "Moved" not in labels
+
+
+def test_a_plan_that_held_kernels_dearer_than_they_are_has_no_bound_above_the_step(toy):
+    plan = edited_plan()
+    dear = replace(plan, prediction=replace(plan.prediction, lower_bound_s=1e3))
+    clock = view_run("memplan", edited_module(), toy, plan=dear).clock
+    assert clock is not None
+    assert clock.lower_bound_s == clock.step_time_s
+    assert clock.gap == 0
