@@ -42,9 +42,9 @@ from jax.core import Atom, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes import xla
+from memplan.streams.leading_axis import ELEMENTWISE
 from memplan.streams.programs import programs
 from memplan.streams.rows import live, variables, with_programs
-from memplan.streams.slicing import ELEMENTWISE
 
 # No more than a copy, an element at a time.
 _CHEAP = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze"}

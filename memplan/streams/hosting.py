@@ -22,8 +22,9 @@ from jax.extend.core import (
 from memplan.streams.counted import count_loops
 from memplan.streams.fusion import fuse_maps
 from memplan.streams.programs import Path, inline_calls
+from memplan.streams.regions import Limits, is_outside_tiles
 from memplan.streams.rewrite import Stream
-from memplan.streams.slicing import Limits, is_outside_tiles, slice_elementwise
+from memplan.streams.slicing import slice_elementwise
 from memplan.streams.uses import Result, Source, Stack, find_uses
 
 

@@ -31,9 +31,9 @@ from jax.extend.core import (
 )
 
 from hlo_passes import xla
+from memplan.streams.leading_axis import splits_leading_axis
 from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
 from memplan.streams.ring import DEVICE, HOST, Ring, run
-from memplan.streams.slicing import splits_leading_axis
 
 
 @dataclass(frozen=True)

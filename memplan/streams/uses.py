@@ -26,8 +26,8 @@ from jax.extend.core import (
 
 from hlo_passes import xla
 from memplan.streams.counters import index_in_words
+from memplan.streams.leading_axis import splits_leading_axis
 from memplan.streams.programs import Path, programs
-from memplan.streams.slicing import splits_leading_axis
 
 
 class Result(NamedTuple):

@@ -20,8 +20,9 @@ from hlo_passes import xla
 from memplan.streams.fusion import fuse_maps
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.programs import inline_calls, programs
+from memplan.streams.regions import Limits
 from memplan.streams.rewrite import streamed
-from memplan.streams.slicing import Limits, slice_elementwise
+from memplan.streams.slicing import slice_elementwise
 from models.configs import TINY
 from models.scanned import ScannedLlama
 from models.training import TrainOptions, init_state, train_step

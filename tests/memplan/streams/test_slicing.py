@@ -17,13 +17,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes import xla
-from memplan.streams.slicing import (
-    Limits,
-    Sliced,
-    is_outside_tiles,
-    slice_elementwise,
-    splits_leading_axis,
-)
+from memplan.streams.leading_axis import splits_leading_axis
+from memplan.streams.regions import Limits, is_outside_tiles
+from memplan.streams.slicing import Sliced, slice_elementwise
 
 # Small numbers, so that small arrays are worth slicing.
 SMALL = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16, tiled=False)
