@@ -11,7 +11,7 @@ numbers: `temp_bytes` repeats XLA's buffer assignment (see `allocations`, `shari
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from hlo_passes.dataflow import Dataflow, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.once import once
-from hlo_passes.plan import LogicalTime
 from hlo_passes.sharing import Target
 
 
@@ -55,22 +54,6 @@ BACKENDS: dict[Target, Backend] = {
 }
 
 
-class LiveBuffer(NamedTuple):
-    """A temporary that is live at the peak.
-
-    Attributes:
-      name: the HLO instruction (and part) that defines it.
-      size: bytes.
-      op_name: the framework's name of the operation.
-      source: ``file:line`` of the call, or ``""``.
-    """
-
-    name: str
-    size: int
-    op_name: str
-    source: str
-
-
 @dataclass(frozen=True)
 class MemoryUsage:
     """Bytes in one memory space.
@@ -81,10 +64,8 @@ class MemoryUsage:
       heap_bytes: the packed temporaries alone, without tables and rounding.
       lower_bound_bytes: the largest sum of live temporaries; ``<= heap_bytes``.
       peak: the instruction at which it is first reached; None without temporaries.
-      peak_entry_index: the place in the entry's schedule of that instruction, or of the one
-        that runs it.
-      live_at_peak: the temporaries live there, largest first.
-      live: the values behind them, in the order of the heap; some share the bytes of a group.
+      live: the values that are live there, in the order of the heap; those of a group share
+        their bytes (`latest_values`).
       heap, offsets: the packed temporaries, and where each lies.
     """
 
@@ -95,8 +76,6 @@ class MemoryUsage:
     heap_bytes: int
     lower_bound_bytes: int
     peak: Instruction | None
-    peak_entry_index: LogicalTime
-    live_at_peak: tuple[LiveBuffer, ...]
     live: tuple[HeapRange, ...] = field(repr=False)
     heap: tuple[HeapRange, ...] = field(repr=False)
     offsets: tuple[int, ...] = field(repr=False)
@@ -150,8 +129,6 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
         heap_bytes=packing.total,
         lower_bound_bytes=bound,
         peak=peak,
-        peak_entry_index=_entry_index(ranges, peak) if peak else 0,
-        live_at_peak=_describe(module, live),
         live=tuple(live),
         heap=tuple(heap),
         offsets=packing.offsets,
@@ -212,28 +189,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _entry_index(ranges: LiveRanges, instruction: Instruction) -> LogicalTime:
-    entry = ranges.dataflow.module.entry
-    index = {i.id: n for n, i in enumerate(entry.instructions)}
-    # What runs inside an instruction stands before it on the time line.
-    following = ranges.sequence[ranges.time_of[instruction.id] :]
-    return next(index[i.id] for i in following if i.id in index)
-
-
 def latest_values(live: Iterable[HeapRange]) -> list[HeapRange]:
     """One for each block of bytes: a buffer that is handed on holds them once, and its latest
     value speaks for it."""
     return list({h.group: h for h in sorted(live, key=lambda h: h.events.start)}.values())
-
-
-def _describe(module: Module, live: Sequence[HeapRange]) -> tuple[LiveBuffer, ...]:
-    found = [
-        LiveBuffer(
-            str(h.value),
-            h.size,
-            h.value.instruction.op_name,
-            module.source_line(h.value.instruction),
-        )
-        for h in latest_values(live)
-    ]
-    return tuple(sorted(found, key=lambda b: (-b.size, b.name)))
