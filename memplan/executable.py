@@ -16,12 +16,11 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
     Sharding,
-    SingleDeviceSharding,
 )
 
 from hlo_passes import xla
 from hlo_passes.machine import Machine, load_machine
-from memplan.signature import as_shape, bound_sharding, on_device
+from memplan.signature import as_shape, bound_sharding, on_device, on_one_device
 from memplan.topologies import Topology, topology
 
 
@@ -133,7 +132,7 @@ class Program:
             mesh = AbstractMesh((found.device_count,), ("devices",), (AxisType.Auto,))
             return NamedSharding(mesh, PartitionSpec())
         if len(found.devices) == 1:
-            return SingleDeviceSharding(found.devices[0])
+            return on_one_device(found.devices[0])
         return NamedSharding(Mesh(np.array(found.devices), ("devices",)), PartitionSpec())
 
     def compiler(self, options: Mapping[str, Any] | None) -> Callable[[], Executable]:

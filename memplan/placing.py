@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from hlo_passes import xla
 from hlo_passes.errors import OffloadPatternError
@@ -122,7 +122,10 @@ class Placing:
 
     def sharding(self, n: int) -> Any:
         """Where the program has the flat argument `n`, before placement."""
-        return self.program.arguments.shardings.get(n) or self.program.replicated()
+        found = self.program.arguments.shardings.get(n)
+        if found is None or isinstance(found, SingleDeviceSharding):
+            return self.program.replicated()
+        return found
 
     def everything(self, depth: int, share: float) -> Hosting:
         """All that may live on the host does."""

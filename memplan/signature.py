@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 HOST_MEMORY_KIND = "pinned_host"
 DEVICE_MEMORY_KIND = "device"
+
+# The axis of meshes that stand for one device.
+_ONE_DEVICE = "one_device"
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def bound_sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return None
+    sharding = _as_single_device(sharding)
     if not isinstance(leaf, jax.Array):
         return _in_device_memory(sharding)
     if not leaf.committed or _is_default(sharding, jax.config.jax_default_device):
@@ -140,6 +145,22 @@ def _is_default(sharding: Sharding, device: Any) -> bool:
     if not isinstance(device, jax.Device):
         device = jax.local_devices(backend=device)[0]
     return sharding.device_set == {device}
+
+
+def on_one_device(device: Any) -> NamedSharding:
+    """What `SingleDeviceSharding` says, in the one form in which jax knows of an argument's
+    memory while it traces (0.11.2, 0.12.0.1)."""
+    return NamedSharding(Mesh(np.array([device]), (_ONE_DEVICE,)), PartitionSpec())
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_single_device(sharding: Sharding) -> Sharding:
+    """The inverse of `on_one_device`, which programs give to their results; any other sharding
+    as it is."""
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (_ONE_DEVICE,):
+        (device,) = sharding.device_set
+        return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    return sharding
 
 
 @functools.lru_cache(maxsize=1024)

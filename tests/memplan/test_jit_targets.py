@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import memplan.api as memplan
 from hlo_passes.cost import instruction_costs
@@ -59,6 +59,19 @@ def test_a_program_with_a_plan_names_the_lines_that_it_comes_from(name: str):
     lines = {module.source_line(i) for i in named}
     assert {"while", "dynamic-slice", "tanh"} <= {i.opcode for i in named}
     assert lines == {f"{here.co_filename}:{here.co_firstlineno + 1}"}
+
+
+@pytest.mark.tpu
+def test_arguments_that_are_bound_to_one_device_are_streamed():
+    """As arrays on the only accelerator of a machine are. jax does not see the memory of a
+    `SingleDeviceSharding` while it traces, and the transfers were lost."""
+    bound = SingleDeviceSharding(topologies.topology("v5e").devices[0])
+    step = memplan.jit(chain, hbm=3 * WEIGHT_BYTES, machine="v5e")
+    compiled = step.lower(*abstract(bound)).compile()
+    assert compiled.plan is not None
+    assert device_total(compiled) <= 3 * WEIGHT_BYTES
+    assert compiled.followed is not None
+    assert compiled.followed.exactly
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
