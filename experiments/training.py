@@ -31,6 +31,7 @@ from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
+from memplan.out_of_memory import is_exhausted
 from memplan.report.build import view_run
 from memplan.report.tables import Column, Table, write_tables
 from memplan.report.view import RunView
@@ -94,7 +95,7 @@ def _in_hbm(step: Any, target: Topology) -> tuple[str, ...]:
     try:
         executable = step.unplanned()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_exhausted(error):
             raise
         print(error, file=sys.stderr)
         return _row(name, None, 0.0)

@@ -30,6 +30,9 @@ TOKEN = "memplan.token"
 # What XLA says of bytes that it cannot read back (jaxlib 0.11.2, 0.12.0.1).
 _UNREADABLE = "Failed to parse transformed HLO module"
 
+# Threads compile at the same time: one that fails may not have been shown last.
+_WATCHED = 4
+
 _serial = itertools.count()
 # Two compilations under one token at a time would each see the other's module. A lock is
 # there for as long as somebody holds it or waits for it.
@@ -94,6 +97,27 @@ def compile_with[T](
     xla.set_module_attribute(stablehlo, TOKEN, token)
     with _hook(platform, token, transform):
         return compile_module()
+
+
+@contextmanager
+def watched() -> Generator[list[bytes]]:
+    """Yields what XLA schedules meanwhile, in any thread and for any platform that is loaded by
+    then: the last few modules, serialized, the last one last."""
+    seen: list[bytes] = []
+
+    def look(data: bytes) -> None:
+        seen.append(data)
+        del seen[:-_WATCHED]
+
+    name = f"memplan-{next(_serial)}"
+    platforms = xla.loaded_platforms()
+    for platform in platforms:
+        xla.register_hook(platform, name, look)
+    try:
+        yield seen
+    finally:
+        for platform in platforms:
+            xla.clear_hook(platform, name)
 
 
 @contextmanager

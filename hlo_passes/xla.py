@@ -99,6 +99,22 @@ def clear_hook(platform: str, name: str) -> bool:
     return _xla.clear_xla_transform_c_api(plugin, name, POST_SCHEDULER)
 
 
+def loaded_platforms() -> tuple[str, ...]:
+    """The platforms that `register_hook` takes now: ``"cpu"``, and those with a compiler loaded.
+
+    Starts jax's backend, which loads that of the devices that are here. Needs
+    ``jaxlib._jax.pjrt_plugin_loaded`` (0.11.2, 0.12.0.1).
+    """
+    get_backend()
+    return ("cpu", *(p for p, plugin in _PLUGINS.items() if _jax.pjrt_plugin_loaded(plugin)))
+
+
+def live_executables() -> Sequence[Any]:
+    """The programs that are loaded on the devices that are here, each a
+    ``jaxlib._jax.LoadedExecutable`` (0.11.2, 0.12.0.1)."""
+    return get_backend().live_executables()
+
+
 def set_module_attribute(stablehlo: Any, key: str, value: str) -> None:
     """Puts a frontend attribute on a lowered module, in place.
 

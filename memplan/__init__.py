@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.reader import read_module
     from memplan.api import jit
     from memplan.explaining import explain
+    from memplan.out_of_memory import explain_oom
     from memplan.replaying import replay
     from memplan.stages import PlacementWarning
     from memplan.topologies import Topology, topology
@@ -45,6 +46,7 @@ _HOME = {
     "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
     "explain": "memplan.explaining",
+    "explain_oom": "memplan.out_of_memory",
     "jit": "memplan.api",
     "load_machine": "hlo_passes.machine",
     "machine_names": "hlo_passes.machine",
@@ -64,6 +66,7 @@ __all__ = [
     "UnknownBufferError",
     "VerificationError",
     "explain",
+    "explain_oom",
     "jit",
     "load_machine",
     "machine_names",

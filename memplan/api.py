@@ -25,6 +25,7 @@ from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
 from memplan.function import Function, Options
+from memplan.out_of_memory import note
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Compiled, Lowered, PlacementWarning, Traced
 from memplan.topologies import Topology
@@ -118,7 +119,11 @@ class _PlannedFunction:
             return self._jitted(*args, **kwargs)  # Inside grad, vmap, another jit: inline.
         dynamic, leaves, compiled = self._compile(args, kwargs)
         if compiled.is_jax_own and not compiled.displaced(leaves):
-            return self._jitted(*args, **kwargs)  # The same executable, and jax's fast path.
+            try:
+                return self._jitted(*args, **kwargs)  # The same executable, and jax's fast path.
+            except jax.errors.JaxRuntimeError as error:
+                note(error, program=lambda: compiled.module)
+                raise
         return compiled(*dynamic[0], **dynamic[1])
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except MemplanError as error:
-        print(f"memplan: {error}", file=sys.stderr)
+        print("\n".join([f"memplan: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return REFUSED
     except OSError as error:
         print(f"memplan: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)

@@ -7,6 +7,7 @@ import jax
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
+from memplan.out_of_memory import is_exhausted
 from memplan.report.build import view_run
 from memplan.report.tables import Column
 from memplan.report.view import RunView
@@ -39,7 +40,7 @@ def view_unscheduled(compiled: Compiled, machine: Machine) -> RunView | None:
     try:
         executable = compiled.unscheduled()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_exhausted(error):
             raise
         return None
     memory = executable.memory_analysis()

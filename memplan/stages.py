@@ -32,6 +32,7 @@ from memplan import __version__
 from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
 from memplan.looks import Look, Looks
+from memplan.out_of_memory import explain_oom, is_exhausted, note
 from memplan.placing import Placing
 from memplan.signature import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, memory_kind
 from memplan.streams.hosting import Hosting
@@ -190,14 +191,15 @@ class Lowered:
         Raises:
           jax.errors.JaxRuntimeError: when XLA finds that it does not fit the device.
         """
-        return self.placing.program.compiler(compiler_options)()
+        with explain_oom():
+            return self.placing.program.compiler(compiler_options)()
 
     def _compile_unplanned(self, options: Mapping[str, Any] | None) -> Executable | None:
         """The same; None when it does not fit."""
         try:
-            return self.unplanned(options)
+            return self.placing.program.compiler(options)()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not is_exhausted(error):
                 raise
             return None
 
@@ -264,13 +266,14 @@ class Lowered:
             import custom_calls
 
             custom_calls.register()
-        return inject.compile_with(
-            self._target.platform,
-            look.program.stablehlo,
-            f"{look.plan.fingerprint}-{__version__}",
-            transform,
-            look.program.compiler(options),
-        )
+        with explain_oom():
+            return inject.compile_with(
+                self._target.platform,
+                look.program.stablehlo,
+                f"{look.plan.fingerprint}-{__version__}",
+                transform,
+                look.program.compiler(options),
+            )
 
 
 class Compiled:
@@ -409,7 +412,11 @@ class Compiled:
             )
             args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
         run: Any = self._executable
-        results = run(*args, **kwargs)
+        try:
+            results = run(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            note(error, program=lambda: self.module)
+            raise
         for n in self._consumed:
             if isinstance(leaves[n], jax.Array):
                 leaves[n].delete()

@@ -17,6 +17,7 @@ from hlo_passes.ir import Module
 from hlo_passes.machine import Machine, load_machine
 from memplan.api import jit
 from memplan.executable import Executable, TopologyExecutable
+from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
 from memplan.topologies import Topology, topology
 
@@ -65,6 +66,10 @@ def _compiled(
     name: str, machine_name: str, compile_program: Callable[[], Executable]
 ) -> Executable:
     try:
-        return compile_program()
+        with explain_oom():
+            return compile_program()
     except jax.errors.JaxRuntimeError as error:
-        raise CompilationError(name, machine_name, " ".join(str(error).split())) from error
+        refused = CompilationError(name, machine_name, " ".join(str(error).split()))
+        for note in getattr(error, "__notes__", ()):
+            refused.add_note(note)
+        raise refused from error

@@ -218,6 +218,7 @@ def test_a_program_that_does_not_fit(refused, program):
     message = refused("inspect", f"{program}:too_large", "--machine", "v5e")
     assert "XLA does not compile it for 'v5e': RESOURCE_EXHAUSTED" in message
     assert "`memplan plan MODULE:FUNCTION` plans it within a budget" in message
+    assert "live at the device's peak, by source line" in message
 
 
 def test_a_machine_that_nothing_compiles_for(refused, dump):

@@ -1,0 +1,153 @@
+"""Errors for lack of memory, with what the memory is for."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import memplan
+from hlo_passes import inject
+from memplan import out_of_memory, topologies
+
+HEADING = "memplan on what the memory is for:"
+
+
+def too_large(x: jax.Array) -> jax.Array:
+    """Takes 256 TiB for 2 ** 23 numbers, which XLA:CPU does not find out before it runs."""
+    return (jnp.outer(x, x) + 1).sum(axis=0) @ jnp.outer(x, x)
+
+
+def large(x: jax.Array) -> jax.Array:
+    """Takes 16 GiB and more for 2 ** 16 × 2 ** 16 numbers: a TPU v5e has less."""
+    return (x @ x + 1).sum(axis=0) @ (x @ x)
+
+
+def note_of(error: BaseException) -> str:
+    (note,) = [note for note in error.__notes__ if note.startswith(HEADING)]
+    return note
+
+
+def line_of(program: Callable[..., Any]) -> str:
+    """Where a program of one line under one of docstring stands."""
+    return f"test_out_of_memory.py:{inspect.getsourcelines(program)[1] + 2}"
+
+
+def exhausted(text: str) -> jax.errors.JaxRuntimeError:
+    return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+
+
+def explained(text: str) -> str:
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, memplan.explain_oom():
+        raise exhausted(text)
+    return note_of(raised.value)
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_program_that_there_is_no_room_to_run(when: str):
+    x = jnp.ones(1 << 23)
+    step = jax.jit(too_large)
+    run = step.lower(x).compile() if when == "before" else step
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, memplan.explain_oom():
+        jax.block_until_ready(run(x))
+    assert "Out of memory allocating" in str(raised.value)
+    note = note_of(raised.value)
+    assert "jit_too_large, as XLA scheduled it" in note
+    assert "256.00 TiB" in note
+    assert line_of(too_large) in note
+    assert "float32[8388608]" in note
+
+
+def test_a_result_that_there_is_no_room_for():
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, memplan.explain_oom():
+        jax.block_until_ready(jax.jit(lambda: jnp.zeros((1 << 23, 1 << 20)))())
+    assert "32.00 TiB" in note_of(raised.value)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("by", ["jax", "memplan"])
+def test_a_program_that_xla_does_not_compile(by: str):
+    there = topologies.topology("v5e").sharding()
+    x = jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.float32, sharding=there)
+    if by == "memplan":
+        compile_program: Any = memplan.jit(large, machine="v5e").lower(x).unplanned
+    else:
+        compile_program = memplan.explain_oom()(jax.jit(large).lower(x).compile)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory") as raised:
+        compile_program()
+    note = note_of(raised.value)
+    assert "jit_large, as XLA scheduled it" in note
+    assert line_of(large) in note
+    assert "arrays on a device" not in note
+
+
+@pytest.mark.parametrize("call", ["step(x)", "step.lower(x).compile()(x)"])
+def test_memplan_jit_explains_by_itself(call: str):
+    """In a process where programs run at once: otherwise they fail after the call."""
+    program = f"""
+        import jax, jax.numpy as jnp, memplan
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        from tests.memplan.test_out_of_memory import note_of, too_large
+        step, x = memplan.jit(too_large, hbm="1024TiB"), jnp.ones(1 << 23)
+        try:
+            {call}
+        except jax.errors.JaxRuntimeError as error:
+            print(note_of(error))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "jit_too_large, as XLA scheduled it" in found.stdout
+
+
+def test_sizes_are_found_as_they_are_rounded():
+    @jax.jit
+    def twelve(x):
+        return jnp.sort(jnp.sin(x)[::-1]) @ x
+
+    jax.block_until_ready(twelve(jnp.ones(3 << 20)))
+    assert "jit_twelve" in explained("Attempting to allocate 12.00M. That was not possible.")
+    assert "cannot be told" in explained("Attempting to allocate 12.73M. That was not possible.")
+
+
+def test_a_program_that_nothing_tells():
+    kept = jnp.ones((123, 457))
+    note = explained("a lack of something")
+    assert "Which program it is cannot be told" in note
+    assert f"float32{list(kept.shape)}" in note
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, memplan.explain_oom():
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no")
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_it_is_explained_once():
+    outside, inside = memplan.explain_oom(), memplan.explain_oom()
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, outside, inside:
+        raise exhausted("no")
+    note_of(raised.value)
+
+
+def test_an_error_of_the_explanation_does_not_replace_the_users(monkeypatch):
+    def fail(said: str) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(out_of_memory, "_asking", fail)
+    assert "for an error of its own: ValueError: broken" in explained("no")
+
+
+def test_nothing_is_watched_afterwards():
+    with inject.watched() as inside:
+        jax.jit(lambda x: x + 1)(1.0)
+    assert inside
+    seen = len(inside)
+    inside.clear()
+    jax.jit(lambda x: x + 2)(1.0)
+    assert not inside
+    assert seen <= 4
