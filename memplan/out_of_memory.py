@@ -69,13 +69,13 @@ def explain_oom() -> Generator[None]:
             raise
 
 
-def is_exhausted(error: jax.errors.JaxRuntimeError) -> bool:
+def is_exhausted(error: Exception) -> bool:
     """Whether XLA lacks memory, and nothing else is wrong."""
     return _EXHAUSTED in str(error)
 
 
 def note(
-    error: jax.errors.JaxRuntimeError,
+    error: Exception,
     scheduled: Sequence[bytes] = (),
     program: Callable[[], Module] | None = None,
 ) -> None:

@@ -541,15 +541,15 @@ def test_an_exception_in_a_pass_is_raised_as_itself_and_leaves_nothing(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ):
     error = RuntimeError("in a pass")
-    live: set[str] = set()
+    live: set[tuple[str, str]] = set()
     register, clear = xla.register_hook, xla.clear_hook
 
     def registering(platform: str, name: str, hook: xla.Hook) -> None:
         register(platform, name, hook)
-        live.add(name)
+        live.add((platform, name))
 
     def clearing(platform: str, name: str) -> bool:
-        live.remove(name)
+        live.remove((platform, name))
         return clear(platform, name)
 
     def fails(*_: Any, **__: Any) -> None:
