@@ -38,7 +38,7 @@ def line_of(program: Callable[..., Any]) -> str:
     return f"test_out_of_memory.py:{inspect.getsourcelines(program)[1] + 2}"
 
 
-def exhausted(text: str) -> jax.errors.JaxRuntimeError:
+def exhausted(text: str) -> Exception:
     return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
 
 
