@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from experiments import planning_time
+from experiments import dumps, planning_time
 
 
 def main() -> None:
     planning_time.main([])
+    dumps.main([])
 
 
 if __name__ == "__main__":
