@@ -2,14 +2,15 @@
 is known.
 
     python -m experiments.matching [--target cpu --target v5e --target h200]
-        [--workload vit-train] [--speed 10000 50000]
+        [--workload vit-train] [--speed 10000 50000] [--python OTHER/bin/python]
 
 *Rewritten*: a program of `models.corpus` in its small size, compiled once; the other module has
 other names and numbers, and a random order of instructions, and its metadata, or that of both,
 is gone. The truth is exact.
 
 *Compiled twice*: a training step of a few transformer blocks with another one between them, with
-one block in another type, or with other options of the compiler. Each block has a name, which
+one block in another type, with other options of the compiler, or by the jax of another
+environment (``--python``: its interpreter). Each block has a name, which
 XLA keeps in the metadata; a pair is right if both have the same `op_name`. What has none, on
 either side, is not judged; possible is as much as both sides have of an `op_name` and opcode.
 The metadata are taken away before matching, or left.
@@ -24,12 +25,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,12 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", action="append", choices=TARGETS)
     parser.add_argument("--workload", action="append", choices=list(CORPUS))
     parser.add_argument("--speed", type=int, nargs="*", default=[10_000, 50_000])
+    parser.add_argument("--python", help="of an environment with another jax")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one target")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for target in options.target or TARGETS:
-        jobs = [(_rewritings, target, w) for w in options.workload or WORKLOADS]
-        for measure, *case in [*jobs, (_insertions, target), (_changes, target)]:
+        jobs: list[Any] = [(_rewritings, target, w) for w in options.workload or WORKLOADS]
+        jobs += [(_insertions, target), (_changes, target)]
+        jobs += [(_versions, target, options.python)] if options.python else []
+        for measure, *case in jobs:
             found = isolated(measure, *case, timeout_s=options.timeout)
             failed = [Row(measure.__name__, case[-1], target, "", failure=str(found))]
             rows += failed if isinstance(found, Failure) else found
@@ -173,6 +181,27 @@ def _changes(target: str) -> list[Row]:
         for edit, other in others.items()
         for metadata in ("both", "none")
     ]
+
+
+def _versions(target: str, python: str) -> list[Row]:
+    program = "equal blocks"
+    plain, same = _compiled(target, _widths(program)), [_same_tags(_TAGS)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "other.pb")
+        call = f"import jax; from experiments.matching import save; save({target!r}, {str(path)!r})"
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        command = [python, "-c", f"{call}; print(jax.__version__)"]
+        done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+        version, other = done.stdout.split()[-1], read_module(path)
+    return [
+        _judged(f"jax {version}", program, target, plain, other, metadata, same)
+        for metadata in ("both", "none")
+    ]
+
+
+def save(target: str, path: str) -> None:
+    """Writes what this environment's jax makes of the program with equal blocks."""
+    Path(path).write_bytes(_compiled(target, _widths("equal blocks")).to_bytes())
 
 
 def _same_tags(tags: Iterable[str]) -> dict[str, str]:
