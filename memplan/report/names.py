@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -28,6 +29,7 @@ class Names:
         self._ranges = ranges
         self._module = ranges.dataflow.module
         self._labels = labels
+        self._fused: dict[int, Instruction | None] = {}
 
     def step(self, instruction: Instruction) -> Step:
         about = self.about(instruction)
@@ -36,13 +38,27 @@ class Names:
     def about(self, i: Instruction) -> Instruction:
         """The instruction whose name and source line say what `i` is for."""
         while not i.op_name:
-            called = [self._module.computations[c] for c in i.called_computation_ids]
-            if i.opcode == "fusion" and called and called[0].root.op_name:
-                return called[0].root
+            if i.opcode == "fusion" and (fused := self._fused_for(i.called_computation_ids[0])):
+                return fused
             if i.opcode not in ABOUT_OPERAND or not i.operand_ids:
                 return i
             i = self._module.instructions[i.operand_ids[0]]
         return i
+
+    def _fused_for(self, computation: int) -> Instruction | None:
+        """Of what a fusion computes the last thing that has a name: XLA:GPU gives none to fusions
+        with several results, nor to the tuple that is their root."""
+        if computation not in self._fused:
+            root = self._module.computations[computation].root
+            before = {root.id: root}
+            queue = deque(before.values())
+            while queue and not queue[0].op_name:
+                for o in queue.popleft().operand_ids:
+                    if o not in before:
+                        before[o] = self._module.instructions[o]
+                        queue.append(before[o])
+            self._fused[computation] = queue[0] if queue else None
+        return self._fused[computation]
 
     def label(self, i: Instruction) -> str:
         """The user's name of an argument, or of the argument that `i` is a copy or, with

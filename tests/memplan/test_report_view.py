@@ -86,6 +86,25 @@ def test_a_fusion_is_named_after_its_root(report):
     assert str(step) == "%act.1 (jit(step)/tanh, model.py:7)"
 
 
+def test_a_fusion_with_several_results_is_named_after_the_last_thing_with_a_name():
+    """XLA:GPU names neither such a fusion nor the tuple in it."""
+    text = """
+    HloModule jit_step, is_scheduled=true
+    %fused (p: f32[8]) -> (f32[8], f32[8]) {
+      %p = f32[8]{0} parameter(0)
+      %sine = f32[8]{0} sine(%p), metadata={op_name="jit(step)/sin" source_file="m.py" source_line=3}
+      %minus = f32[8]{0} negate(%sine)
+      ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%minus, %minus)
+    }
+    ENTRY %main (x: f32[8]) -> (f32[8], f32[8]) {
+      %x = f32[8]{0} parameter(0)
+      ROOT %fusion = (f32[8]{0}, f32[8]{0}) fusion(%x), kind=kLoop, calls=%fused
+    }
+    """
+    *_, step = build.view_run("schedule", read_module(text)).steps
+    assert str(step) == "%fusion (jit(step)/sin, m.py:3)"
+
+
 def test_the_compiler_s_own_bytes_come_first():
     @dataclasses.dataclass
     class Stats:
