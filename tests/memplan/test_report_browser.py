@@ -139,6 +139,16 @@ def test_every_instruction_of_both_is_listed_once(tmp_path: Path):
     assert {what for _, what in different} == {"only after"}
 
 
+def test_a_pair_says_in_what_it_differs(tmp_path: Path):
+    after = BEFORE.replace("dot.1 = f32[64,256]{1,0}", "dot.1 = f32[64,256]{0,1}")
+    found = browse(
+        compared(BEFORE, after),
+        tmp_path,
+        FACTS + 'await find("layout"); return words("#lines .line > *:not(.quiet)");',
+    )
+    assert found == ["%dot.1", "%dot.1", "layout"]
+
+
 @pytest.mark.parametrize(("width", "beside"), [(1300, True), (500, False)])
 def test_timelines_stand_beside_each_other_where_there_is_room(tmp_path: Path, width, beside):
     boxes, wide = browse(
