@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with status 1 if a figure is so: 'peak>+5%%', 'temp>+100MiB', 'total>12GiB'",
     )
     _add_json(diff)
+    _add_html(diff)
     diff.set_defaults(run=_diff)
 
     plan = commands.add_parser("plan", help="plan a program within a budget")
@@ -190,8 +191,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    _add_html(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +209,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from memplan.report.advising import advise
     from memplan.report.build import target_of, view_run
     from memplan.report.finding_tables import advice_table, finding_tables
+    from memplan.report.html import render_html
     from memplan.report.inspecting import Inspector
     from memplan.report.sections import report_tables
     from memplan.report.summary import summarize, summarize_findings
@@ -221,7 +227,9 @@ def _inspect(options: argparse.Namespace) -> None:
             run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
         findings = Inspector(module, target_of(module, machine), machine).findings()
     report, advice = _report([run], machine, None), advise(run, findings)
-    _write_files(options, report)
+    if options.html:
+        _write(options.html, render_html(report, findings, advice))
+    _write_trace(options, report)
     if options.json:
         _print_json(summarize(report) | {"findings": summarize_findings(findings, advice)})
     else:
@@ -308,6 +316,7 @@ def _diff(options: argparse.Namespace) -> int:
     from memplan.diff import compare_paths
     from memplan.report.difference_tables import difference_tables, overview_table
     from memplan.report.differences import find_differences
+    from memplan.report.html import render_differences
     from memplan.report.summary import summarize_differences
 
     if len(options.sources) != (0 if options.program else 2):
@@ -323,14 +332,28 @@ def _diff(options: argparse.Namespace) -> int:
     first = compared[0]
     with _progress("Comparing"):
         found = None if first.sides is None else find_differences(*first.sides)
+    overview = [overview_table(compared)] if len(compared) > 1 or found is None else []
+    if options.html:
+        if found is None:
+            raise UsageError(f"--html needs two modules to compare; {first.name}: {first.problem}")
+        report = _difference_report(first, machine)
+        _write(options.html, render_differences(report, found, overview))
     if options.json:
         _print_json(summarize_differences(compared, found, failed))
     else:
-        overview = [overview_table(compared)] if len(compared) > 1 or found is None else []
         _print_tables([*overview, *(difference_tables(first.name, found) if found else ())])
     for sentence in failed:
         print(f"memplan: {sentence}", file=sys.stderr)
     return FAILED if failed else 0
+
+
+def _difference_report(compared: Compared, machine: Machine | None) -> Report:
+    from memplan.report.view import Report
+
+    assert compared.sides is not None
+    names = zip(("before", "after"), compared.sides, strict=True)
+    runs = tuple(replace(side.run, name=name) for name, side in names)
+    return Report(compared.name, "" if machine is None else machine.name, None, runs, __version__)
 
 
 def _compiled_twice(options: argparse.Namespace, machine: Machine | None) -> Compared:
@@ -495,12 +518,21 @@ def _show(options: argparse.Namespace, report: Report) -> None:
 
 def _write_files(options: argparse.Namespace, report: Report) -> None:
     from memplan.report.html import render_html
-    from memplan.report.trace import render_trace
 
     if options.html:
-        options.html.write_text(render_html(report), encoding="utf-8")
+        _write(options.html, render_html(report))
+    _write_trace(options, report)
+
+
+def _write_trace(options: argparse.Namespace, report: Report) -> None:
+    from memplan.report.trace import render_trace
+
     if options.trace:
-        options.trace.write_text(render_trace(report), encoding="utf-8")
+        _write(options.trace, render_trace(report))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _explain(options: argparse.Namespace, planned: Planned) -> None:

@@ -30,12 +30,14 @@ class Advice:
       saves_s: of a step; 0 where it saves memory only, or no machine is known.
       share: the larger of both, as a share of all bytes or of the whole step.
       sentence: what, and how.
+      where: ``"%fusion.3"`` or a source line, or ``""``.
     """
 
     saves_bytes: int
     saves_s: float
     share: float
     sentence: str
+    where: str = ""
 
 
 def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
@@ -43,8 +45,8 @@ def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
     total = run.device.total
     step_s = 0.0 if run.clock is None else run.clock.step_time_s
     found = [
-        Advice(saved, seconds, max(_share(saved, total), _share(seconds, step_s)), sentence)
-        for saved, seconds, sentence in (
+        Advice(saved, seconds, max(_share(saved, total), _share(seconds, step_s)), *what)
+        for saved, seconds, *what in (
             *_about_arguments(findings),
             *_about_idle(findings),
             *_about_packing(findings),
@@ -60,18 +62,19 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-type _Saving = tuple[int, float, str]
+type _Saving = tuple[int, float, str, str]
 
 
 def _about_arguments(findings: Findings) -> Iterator[_Saving]:
     for d in findings.donations:
         match d.fate:
             case "kept":
-                yield d.size, 0.0, f"donate {d.name} (donate_argnums): {d.why}"
+                yield d.size, 0.0, f"donate {d.name} (donate_argnums): {d.why}", ""
             case "copied":
-                yield d.size, 0.0, f"{d.name} is donated, but its bytes are needed twice: {d.why}"
+                sentence = f"{d.name} is donated, but its bytes are needed twice: {d.why}"
+                yield d.size, 0.0, sentence, ""
             case "lost":
-                yield d.size, 0.0, f"{d.name} is donated for nothing: {d.why}"
+                yield d.size, 0.0, f"{d.name} is donated for nothing: {d.why}", ""
             case "reused":
                 pass
 
@@ -94,6 +97,7 @@ def _about_idle(findings: Findings) -> Iterator[_Saving]:
             0.0,
             f"{what}{where}, {format_bytes(size)}, idle at the peak, for up to {how_long}: "
             "memplan.jit(hbm=...) evicts or recomputes, jax.checkpoint recomputes",
+            line,
         )
 
 
@@ -110,12 +114,14 @@ def _about_packing(findings: Findings) -> Iterator[_Saving]:
         0.0,
         f"packing takes {format_bytes(heap.fragmentation)} more than is live at once: buffers "
         "of unequal size and life; another order of instructions may pack better",
+        "",
     )
     yield (
         heap.padding,
         0.0,
         f"{format_bytes(heap.padding)} at the peak are padding of tiles: make the last two "
         "dimensions multiples of the tile, or put small ones elsewhere",
+        "",
     )
 
 
@@ -127,6 +133,7 @@ def _about_relayouts(findings: Findings) -> Iterator[_Saving]:
             r.seconds or 0.0,
             f"%{r.step.instruction}{where} only moves {format_bytes(r.moved_bytes)} ({r.kind} of "
             f"{r.shape}): write its operand in the order in which it is read",
+            f"%{r.step.instruction}",
         )
 
 
@@ -138,6 +145,7 @@ def _about_waiting(run: RunView) -> Iterator[_Saving]:
                 _exposed_s(t),
                 f"{what} %{t.buffer} ({format_bytes(t.size)}, {t.executions} times) is hidden by "
                 f"compute for {_hidden(t):.0%} of its time: start it earlier",
+                f"%{t.buffer}",
             )
 
 

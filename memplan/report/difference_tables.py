@@ -25,17 +25,35 @@ _TELLING = ("peak", "total", "step", "moved", "overlapped", "copies", "packing",
 
 def difference_tables(title: str, found: Differences) -> Iterator[Table]:
     """Yields a summary, the figures, and of each kind of difference the largest."""
-    yield _summary(title, found)
+    yield summary_table(title, found)
     yield _figures(found.figures)
-    for title, column, changes in (
-        ("live at the device's peak, by source line", "source line", found.held),
-        ("live at the device's peak, by element type", "element type", found.dtypes),
-    ):
-        yield from _changes(title, column, changes, lambda name: name or "–")
-    yield from _changes("buffers at the peak", "buffer", found.buffers, str)
-    yield from _changes("what only moves bytes", "instruction", found.relayouts, str)
+    yield from change_tables(found)
+
+
+def change_tables(found: Differences, limit: int = LIMIT) -> Iterator[Table]:
+    """Yields of each kind of difference the largest, at most `limit`."""
     yield from _changes(
-        "bytes of transfers that compute does not hide", "transfer", found.transfers, _transfer
+        "live at the device's peak, by source line",
+        "source line",
+        found.held,
+        lambda name: name or "–",
+        limit,
+        str,
+    )
+    yield from _changes(
+        "live at the device's peak, by element type", "element type", found.dtypes, str, limit
+    )
+    yield from _changes("buffers at the peak", "buffer", found.buffers, str, limit, _instruction)
+    yield from _changes(
+        "what only moves bytes", "instruction", found.relayouts, str, limit, _instruction
+    )
+    yield from _changes(
+        "bytes of transfers that compute does not hide",
+        "transfer",
+        found.transfers,
+        _transfer,
+        limit,
+        lambda t: f"%{t.buffer}",
     )
     if found.donations:
         yield Table(
@@ -47,7 +65,7 @@ def difference_tables(title: str, found: Differences) -> Iterator[Table]:
             ),
         )
     if found.instructions:
-        yield _instructions(found.instructions)
+        yield _instructions(found.instructions, limit)
 
 
 def overview_table(compared: Sequence[Compared]) -> Table:
@@ -67,7 +85,8 @@ def overview_table(compared: Sequence[Compared]) -> Table:
 _NONE = ("–", "–", "")
 
 
-def _summary(title: str, found: Differences) -> Table:
+def summary_table(title: str, found: Differences) -> Table:
+    """Returns what changed in at most `SUMMARY_LIMIT` rows."""
     rows = [(f.name, *figure_texts(f), "") for f in _telling(found)]
     lines: list[tuple[str, ...]] = []
     for label, changes in (
@@ -142,21 +161,40 @@ def _signed(change: float, write: Callable[[float], str]) -> str:
 
 
 def _changes[What](
-    title: str, column: str, changes: Sequence[Change[What]], name: Callable[[What], str]
+    title: str,
+    column: str,
+    changes: Sequence[Change[What]],
+    name: Callable[[What], str],
+    limit: int,
+    where: Callable[[What], str] | None = None,
 ) -> Iterator[Table]:
     if not changes:
         return
-    rows = [(*_sizes(c), name(c.what)) for c in changes[:LIMIT]]
-    more = len(changes) - LIMIT
-    note = f"and {more} more" if more > 0 else ""
-    yield Table(title, (*_BEFORE_AFTER, Column(column)), tuple(rows), note)
+    shown, more = changes[:limit], len(changes) - limit
+    yield Table(
+        title,
+        (*_BEFORE_AFTER, Column(column)),
+        tuple((*_sizes(c), name(c.what)) for c in shown),
+        f"and {more} more" if more > 0 else "",
+        () if where is None else tuple(_about(c.before, c.after, where) for c in shown),
+    )
+
+
+def _about[What](
+    before: What | None, after: What | None, where: Callable[[What], str]
+) -> tuple[str, str]:
+    return "" if before is None else where(before), "" if after is None else where(after)
+
+
+def _instruction(step: Step) -> str:
+    return f"%{step.instruction}"
 
 
 def _transfer(t: TransferView) -> str:
     return f"{t.name} ({t.route})"
 
 
-def _instructions(changed: Sequence[Changed]) -> Table:
+def _instructions(changed: Sequence[Changed], limit: int) -> Table:
     def line(step: Step | None, shape: str) -> str:
         return "–" if step is None else f"%{step.instruction} {shape}"
 
@@ -167,12 +205,13 @@ def _instructions(changed: Sequence[Changed]) -> Table:
             ", ".join(sorted(c.aspects)),
             (c.after or c.before or Step("")).made_by,
         )
-        for c in changed[:LIMIT]
+        for c in changed[:limit]
     )
-    more = len(changed) - LIMIT
+    more = len(changed) - limit
     return Table(
         "instructions that are only in one, or differ",
         (Column("before"), Column("after"), Column("differs in"), Column("source")),
         rows,
         f"and {more} more" if more > 0 else "",
+        tuple(_about(c.before, c.after, _instruction) for c in changed[:limit]),
     )

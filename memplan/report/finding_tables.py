@@ -18,14 +18,20 @@ _GROUPED: dict[GroupedBy, str] = {
 }
 
 
-def finding_tables(findings: Findings) -> Iterator[Table]:
-    """Yields what is live at the peak, how it is packed, and the rest."""
+def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
+    """Yields what is live at the peak, how it is packed, and the rest.
+
+    Args:
+      limit: rows of a table.
+    """
     for by, name in _GROUPED.items():
         yield _limited(
             f"live at the device's peak, by {name}",
             (Column("bytes", right=True), Column("buffers", right=True), Column(name)),
             findings.held[by],
             lambda g: (format_bytes(g.size), str(g.count), g.name or "–"),
+            limit,
+            None if by == "opcode" else lambda g: g.name,
         )
     if findings.heap is not None:
         yield _heap_table(findings.heap)
@@ -49,6 +55,9 @@ def finding_tables(findings: Findings) -> Iterator[Table]:
                 f"%{i.step.instruction}",
                 i.step.made_by,
             ),
+            limit,
+            # A part of a tuple is made by the instruction that makes the tuple.
+            lambda i: f"%{i.step.instruction.partition('{')[0]}",
         )
     if findings.relayouts:
         yield _limited(
@@ -68,6 +77,8 @@ def finding_tables(findings: Findings) -> Iterator[Table]:
                 r.shape,
                 str(r.step),
             ),
+            limit,
+            lambda r: f"%{r.step.instruction}",
         )
     given = [d for d in findings.donations if d.fate != "reused"]
     if findings.donations:
@@ -77,6 +88,7 @@ def finding_tables(findings: Findings) -> Iterator[Table]:
             (Column("bytes", right=True), Column("is"), Column("argument"), Column("because")),
             given,
             lambda d: (format_bytes(d.size), d.fate, d.name, d.why),
+            limit,
         )
     yield _limited(
         "who moves most bytes in the device's memory",
@@ -95,11 +107,13 @@ def finding_tables(findings: Findings) -> Iterator[Table]:
             k.opcode,
             str(k.step),
         ),
+        limit,
+        lambda k: f"%{k.step.instruction}",
     )
 
 
-def advice_table(advice: Sequence[Advice]) -> Table:
-    """Returns the largest savings."""
+def advice_table(advice: Sequence[Advice], limit: int = LIMIT) -> Table:
+    """Returns the largest savings, at most `limit`."""
     return _limited(
         "what could be saved, by what",
         (Column("saves at most", right=True), Column("of all", right=True), Column("")),
@@ -109,6 +123,8 @@ def advice_table(advice: Sequence[Advice]) -> Table:
             f"{a.share:.1%}",
             a.sentence,
         ),
+        limit,
+        lambda a: a.where,
     )
 
 
@@ -126,15 +142,26 @@ def _heap_table(heap: HeapView) -> Table:
         reuse = heap.assigned / heap.allocated
         rows.append(("reused", f"{reuse:.1f} times", "all buffers over the packed bytes"))
     columns = (Column(""), Column("", right=True), Column(""))
-    return Table("temporaries in the device's memory", columns, tuple(rows))
+    peak = "" if heap.peak is None else f"%{heap.peak.instruction}"
+    about = ((peak,), *(("",) for _ in rows[1:]))
+    return Table("temporaries in the device's memory", columns, tuple(rows), about=about)
 
 
 def _limited[T](
-    title: str, columns: tuple[Column, ...], rows: Sequence[T], row: Callable[[T], tuple[str, ...]]
+    title: str,
+    columns: tuple[Column, ...],
+    rows: Sequence[T],
+    row: Callable[[T], tuple[str, ...]],
+    limit: int,
+    about: Callable[[T], str] | None = None,
 ) -> Table:
-    more = len(rows) - LIMIT
+    shown, more = rows[:limit], len(rows) - limit
     return Table(
-        title, columns, tuple(map(row, rows[:LIMIT])), f"and {more} more" if more > 0 else ""
+        title,
+        columns,
+        tuple(map(row, shown)),
+        f"and {more} more" if more > 0 else "",
+        () if about is None else tuple((about(each),) for each in shown),
     )
 
 

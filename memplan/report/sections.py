@@ -25,13 +25,25 @@ def report_tables(report: Report) -> Iterator[Table]:
         yield _tiers_table(of_run, run)
         for tier in run.tiers[:1]:
             yield _held_table(of_run, tier)
-        if run.off_device:
-            yield _routes_table(of_run, run)
-            yield _transfers_table(of_run, run.off_device)
+        yield from transfer_tables(of_run, run, TRANSFER_LIMIT)
         yield from edit_tables(of_run, run)
         yield from loop_tables(of_run, run)
         if run.order:
             yield _order_table(of_run, run.order)
+
+
+def transfer_tables(of_run: str, run: RunView, limit: int) -> Iterator[Table]:
+    """Yields what a run moves to and from slower memories, and between devices.
+
+    Args:
+      of_run: the beginning of each title.
+      limit: rows of a table.
+    """
+    if run.off_device:
+        yield _routes_table(of_run, run)
+        yield _transfers_table(f"{of_run}the least hidden transfers", run.off_device, limit)
+    if run.collectives:
+        yield _transfers_table(f"{of_run}the least hidden collectives", run.collectives, limit)
 
 
 def edit_tables(of_run: str, run: RunView) -> Iterator[Table]:
@@ -157,11 +169,11 @@ def _hidden(transfers: Sequence[TransferView]) -> float:
     return sum(t.hidden_bytes for t in transfers) / moved if moved else 1.0
 
 
-def _transfers_table(of_run: str, transfers: Sequence[TransferView]) -> Table:
+def _transfers_table(title: str, transfers: Sequence[TransferView], limit: int) -> Table:
     exposed = sorted(transfers, key=lambda t: (t.hidden_bytes - t.moved_bytes, t.start))
-    shown = exposed[:TRANSFER_LIMIT]
+    shown = exposed[:limit]
     return Table(
-        f"{of_run}the least hidden transfers",
+        title,
         (
             Column("bytes", right=True),
             Column("times", right=True),
@@ -186,6 +198,7 @@ def _transfers_table(of_run: str, transfers: Sequence[TransferView]) -> Table:
             for t in shown
         ),
         f"and {len(transfers) - len(shown)} more" if len(transfers) > len(shown) else "",
+        tuple((f"%{t.buffer}",) for t in shown),
     )
 
 

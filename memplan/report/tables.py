@@ -22,12 +22,19 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of text under a title. `note` stands below it, ``""`` for none."""
+    """Rows of text under a title.
+
+    Attributes:
+      note: stands below it, ``""`` for none.
+      about: none, or for each row where to look in each run that the table is about: an
+        instruction (``"%fusion.3"``), a part of operations' names or source lines, or ``""``.
+    """
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    about: tuple[tuple[str, ...], ...] = ()
 
 
 def write_tables(tables: Iterable[Table], stream: TextIO) -> None:
