@@ -101,15 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         help="predict seconds on this machine (memplan machines); where it is compiled for, a "
         "topology too: v5e:2x2, h200:8",
     )
-    inspect.add_argument(
-        "--module", metavar="NAME", help="of a folder's modules this one; a part of its name does"
-    )
-    inspect.add_argument(
-        "--stage",
-        metavar="NAME",
-        help="of a module's stages this one; by default the one "
-        "with XLA's buffer assignment, or the last",
-    )
+    _add_choice(inspect)
     inspect.add_argument("--list", action="store_true", help="list the modules of a folder")
     _add_outputs(inspect)
     inspect.set_defaults(run=_inspect)
@@ -161,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="a machine (memplan machines); for module:function a topology too: v5e:2x2, h200:8",
     )
+    _add_choice(plan)
     plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
     plan.add_argument(
@@ -187,6 +180,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(demo)
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--module", metavar="NAME", help="of a folder's modules this one; a part of its name does"
+    )
+    parser.add_argument(
+        "--stage",
+        metavar="NAME",
+        help="of a module's stages this one; by default the one "
+        "with XLA's buffer assignment, or the last",
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +231,8 @@ def _inspect(options: argparse.Namespace) -> None:
         else:
             run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
         findings = Inspector(module, target_of(module, machine), machine).findings()
-    report, advice = _report([run], machine, None), advise(run, findings)
+        advice = advise(run, findings)
+    report = _report([run], machine, None)
     if options.html:
         _write(options.html, render_html(report, findings, advice))
     _write_trace(options, report)
@@ -242,7 +248,12 @@ def _check_inspect(options: argparse.Namespace) -> None:
         raise UsageError("--trace needs --machine: a trace is made of predicted seconds")
     if options.list and any((options.module, options.stage, options.html, options.trace)):
         raise UsageError("--list shows all modules: --module, --stage, --html, --trace show one")
-    if (options.list or options.module or options.stage) and not Path(options.source).is_dir():
+    _check_choice(options, options.list)
+
+
+def _check_choice(options: argparse.Namespace, of_folder: bool = False) -> None:
+    chosen = of_folder or options.module or options.stage
+    if chosen and not Path(options.source).is_dir():
         raise UsageError(
             f"--list, --module and --stage are for the folder of a dump; {options.source} is none"
         )
@@ -403,11 +414,12 @@ def _plan(options: argparse.Namespace) -> None:
     from hlo_passes.budget import parse_bytes
     from memplan.reference import is_reference
 
+    _check_choice(options)
     budget = parse_bytes(options.hbm)
     if is_reference(options.source):
         planned = _plan_function(options.source, options.machine, budget)
     else:
-        planned = _plan_file(Path(options.source), options.machine, budget)
+        planned = _plan_file(options, budget)
     if options.out:
         if planned.plan is None:
             raise UsageError("no plan to write: XLA's own program keeps to the budget")
@@ -420,15 +432,14 @@ def _plan(options: argparse.Namespace) -> None:
         _explain(options, planned)
 
 
-def _plan_file(path: Path, machine_name: str, budget: int) -> Planned:
+def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes import pipeline
     from hlo_passes.machine import load_machine
-    from hlo_passes.reader import read_module
     from memplan.report.build import view_run
 
-    machine = load_machine(machine_name)
+    machine = load_machine(options.machine)
     with _progress("Planning"):
-        module = read_module(path)
+        module = _read(options)
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
         plan = pipeline.plan_module(module, machine, budget, labels=labels)
         rewritten = pipeline.rewrite_module(module, plan, machine)

@@ -145,6 +145,18 @@ def test_options_of_folders(refused, streamed_file, option):
     assert f"are for the folder of a dump; {streamed_file} is none" in message
 
 
+@pytest.mark.parametrize("option", ["--module=f", "--stage=f"])
+@pytest.mark.parametrize("source", ["step.hlo", "some.module:function"])
+def test_what_is_planned_of_a_folder_only(refused, source, option):
+    message = refused("plan", source, "--machine", "h200", "--hbm", "1GiB", option)
+    assert f"are for the folder of a dump; {source} is none" in message
+
+
+def test_a_module_of_a_folder_is_planned(run, dump):
+    words = ("plan", dump, "--module", "convert", "--machine", TOY, "--hbm", "4MiB")
+    assert run(*words).startswith("jit_convert on toy\n")
+
+
 @pytest.mark.parametrize("option", ["--module=f", "--stage=f", "--html=f"])
 def test_the_list_shows_all(refused, dump, option):
     assert "--list shows all modules" in refused("inspect", dump, "--list", option)
