@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,9 @@ from memplan.signature import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND
 from models.corpus import CORPUS
 from models.workloads import prefill
 
-type Row = dict[str, Any]
-"""One result, as a line of JSON."""
-
 _REPEATS = 7
 
-# Ten samples of even the shortest step.
+# Several samples of even the shortest step.
 _SAMPLE_S = 0.5e-3
 
 
@@ -65,7 +63,10 @@ def main() -> None:
     machine = _with_link(machine, *link)
     for workload in options.workload or ():
         with out.reported(workload):
-            _corpus(workload, options.budget, machine, link[0], options.trace, out)
+            plain = _plain(workload, out)
+            for percent in options.budget:
+                with out.reported(f"{workload} {percent} %"):
+                    _within(plain, percent, machine, link[0], options.trace, out)
     if options.beyond:
         with out.reported(options.beyond):
             _beyond(options.beyond, options.batch, options.tokens, options.hbm, machine, out)
@@ -135,85 +136,91 @@ def _with_link(machine: Machine, from_host: float, to_host: float) -> Machine:
     return dataclasses.replace(machine, links=links)
 
 
-def _corpus(
-    workload: str,
-    percents: Sequence[int],
-    machine: Machine,
-    from_host: float,
-    trace: Path | None,
-    out: _Out,
-) -> None:
-    """A program as jax has it, then within each share of that."""
-    entry = CORPUS[workload]
-    fun, shapes = entry.planning()
+@dataclass(frozen=True)
+class _Plain:
+    """A program as jax has it.
+
+    Attributes:
+      shapes, args: its arguments.
+      total: device bytes as XLA reports them.
+      result: of a step from `args`.
+      step_s: seconds of a step.
+    """
+
+    workload: str
+    fun: Callable[..., Any]
+    shapes: Any
+    args: Any
+    total: int
+    result: Any
+    step_s: float
+
+
+def _plain(workload: str, out: _Out) -> _Plain:
+    fun, shapes = CORPUS[workload].planning()
     args = _drawn(shapes)
     begin = time.monotonic()
-    plain = jax.jit(fun, donate_argnames=entry.donate).lower(*shapes).compile()
-    seconds = time.monotonic() - begin
-    total = device_bytes(plain, 0)
-    expected = plain(*_copied(args))
-    own_s, peak = _measured(plain, _copied(args))
-    # What XLA alone predicts is not asked here: this is the yardstick.
+    step = jax.jit(fun, donate_argnames=CORPUS[workload].donate).lower(*shapes).compile()
+    compile_s = time.monotonic() - begin
+    total, result = device_bytes(step, 0), step(*_copied(args))
+    step_s, peak = _measured(step, _copied(args))
+    named = {"kind": "own", "workload": workload, "total": total, "peak": peak}
+    out.write(**named, step_s=step_s, compile_s=round(compile_s, 1))
+    return _Plain(workload, fun, shapes, args, total, result, step_s)
+
+
+def _within(
+    plain: _Plain, percent: int, machine: Machine, from_host: float, trace: Path | None, out: _Out
+) -> None:
+    """The program within a share of what it takes by itself, then with the same arguments on the
+    host and XLA's own schedule."""
+    budget = plain.total * percent // 100
+    donate = CORPUS[plain.workload].donate
+    begin = time.monotonic()
+    step = jit(plain.fun, hbm=budget, machine=machine, donate_argnames=donate)
+    compiled = step.lower(*plain.shapes).compile()
+    compile_s = time.monotonic() - begin
+    plan = compiled.plan
+    assert plan is not None
+    difference = _difference(compiled(*_placed(compiled, plain.args)), plain.result)
+    step_s, peak = _measured(compiled, _placed(compiled, plain.args))
+    if trace is not None:
+        args = _placed(compiled, plain.args)
+        with jax.profiler.trace(str(trace / f"{plain.workload}-{percent}")):
+            jax.block_until_ready(compiled(*args))
+        del args
     out.write(
-        kind="own",
-        workload=workload,
-        total=total,
+        kind="plan",
+        workload=plain.workload,
+        percent=percent,
+        budget=budget,
+        total=compiled.device_bytes,
         peak=peak,
-        step_s=own_s,
-        compile_s=round(seconds, 1),
+        moved=plan.moved_bytes,
+        evictions=len(plan.edits.evictions),
+        recomputes=len(plan.edits.recomputes),
+        follows=str(compiled.followed),
+        difference=difference,
+        step_s=step_s,
+        ratio=step_s / plain.step_s,
+        predicted_s=plan.prediction.step_time_s,
+        predicted_compute_s=plan.prediction.compute_s,
+        predicted_recompute_s=plan.prediction.recompute_s,
+        serial_ratio=1 + plan.moved_bytes / from_host / plain.step_s,
+        compile_s=round(compile_s, 1),
     )
-    for percent in percents:
-        budget = total * percent // 100
-        begin = time.monotonic()
-        step = jit(fun, hbm=budget, machine=machine, donate_argnames=entry.donate)
-        with out.reported(f"{workload} {percent} %"):
-            compiled = step.lower(*shapes).compile()
-            seconds = time.monotonic() - begin
-            plan = compiled.plan
-            assert plan is not None
-            place = functools.partial(_placed, compiled)
-            found = compiled(*place(_copied(args)))
-            difference = _difference(found, expected)
-            del found
-            step_s, peak = _measured(compiled, place(_copied(args)))
-            if trace is not None:
-                placed = place(_copied(args))
-                with jax.profiler.trace(str(trace / f"{workload}-{percent}")):
-                    jax.block_until_ready(compiled(*placed))
-                del placed
-            row: Row = {
-                "kind": "plan",
-                "workload": workload,
-                "percent": percent,
-                "budget": budget,
-                "total": compiled.device_bytes,
-                "peak": peak,
-                "moved": plan.moved_bytes,
-                "evictions": len(plan.edits.evictions),
-                "recomputes": len(plan.edits.recomputes),
-                "follows": str(compiled.followed),
-                "difference": difference,
-                "step_s": step_s,
-                "ratio": step_s / own_s,
-                "predicted_s": plan.prediction.step_time_s,
-                "predicted_compute_s": plan.prediction.compute_s,
-                "predicted_recompute_s": plan.prediction.recompute_s,
-                "serial_ratio": 1 + plan.moved_bytes / from_host / own_s,
-                "compile_s": round(seconds, 1),
-            }
-            out.write(**row)
-            if compiled.hosting.arguments:
-                unscheduled: Any = compiled.unscheduled()
-                step_s, peak = _measured(unscheduled, place(_copied(args)))
-                out.write(
-                    kind="unscheduled",
-                    workload=workload,
-                    percent=percent,
-                    total=device_bytes(unscheduled, 0),
-                    peak=peak,
-                    step_s=step_s,
-                    ratio=step_s / own_s,
-                )
+    if compiled.hosting.arguments:
+        unscheduled: Any = compiled.unscheduled()
+        step_s, peak = _measured(unscheduled, _placed(compiled, plain.args))
+        out.write(
+            kind="unscheduled",
+            workload=plain.workload,
+            percent=percent,
+            total=device_bytes(unscheduled, 0),
+            peak=peak,
+            step_s=step_s,
+            ratio=step_s / plain.step_s,
+        )
 
 
 def _beyond(model: str, batch: int, tokens: int, hbm: str, machine: Machine, out: _Out) -> None:
@@ -345,7 +352,8 @@ def _median_s(call: Callable[[], Any]) -> float:
 
 
 def _placed(compiled: Compiled, args: Sequence[Any]) -> Sequence[Any]:
-    leaves, tree = jax.tree.flatten(args)
+    """Copies of arguments, in the tiers that a plan has for them."""
+    leaves, tree = jax.tree.flatten(_copied(args))
     return jax.block_until_ready(jax.tree.unflatten(tree, compiled.move(leaves)))
 
 
