@@ -15,13 +15,20 @@ platform.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hlo_passes.errors import DumpChoiceError, MemplanError, UnreadableModuleError
+from hlo_passes.assignment_text import read_assignment
+from hlo_passes.errors import (
+    DumpChoiceError,
+    MalformedModuleError,
+    MemplanError,
+    UnreadableModuleError,
+)
 from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import Module
 from hlo_passes.module_file import read_file
@@ -49,6 +56,10 @@ _FILE = re.compile(
 )
 
 
+class AssignmentWarning(UserWarning):
+    """The text of a buffer assignment cannot be read, and its module is read without it."""
+
+
 @dataclass(frozen=True)
 class DumpedModule:
     """One module of a dump; its files are not read yet.
@@ -71,7 +82,10 @@ class DumpedModule:
     def default_stage(self) -> str:
         """The stage that is read by default: the one with XLA's buffer assignment, else the
         last. It has a schedule if any of them has."""
-        return AFTER_OPTIMIZATIONS if self.assignment_proto else next(reversed(tuple(self.stages)))
+        has_text = self.assignment_text is not None and AFTER_OPTIMIZATIONS in self.stages
+        if self.assignment_proto or has_text:
+            return AFTER_OPTIMIZATIONS
+        return next(reversed(tuple(self.stages)))
 
     @property
     def assignment_proto(self) -> Path | None:
@@ -96,13 +110,22 @@ class DumpedModule:
 
     @collection_paused()
     def read(self, stage: str | None = None) -> Module:
-        """Reads a stage, as `path` finds it.
+        """Reads a stage, as `path` finds it; with XLA's buffer assignment, where the dump has it
+        of that stage. One that cannot be read is an `AssignmentWarning`.
 
         Raises:
           DumpChoiceError: as `path`.
           UnreadableModuleError, MalformedModuleError, OSError: as `read_file`.
         """
-        return read_file(self.path(stage))
+        path = self.path(stage)
+        module = read_file(path)
+        is_assigned = path == self.stages.get(AFTER_OPTIMIZATIONS) and module.assigned is None
+        if is_assigned and self.assignment_text is not None:
+            try:
+                module.assigned = read_assignment(self.assignment_text, module)
+            except MalformedModuleError as error:
+                warnings.warn(str(error), AssignmentWarning, stacklevel=2)
+        return module
 
 
 class ModulePairs(NamedTuple):

@@ -135,10 +135,11 @@ def _heap_table(heap: HeapView) -> Table:
         ("lost by packing", format_bytes(heap.fragmentation), ""),
         ("padding of tiles", format_bytes(heap.padding), "of what is live at the peak"),
     ]
-    if heap.assigned is not None and heap.allocated:
+    if heap.allocated:
         differs = heap.predicted - heap.allocated
         sign = "+" if differs > 0 else ""
         rows.append(("as memplan predicts", f"{sign}{differs} B", "more than XLA took"))
+    if heap.assigned is not None and heap.allocated:
         reuse = heap.assigned / heap.allocated
         rows.append(("reused", f"{reuse:.1f} times", "all buffers over the packed bytes"))
     columns = (Column(""), Column("", right=True), Column(""))
