@@ -110,8 +110,8 @@ def loaded_platforms() -> tuple[str, ...]:
 
 
 def live_executables() -> Sequence[Any]:
-    """The programs that are loaded on the devices that are here, each a
-    ``jaxlib._jax.LoadedExecutable`` (0.11.2, 0.12.0.1)."""
+    """The programs that are loaded on the devices that are here, the last one first, each a
+    ``jaxlib._jax.LoadedExecutable`` (0.11.2, 0.12.0.1; the order as seen on CPU)."""
     return get_backend().live_executables()
 
 

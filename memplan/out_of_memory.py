@@ -127,17 +127,14 @@ def _asking(said: str) -> Module | None:
     for digits, unit in _ROUNDED.findall(said):
         last_digit = _UNITS[unit] / 10 ** len(digits.partition(".")[2])
         wanted.append((int(float(digits) * _UNITS[unit]), int(last_digit)))
-    by_temporaries, by_results = None, None
-    for executable in xla.live_executables():
-        memory = executable.get_compiled_memory_stats()
-        if _is_near(memory.temp_size_in_bytes, wanted):
-            by_temporaries = executable
-        if _is_near(memory.output_size_in_bytes, wanted):
-            by_results = executable
-    found = by_temporaries or by_results
-    if found is None:
+    loaded = [(e, e.get_compiled_memory_stats()) for e in xla.live_executables()]
+    asks = (
+        *(e for e, memory in loaded if _is_near(memory.temp_size_in_bytes, wanted)),
+        *(e for e, memory in loaded if _is_near(memory.output_size_in_bytes, wanted)),
+    )
+    if not asks:
         return None
-    return read_module(found.hlo_modules()[0].as_serialized_hlo_module_proto())
+    return read_module(asks[0].hlo_modules()[0].as_serialized_hlo_module_proto())
 
 
 def _is_near(size: int, wanted: list[tuple[int, int]]) -> bool:

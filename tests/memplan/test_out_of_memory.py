@@ -114,6 +114,17 @@ def test_sizes_are_found_as_they_are_rounded():
     assert "cannot be told" in explained("Attempting to allocate 12.73M. That was not possible.")
 
 
+def test_of_programs_that_ask_for_as_much_the_last_one_is_meant():
+    for n in range(3):
+
+        def step(x: jax.Array, n: int = n) -> jax.Array:
+            return jnp.sort(jnp.sin(x)[::-1]) @ x + n
+
+        step.__name__ = f"step_{n}"
+        jax.block_until_ready(jax.jit(step)(jnp.ones(5 << 20)))
+    assert "jit_step_2," in explained("Out of memory allocating 20971520 bytes.")
+
+
 def test_a_program_that_nothing_tells():
     kept = jnp.ones((123, 457))
     note = explained("a lack of something")
