@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def read_assignment(path: Path, module: Module) -> hlo_pb2.BufferAssignmentProto
     """Reads the buffer assignment of `module`, in gzip or not.
 
     Raises:
-      MalformedModuleError: when it is another text, is cut off, or is about another module.
+      MalformedModuleError: when it is another text, is cut off within a line, or is about another
+        module.
       OSError: when it cannot be opened or read.
 
-    Complexity: linear in the lines of allocations and values; what follows them is not read.
+    Complexity: linear in the lines.
     """
     found = hlo_pb2.BufferAssignmentProto()
     ids = {i.name: i.id for i in module.instructions.values()}
@@ -44,8 +46,6 @@ def read_assignment(path: Path, module: Module) -> hlo_pb2.BufferAssignmentProto
     if next(lines, "") != _HEADING:
         raise _error(path, f"its first line is not {_HEADING!r}")
     for number, line in enumerate(lines, 2):
-        if not line:  # Older versions go on with what the values are used for.
-            break
         if allocation := _ALLOCATION.fullmatch(line):
             _add(found.buffer_allocations.add(), allocation)
         elif (value := _VALUE.fullmatch(line)) and found.buffer_allocations:
@@ -77,8 +77,11 @@ def _add(allocation: hlo_pb2.BufferAllocationProto, found: re.Match[str]) -> Non
 def _lines(path: Path) -> Iterator[str]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rb") as file:
-        while line := file.readline(_LONGEST):
-            yield line.decode("utf-8", "replace").rstrip("\n")
+        try:
+            while line := file.readline(_LONGEST):
+                yield line.decode("utf-8", "replace").rstrip("\n")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise _error(path, f"it cannot be unpacked: {error}") from error
 
 
 def _error(path: Path, problem: str) -> MalformedModuleError:

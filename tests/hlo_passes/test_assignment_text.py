@@ -65,6 +65,18 @@ def test_a_packed_one(tmp_path: Path):
     assert read_assignment(packed, module.read()) == read_assignment(path, module.read())
 
 
+@pytest.mark.parametrize("packed", [b"no gzip", gzip.compress(b"BufferAssignment:\n")[:-9]])
+def test_a_packed_one_that_is_broken(packed: bytes, tmp_path: Path):
+    module = dumped(tmp_path, "cpu", proto=False)
+    path = module.assignment_text
+    assert path is not None
+    path.unlink()
+    path.with_name(path.name + ".gz").write_bytes(packed)
+    (again,) = find_modules(tmp_path)
+    with pytest.warns(AssignmentWarning, match="it cannot be unpacked"):
+        assert again.read().assigned is None
+
+
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
