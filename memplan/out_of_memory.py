@@ -76,13 +76,13 @@ def is_exhausted(error: Exception) -> bool:
 
 def note(
     error: Exception,
-    scheduled: Sequence[bytes] = (),
+    scheduled: Sequence[bytes | Module] = (),
     program: Callable[[], Module] | None = None,
 ) -> None:
     """Puts on an error for lack of memory what it is about, unless that is there.
 
     Args:
-      scheduled: serialized modules that XLA was compiling, the last one last.
+      scheduled: modules that XLA was compiling, serialized or not, the last one last.
       program: reads the one that was called, if that is known.
     """
     notes: list[str] = getattr(error, "__notes__", [])
@@ -96,7 +96,7 @@ def note(
 
 
 def _lines(
-    said: str, scheduled: Sequence[bytes], program: Callable[[], Module] | None
+    said: str, scheduled: Sequence[bytes | Module], program: Callable[[], Module] | None
 ) -> Iterator[str]:
     from memplan.report.tables import plain_text
 
@@ -110,7 +110,7 @@ def _lines(
         yield plain_text(arrays)
 
 
-def _compiling(said: str, scheduled: Sequence[bytes]) -> Module | None:
+def _compiling(said: str, scheduled: Sequence[bytes | Module]) -> Module | None:
     """The module that XLA gave up on, or the last one where it does not say which that is."""
     named = _MODULE.search(said)
     for data in reversed(scheduled):

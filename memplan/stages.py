@@ -258,15 +258,18 @@ class Lowered:
         raise AssertionError("a plan in one byte")
 
     def _compile_planned(self, look: Look, options: Mapping[str, Any] | None) -> Executable:
+        rewritten: list[Module] = []
+
         def transform(module: Module) -> Module:
-            return pipeline.rewrite_module(module, look.plan, self._target.machine)
+            rewritten.append(pipeline.rewrite_module(module, look.plan, self._target.machine))
+            return rewritten[-1]
 
         if self._target.platform == "cpu":
             # Before compiling: an executable that is loaded from a cache has the calls in it.
             import custom_calls
 
             custom_calls.register()
-        with explain_oom():
+        try:
             return inject.compile_with(
                 self._target.platform,
                 look.program.stablehlo,
@@ -274,6 +277,9 @@ class Lowered:
                 transform,
                 look.program.compiler(options),
             )
+        except jax.errors.JaxRuntimeError as error:
+            note(error, rewritten)
+            raise
 
 
 class Compiled:

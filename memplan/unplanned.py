@@ -57,7 +57,8 @@ def compile_module(module: Module, machine_name: str) -> Executable:
 
     def compile_for_devices() -> Executable:
         stablehlo = xla.hlo_to_mlir(module.to_bytes())
-        return TopologyExecutable(xla.compile_for_topology(stablehlo, devices, {}))
+        with explain_oom():
+            return TopologyExecutable(xla.compile_for_topology(stablehlo, devices, {}))
 
     return _compiled(module.name, machine_name, compile_for_devices)
 
@@ -66,8 +67,7 @@ def _compiled(
     name: str, machine_name: str, compile_program: Callable[[], Executable]
 ) -> Executable:
     try:
-        with explain_oom():
-            return compile_program()
+        return compile_program()
     except jax.errors.JaxRuntimeError as error:
         refused = CompilationError(name, machine_name, " ".join(str(error).split()))
         for note in getattr(error, "__notes__", ()):

@@ -1,6 +1,7 @@
 """Errors for lack of memory, with what the memory is for."""
 
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,8 @@ import pytest
 import memplan
 from hlo_passes import inject
 from memplan import out_of_memory, topologies
+from memplan.executable import Program
+from tests.memplan.chains import chain
 
 HEADING = "memplan on what the memory is for:"
 
@@ -84,6 +87,29 @@ def test_a_program_that_xla_does_not_compile(by: str):
     assert "jit_large, as XLA scheduled it" in note
     assert line_of(large) in note
     assert "arrays on a device" not in note
+
+
+@pytest.mark.tpu
+def test_a_plan_that_xla_does_not_compile(monkeypatch):
+    """As where its later passes need what the plan left free: what is told is of the module with
+    the plan in it."""
+    compiler = Program.compiler
+
+    def failing(self: Program, options: Any) -> Callable[[], Any]:
+        def compile_program() -> None:
+            compiler(self, options)()
+            raise exhausted("by a hair")
+
+        return compile_program
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 4
+    step = memplan.jit(chain, hbm="48MiB", machine="v5e")
+    lowered = step.lower(weights, jax.ShapeDtypeStruct((8, 2048), jnp.float32))
+    monkeypatch.setattr(Program, "compiler", failing)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="by a hair") as raised:
+        lowered.compile()
+    (together,) = re.findall(r"together +([\d.]+) MiB", note_of(raised.value))
+    assert float(together) <= 48  # It is 64 MiB and more without a plan.
 
 
 @pytest.mark.parametrize("call", ["step(x)", "step.lower(x).compile()(x)"])
