@@ -1,0 +1,41 @@
+"""Which implementation of an op runs: the first that does not refuse, or the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pallas_kernels.errors import ImplementationNameError, NotSupportedError
+from pallas_kernels.targets import Target
+
+
+def choose[Implementation](
+    op: str,
+    implementations: Mapping[str, Implementation],
+    refusal: Callable[[Implementation], str | None],
+    target: Target,
+    asked: str | None,
+) -> Implementation:
+    """Returns the first of `implementations` that does not refuse.
+
+    Args:
+      op: the public function, for errors.
+      implementations: by name, the best first.
+      refusal: why one does not take the arguments: what it would take; None if it does.
+      target: what is compiled for, for errors.
+      asked: the only one to consider, or None for all.
+
+    Raises:
+      ImplementationNameError: if `asked` is none of them.
+      NotSupportedError: if all refuse; it says why each did.
+    """
+    if asked is not None and asked not in implementations:
+        raise ImplementationNameError(op, asked, tuple(implementations))
+    reasons: dict[str, str] = {}
+    for name, implementation in implementations.items():
+        if asked is not None and name != asked:
+            continue
+        reason = refusal(implementation)
+        if reason is None:
+            return implementation
+        reasons[name] = reason
+    raise NotSupportedError(op, target, reasons)
