@@ -54,6 +54,7 @@ class Problem:
       scale: scores are q·k times this.
       soft_cap: scores become soft_cap * tanh(score / soft_cap); None for as they are.
       segments: whether queries only see keys of their own segment.
+      lse: whether the log-sum-exp of the scores is asked for, too.
     """
 
     batch: int
@@ -67,6 +68,7 @@ class Problem:
     scale: float
     soft_cap: float | None = None
     segments: bool = False
+    lse: bool = False
 
     @property
     def group(self) -> int:

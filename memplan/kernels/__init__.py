@@ -1,0 +1,1 @@
+"""What the real compilers make of kernels, on a machine without their hardware."""
