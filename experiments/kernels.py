@@ -15,11 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from memplan.kernels.evidence_tpu import Evidence, Job, collect
 from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
+from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.problem import Band, Problem
+from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.attention.tuning import CHIPS
 from pallas_kernels.onchip import vmem_total
 
@@ -82,10 +89,51 @@ def attention_blocks(
     return backward, (whole, whole, whole, row, row, whole), "attention_backward"
 
 
+def attention_shape(
+    target: Topology, *, name: str, kernel: str
+) -> tuple[Callable[..., Any], tuple[Any, ...], str]:
+    """A shape of `shapes.py`, through the public function, and its gradient for the backward."""
+    shape = next(shape for shape in SHAPES if shape.name == name)
+    sharding = target.sharding()
+
+    def struct(length: int, heads: int) -> jax.ShapeDtypeStruct:
+        dims = (shape.batch, length, heads, shape.head_dim)
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=sharding)
+
+    q, k = struct(shape.q_len, shape.q_heads), struct(shape.kv_len, shape.kv_heads)
+    ids = None
+    if shape.segment_lens:
+        one = np.repeat(np.arange(len(shape.segment_lens)), shape.segment_lens)
+        ids = np.broadcast_to(one, (shape.batch, shape.q_len)).astype(np.int32)
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, q_segment_ids=ids, **shape.options)
+
+    def backward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+        return jax.vjp(forward, q, k, v)[1](d_out)
+
+    if kernel == "forward":
+        return forward, (q, k, k), "attention_forward"
+    return backward, (q, k, k, q), "attention_backward"
+
+
+def splash(
+    target: Topology, *, length: int, block_q: int, block_kv: int, block_kv_compute: int
+) -> tuple[Callable[..., Any], tuple[Any, ...], str]:
+    """jax's own splash attention of one head of 128, full."""
+    mask = splash_mask.MultiHeadMask([splash_mask.FullMask((length, length))])
+    blocks = splash_kernel.BlockSizes(
+        block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv_compute
+    )
+    kernel = splash_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=blocks)
+    head = jax.ShapeDtypeStruct((1, length, 128), jnp.bfloat16, sharding=target.sharding())
+    return lambda q, k, v: kernel(q, k, v), (head,) * 3, "splash_mha_fwd"
+
+
 def attention_parts(evidence: Evidence) -> dict[str, int]:
     """Bundles of the parts of an attention kernel's loop, as `tuning.Bundles` names them.
 
-    The items are the two regions with matrix products: the one without a mask comes first.
+    The items are the two regions with matrix products; the one without a mask comes first.
     """
     loop = max(evidence.loops(), key=lambda region: region.bundles)
     inside = [r for r in evidence.inside(loop) if r.bundles > 30]
@@ -115,7 +163,7 @@ def tune(chips: Iterable[str]) -> None:
 def _measured(chip: str, kernel: str, head_dim: int, dtype: str) -> list[dict[str, Any]]:
     scale = max(1, head_dim // 128) * (2 if dtype == "float32" else 1)
     blocks = [(q, kv) for q, kv in _BLOCKS if q * kv * scale <= 1 << 21]
-    build, capacity = f"{__name__}:attention_blocks", int(0.9 * CHIPS[chip].vmem_bytes)
+    build, capacity = "experiments.kernels:attention_blocks", int(0.9 * CHIPS[chip].vmem_bytes)
     arguments = [
         {"kernel": kernel, "block_q": q, "block_kv": kv, "head_dim": head_dim, "dtype": dtype}
         for q, kv in blocks
@@ -144,12 +192,64 @@ def _own_bytes(a: dict[str, Any]) -> int:
     return vmem_total(kernel_tpu_backward.scratch(problem, config, jnp.dtype(a["dtype"])))
 
 
+# --- the table ------------------------------------------------------------------------------
+
+# Blocks of splash attention, of which the best is compared with.
+_SPLASH = ((1024, 2048, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 2048, 512))
+
+
+def against_splash(chip: str) -> list[tuple[str, str, int, int]]:
+    """Bundles of one head of 2048 x 2048 x 128, all of it seen: kernel, blocks, bundles, spills.
+
+    Of each kernel the bundles of its outermost loop, as often as it turns.
+    """
+    build = "experiments.kernels:"
+    peers = [
+        Job(build + "splash", {"length": 2048, "block_q": q, "block_kv": kv, "block_kv_compute": c})
+        for q, kv, c in _SPLASH
+    ]
+    rows = []
+    for (q, kv, compute), evidence in zip(_SPLASH, collect(chip, peers), strict=True):
+        turns = (2048 // q) * (2048 // kv)
+        loops = evidence.loops()
+        bundles = turns * loops[0].bundles if turns > 1 else evidence.bundles
+        rows.append(("splash", f"{q}x{kv}/{compute}", bundles, evidence.spills))
+    for q, kv in ((1024, 1024), (1024, 2048), (2048, 2048)):
+        job = Job(build + "full_head", {"length": 2048, "block_q": q, "block_kv": kv})
+        (evidence,) = collect(chip, [job])
+        loop = max(evidence.loops(), key=lambda region: region.bundles)
+        # Pessimistic where a step has several items: its end is counted with each.
+        bundles = (2048 // q) * (2048 // kv) * loop.bundles
+        rows.append(("memplan", f"{q}x{kv}", bundles, evidence.spills))
+    return rows
+
+
+def full_head(
+    target: Topology, *, length: int, block_q: int, block_kv: int
+) -> tuple[Callable[..., Any], tuple[Any, ...], str]:
+    """The forward kernel of one head of 128 that sees everything."""
+    problem = Problem(1, length, length, 1, 1, 128, "bfloat16", Band(), 128**-0.5)
+    config = kernel_tpu.Config(block_q, block_kv)
+    chip = CHIPS[target.machine.name.removeprefix("tpu-")]
+    size = int(0.9 * chip.vmem_bytes)
+    head = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16, sharding=target.sharding())
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return kernel_tpu.forward(problem, config, chip.cores, size, q, k, v, None)[0]
+
+    return forward, (head,) * 3, "attention_forward"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", nargs="*", metavar="CHIP")
+    parser.add_argument("--splash", nargs="*", metavar="CHIP")
     options = parser.parse_args()
     if options.tune is not None:
         tune(options.tune or CHIPS)
+    for chip in options.splash or ():
+        for row in against_splash(chip):
+            print(chip, *row)
 
 
 if __name__ == "__main__":

@@ -351,9 +351,11 @@ def forward(
     def kernel(inputs: Inputs, *outputs: Any, **slots: Any) -> None:
         core = pl.program_id(0)
         first, last = core * steps // cores, (core + 1) * steps // cores
-        Kernel(
+        part = Kernel(
             problem, config, inputs, Outputs(*outputs), Slots(**slots), paths(ranges), first, last
-        ).run()
+        )
+        # A core may be left without any.
+        pl.when(first < last)(part.run)
 
     hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
     specs: Inputs = jax.tree.map(lambda _: hbm, inputs)

@@ -376,9 +376,11 @@ def backward(
     def kernel(inputs: Inputs, *outputs: Any, **slots: Any) -> None:
         core = pl.program_id(0)
         first, last = (c * kv_heads // cores * steps_each for c in (core, core + 1))
-        Kernel(
+        part = Kernel(
             problem, config, inputs, Outputs(*outputs), Slots(**slots), paths(seen_by), first, last
-        ).run()
+        )
+        # A core may be left without any.
+        pl.when(first < last)(part.run)
 
     hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
     specs: Inputs = jax.tree.map(lambda _: hbm, inputs)
