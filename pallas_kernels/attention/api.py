@@ -149,13 +149,13 @@ def attention(
     """
     problem = _problem(q, k, v, causal, window, q_offset, scale, soft_cap)
     segments = _segments(problem, q_segment_ids, kv_segment_ids)
-    problem = dataclasses.replace(problem, segments=segments is not None)
+    problem = dataclasses.replace(problem, segments=segments is not None, lse=return_lse)
     target = current_target()
     chosen = choose(
         _OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, implementation
     )
     out, lse = _attention(problem, target, chosen, q, k, v, segments)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 # --- differentiation ----------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _attention(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     call = _batched(implementation.forward, problem, target)
     return call(q, k, v, segments)
 
@@ -183,9 +183,11 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    out, lse = _attention(problem, target, implementation, q, k, v, segments)
-    return (out, lse), (q, k, v, segments, out, lse)
+) -> tuple[tuple[jax.Array, jax.Array | None], Residuals]:
+    with_lse = dataclasses.replace(problem, lse=True)
+    out, lse = _attention(with_lse, target, implementation, q, k, v, segments)
+    assert lse is not None
+    return (out, lse if problem.lse else None), (q, k, v, segments, out, lse)
 
 
 def _backward(
@@ -193,12 +195,14 @@ def _backward(
     target: Target,
     implementation: Implementation,
     residuals: Residuals,
-    gradients: tuple[jax.Array, jax.Array],
+    gradients: tuple[jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segments, out, lse = residuals
     d_out, d_lse = gradients
-    # d score = weight * (d_weight - delta), and lse adds weight * d_lse to it.
-    delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), d_out.astype(jnp.float32)) - d_lse
+    delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        # d score = weight * (d_weight - delta), and lse adds weight * d_lse to it.
+        delta -= d_lse
     call = _batched(implementation.backward, problem, target)
     d_q, d_k, d_v = call(q, k, v, segments, lse, delta, d_out)
     return d_q, d_k, d_v, None

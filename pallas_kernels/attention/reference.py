@@ -83,10 +83,11 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`attend`, with the signature that all implementations have."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """`attend`, with the signature that all implementations have: lse only if it is asked for."""
     del target
-    return attend(problem, q, k, v, segments)
+    out, lse = attend(problem, q, k, v, segments)
+    return out, lse if problem.lse else None
 
 
 def backward(
