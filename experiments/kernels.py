@@ -29,6 +29,7 @@ from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.attention.tuning import CHIPS
 from pallas_kernels.onchip import vmem_total
+from pallas_kernels.tpu import Launch
 
 TUNED = Path(kernel_tpu.__file__).parent / "tpu_bundles.json"
 
@@ -73,7 +74,7 @@ def attention_blocks(
         size = limit or vmem_total(kernel_tpu.scratch(problem, config))
 
         def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-            return kernel_tpu.forward(problem, config, chip.cores, size, q, k, v, None)
+            return kernel_tpu.forward(problem, config, Launch(chip.cores, size, 0), q, k, v, None)
 
         return forward, (whole,) * 3, "attention_forward"
 
@@ -83,7 +84,7 @@ def attention_blocks(
 
     def backward(q: jax.Array, k: jax.Array, v: jax.Array, lse: Any, delta: Any, d_out: Any) -> Any:
         return kernel_tpu_backward.backward(
-            problem, config, chip.cores, size, q, k, v, None, lse, delta, d_out
+            problem, config, Launch(chip.cores, size, 0), q, k, v, None, lse, delta, d_out
         )
 
     return backward, (whole, whole, whole, row, row, whole), "attention_backward"
@@ -235,7 +236,7 @@ def full_head(
     head = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16, sharding=target.sharding())
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return kernel_tpu.forward(problem, config, chip.cores, size, q, k, v, None)[0]
+        return kernel_tpu.forward(problem, config, Launch(chip.cores, size, 0), q, k, v, None)[0]
 
     return forward, (head,) * 3, "attention_forward"
 

@@ -36,6 +36,7 @@ Nothing here is charged for moving bytes between tiers: a transfer occupies its 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,10 @@ class _Costs:
 
 
 def _estimated_cycles(instruction: Instruction) -> int:
+    # What a kernel of ours is expected to take: `pallas_call(metadata=...)`.
+    metadata = instruction.proto.frontend_attributes.map.get("kernel_metadata", "")
+    if "estimated_cycles" in metadata:
+        return int(json.loads(metadata)["estimated_cycles"])
     # Most instructions have a configuration without it, not worth parsing.
     if b"estimated_cycles" not in instruction.proto.backend_config:
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,34 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 """Numbers of 32 bits in a row of a vector register."""
+
+
+class Launch(NamedTuple):
+    """How a kernel is started, apart from its blocks.
+
+    Attributes:
+      cores: of the device; each takes an equal share of the work.
+      vmem_limit: bytes; the kernel takes those of its scratch, and the compiler some for spills.
+      cycles: that it is expected to take, for memplan's planner to read in the module.
+    """
+
+    cores: int
+    vmem_limit: int
+    cycles: int
+
+    def parameters(self) -> dict[str, Any]:
+        """As `pl.pallas_call` takes them, with a grid of cores."""
+        return {
+            "grid": (self.cores,),
+            "compiler_params": pltpu.CompilerParams(
+                dimension_semantics=("arbitrary" if self.cores == 1 else "parallel",),
+                vmem_limit_bytes=self.vmem_limit,
+                # The kernels' own ranges are in bounds by construction, and checks take as many
+                # bundles as an item's copies do.
+                disable_bounds_checks=True,
+            ),
+            "metadata": {"estimated_cycles": str(self.cycles)},
+        }
 
 
 class Copies:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.problem import Problem, Segments
 
@@ -97,6 +98,25 @@ def count_items(
         full, masked = 0, full + masked
     heads = problem.batch * problem.q_heads
     return Counts(heads * full, heads * masked, heads * found.first.size)
+
+
+def cost_estimate(
+    problem: Problem, counts: Counts, pairs: int, products: int, item_bytes: int, whole_bytes: int
+) -> pl.CostEstimate:
+    """What XLA, and memplan's planner, are told that a kernel takes.
+
+    Args:
+      pairs: of an item, queries times keys.
+      products: matrix products that a pair takes part in.
+      item_bytes: that are fetched for each item.
+      whole_bytes: that are read or written once.
+    """
+    items = counts.full + counts.masked
+    return pl.CostEstimate(
+        flops=2 * products * items * pairs * problem.head_dim,
+        transcendentals=items * pairs,
+        bytes_accessed=items * item_bytes + whole_bytes,
+    )
 
 
 def key_ranges(problem: Problem, segments: Segments | None, block_q: int, block_kv: int) -> Ranges:

@@ -37,10 +37,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.blocks import Item, Ranges, key_ranges, paths
+from pallas_kernels.attention.blocks import (
+    Item,
+    Ranges,
+    cost_estimate,
+    count_items,
+    key_ranges,
+    paths,
+)
 from pallas_kernels.attention.problem import Problem, Segments
 from pallas_kernels.result_types import result_type
-from pallas_kernels.tpu import LANES, Copies, along_lanes, dot, pad_up, wide
+from pallas_kernels.tpu import LANES, Copies, Launch, along_lanes, dot, pad_up, wide
 
 # A score that is not seen. Finite, so that the difference of two of them is a number.
 MASKED = -1e30
@@ -323,19 +330,13 @@ class Kernel:
 def forward(
     problem: Problem,
     config: Config,
-    cores: int,
-    vmem_limit: int,
+    launch: Launch,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """See `reference.forward`.
-
-    Args:
-      cores: of the device; each takes an equal share of the steps.
-      vmem_limit: bytes; the kernel takes those of `scratch`, and the compiler some for spills.
-    """
+    """See `reference.forward`."""
     q_len, kv_len = pad_up(problem.q_len, config.block_q), pad_up(problem.kv_len, config.block_kv)
     ranges = key_ranges(problem, segments, config.block_q, config.block_kv)
     inputs = Inputs(
@@ -350,7 +351,7 @@ def forward(
 
     def kernel(inputs: Inputs, *outputs: Any, **slots: Any) -> None:
         core = pl.program_id(0)
-        first, last = core * steps // cores, (core + 1) * steps // cores
+        first, last = core * steps // launch.cores, (core + 1) * steps // launch.cores
         part = Kernel(
             problem, config, inputs, Outputs(*outputs), Slots(**slots), paths(ranges), first, last
         )
@@ -361,7 +362,6 @@ def forward(
     specs: Inputs = jax.tree.map(lambda _: hbm, inputs)
     done = pl.pallas_call(
         kernel,
-        grid=(cores,),
         in_specs=(specs._replace(ranges=Ranges(smem, smem, smem, smem)),),
         out_specs=Outputs(hbm, hbm if problem.lse else None),
         out_shape=Outputs(
@@ -369,10 +369,14 @@ def forward(
             result_type(lse_shape, jnp.float32, q, k, v) if problem.lse else None,
         ),
         scratch_shapes=scratch(problem, config),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary" if cores == 1 else "parallel",),
-            vmem_limit_bytes=vmem_limit,
-            disable_bounds_checks=True,
+        **launch.parameters(),
+        cost_estimate=cost_estimate(
+            problem,
+            count_items(problem, config.block_q, config.block_kv, "queries"),
+            pairs=config.block_q * config.block_kv,
+            products=2,
+            item_bytes=2 * config.block_kv * problem.head_dim * q.dtype.itemsize,
+            whole_bytes=2 * inputs.q.nbytes,
         ),
         name="attention_forward",
     )(inputs)

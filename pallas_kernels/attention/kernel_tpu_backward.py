@@ -31,7 +31,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.blocks import Item, Ranges, paths, query_ranges
+from pallas_kernels.attention.blocks import (
+    Item,
+    Ranges,
+    cost_estimate,
+    count_items,
+    paths,
+    query_ranges,
+)
 from pallas_kernels.attention.kernel_tpu import (
     LOG2_E,
     MASKED,
@@ -41,7 +48,7 @@ from pallas_kernels.attention.kernel_tpu import (
 )
 from pallas_kernels.attention.problem import Problem, Segments
 from pallas_kernels.result_types import result_type
-from pallas_kernels.tpu import LANES, Copies, dot, pad_up, wide
+from pallas_kernels.tpu import LANES, Copies, Launch, dot, pad_up, wide
 
 
 @dataclass(frozen=True)
@@ -334,8 +341,7 @@ class Kernel:
 def backward(
     problem: Problem,
     config: Config,
-    cores: int,
-    vmem_limit: int,
+    launch: Launch,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -348,8 +354,6 @@ def backward(
     """See `reference.backward`.
 
     Args:
-      cores: of the device; each takes an equal share of the key/value heads.
-      vmem_limit: bytes; the kernel takes those of `scratch`, and the compiler some for spills.
       result: type of the gradients, `problem.dtype` by default.
     """
     q_len, kv_len = pad_up(problem.q_len, config.block_q), pad_up(problem.kv_len, config.block_kv)
@@ -375,7 +379,7 @@ def backward(
 
     def kernel(inputs: Inputs, *outputs: Any, **slots: Any) -> None:
         core = pl.program_id(0)
-        first, last = (c * kv_heads // cores * steps_each for c in (core, core + 1))
+        first, last = (c * kv_heads // launch.cores * steps_each for c in (core, core + 1))
         part = Kernel(
             problem, config, inputs, Outputs(*outputs), Slots(**slots), paths(seen_by), first, last
         )
@@ -386,17 +390,20 @@ def backward(
     specs: Inputs = jax.tree.map(lambda _: hbm, inputs)
     done = pl.pallas_call(
         kernel,
-        grid=(cores,),
         in_specs=(specs._replace(seen_by=Ranges(smem, smem, smem, smem), sees=smem),),
         out_specs=Outputs(hbm, hbm, hbm),
         out_shape=Outputs(
             *(result_type(x.shape, result, q, k, v) for x in (inputs.q, inputs.k, inputs.v))
         ),
         scratch_shapes=scratch(problem, config, result),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary" if cores == 1 else "parallel",),
-            vmem_limit_bytes=vmem_limit,
-            disable_bounds_checks=True,
+        **launch.parameters(),
+        cost_estimate=cost_estimate(
+            problem,
+            count_items(problem, config.block_q, config.block_kv, "keys"),
+            pairs=config.block_q * config.block_kv,
+            products=5,
+            item_bytes=2 * config.block_q * (problem.head_dim * q.dtype.itemsize + 4),
+            whole_bytes=(2 * problem.group + 2) * inputs.k.nbytes + inputs.q.nbytes,
         ),
         name="attention_backward",
     )(inputs)

@@ -38,8 +38,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `reference.forward`."""
     chip = tuning.CHIPS[target.generation]
-    config, limit = tuning.forward_choice(problem, chip)
-    return kernel_tpu.forward(problem, config, chip.cores, limit, q, k, v, segments)
+    config, launch = tuning.forward_choice(problem, chip)
+    return kernel_tpu.forward(problem, config, launch, q, k, v, segments)
 
 
 def backward(
@@ -61,19 +61,18 @@ def backward(
     chip = tuning.CHIPS[target.generation]
     parts = tuning.backward_parts(problem, chip)
     if parts == 1:
-        config, limit = tuning.backward_choice(problem, chip)
+        config, launch = tuning.backward_choice(problem, chip)
         return kernel_tpu_backward.backward(
-            problem, config, chip.cores, limit, q, k, v, segments, lse, delta, d_out
+            problem, config, launch, q, k, v, segments, lse, delta, d_out
         )
     d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     for part, queries, keys in _rectangles(problem, parts):
         ids = segments and Segments(segments.q[:, queries], segments.kv[:, keys])
-        config, limit = tuning.backward_choice(part, chip)
+        config, launch = tuning.backward_choice(part, chip)
         some_q, some_k, some_v = kernel_tpu_backward.backward(
             part,
             config,
-            chip.cores,
-            limit,
+            launch,
             q[:, queries],
             k[:, keys],
             v[:, keys],

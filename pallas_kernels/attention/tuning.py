@@ -29,7 +29,7 @@ from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.blocks import Counts, count_items
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.onchip import vmem_total
-from pallas_kernels.tpu import LANES, pad_up
+from pallas_kernels.tpu import LANES, Launch, pad_up
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Bundles:
         )
 
 
-def forward_choice(problem: Problem, chip: Chip) -> tuple[kernel_tpu.Config, int]:
-    """The fastest blocks of the forward kernel that fit, and a limit for its bytes of VMEM."""
+def forward_choice(problem: Problem, chip: Chip) -> tuple[kernel_tpu.Config, Launch]:
+    """The fastest blocks of the forward kernel that fit."""
     return _fastest(problem, chip, "forward", forward_candidates(problem, chip))
 
 
-def backward_choice(problem: Problem, chip: Chip) -> tuple[kernel_tpu_backward.Config, int]:
-    """The fastest blocks of the backward kernel that fit, and a limit for its bytes of VMEM."""
+def backward_choice(problem: Problem, chip: Chip) -> tuple[kernel_tpu_backward.Config, Launch]:
+    """The fastest blocks of the backward kernel that fit."""
     return _fastest(problem, chip, "backward", backward_candidates(problem, chip))
 
 
@@ -143,7 +143,7 @@ def _sizes(length: int, multiple: int) -> list[int]:
 
 def _fastest[Config: (kernel_tpu.Config, kernel_tpu_backward.Config)](
     problem: Problem, chip: Chip, kernel: str, candidates: Iterator[tuple[Config, int]]
-) -> tuple[Config, int]:
+) -> tuple[Config, Launch]:
     predict = _predictor(chip.generation, kernel, _width(problem.head_dim), problem.dtype)
 
     def cost(candidate: tuple[Config, int]) -> float:
@@ -152,9 +152,10 @@ def _fastest[Config: (kernel_tpu.Config, kernel_tpu_backward.Config)](
         counts = count_items(problem, config.block_q, config.block_kv, rows)
         return predict(config.block_q, config.block_kv).total(counts)
 
-    config, size = min(candidates, key=cost)
+    config, size = best = min(candidates, key=cost)
     spills = predict(config.block_q, config.block_kv).spills
-    return config, size + int(_SPILL_MARGIN * spills) + _SPILL_LEAST
+    limit = size + int(_SPILL_MARGIN * spills) + _SPILL_LEAST
+    return config, Launch(chip.cores, limit, int(cost(best) / chip.cores))
 
 
 def _width(head_dim: int) -> int:

@@ -215,6 +215,15 @@ def test_a_kernels_declared_cost_is_taken(flops, size, seconds):
     assert found["k"] == seconds
 
 
+def test_a_kernel_of_ours_costs_the_cycles_that_it_is_expected_to_take():
+    call = (
+        'ROOT k = f32[100] custom-call(a), custom_call_target="tpu_custom_call", '
+        'frontend_attributes={kernel_metadata={"estimated_cycles": "1500"}}'
+    )
+    seconds = costs_of(entry("a = f32[100] parameter(0)", call))["k"]
+    assert seconds == pytest.approx(1.5)
+
+
 def test_another_custom_call_costs_its_bytes():
     call = 'ROOT k = f32[100] custom-call(a), custom_call_target="mine"'
     assert costs_of(entry("a = f32[100] parameter(0)", call))["k"] == pytest.approx(8.0)

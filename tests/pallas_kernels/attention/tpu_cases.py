@@ -23,6 +23,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward, reference
 from pallas_kernels.attention.problem import Band, Problem, Segments
+from pallas_kernels.tpu import Launch
 
 VMEM = 60 << 20
 # Of what both sides round to zero.
@@ -83,10 +84,19 @@ class Case:
         near = reference.backward(self.problem, None, q, k, v, ids, lse, delta, d_out)
         with interpreted(dma):
             found_out, found_lse = kernel_tpu.forward(
-                self.problem, self.forward, self.cores, VMEM, q, k, v, ids
+                self.problem, self.forward, Launch(self.cores, VMEM, 0), q, k, v, ids
             )
             found = kernel_tpu_backward.backward(
-                self.problem, self.backward, self.cores, VMEM, q, k, v, ids, lse, delta, d_out
+                self.problem,
+                self.backward,
+                Launch(self.cores, VMEM, 0),
+                q,
+                k,
+                v,
+                ids,
+                lse,
+                delta,
+                d_out,
             )
         assert found_out.dtype == q.dtype
         assert found_lse is not None
