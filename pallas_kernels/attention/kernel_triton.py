@@ -25,6 +25,12 @@ _COMPUTE_CAPABILITIES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90}
 _NO_LIMIT = -1
 
 
+# What one program may have of shared memory on sm86 and sm89, the least of all, in bytes.
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical Specifications per Compute
+# Capability".
+AMPERE_SHARED_BYTES = 99 << 10
+
+
 @dataclass(frozen=True)
 class Blocks:
     """How one program is cut and compiled.
@@ -41,13 +47,61 @@ class Blocks:
     stages: int
 
 
+# By program and width of a block, the largest blocks of which ptxas (of triton 3.7.1) spills
+# no register, or next to none: sums, scores and two operands share 255 registers a thread.
+# None of them was timed.
+_AMPERE = {
+    ("forward", 64): Blocks(128, 64, 4, 3),
+    ("forward", 128): Blocks(128, 64, 8, 3),
+    ("forward", 256): Blocks(64, 32, 4, 2),
+    ("query_gradients", 64): Blocks(128, 64, 8, 2),
+    ("query_gradients", 128): Blocks(64, 64, 4, 2),
+    ("query_gradients", 256): Blocks(64, 32, 8, 1),
+    ("key_gradients", 64): Blocks(32, 128, 8, 2),
+    ("key_gradients", 128): Blocks(64, 64, 8, 2),
+    ("key_gradients", 256): Blocks(32, 32, 8, 2),
+}
+_HOPPER = {
+    ("forward", 64): Blocks(128, 128, 8, 2),
+    ("forward", 128): Blocks(128, 128, 8, 2),
+    ("forward", 256): Blocks(128, 64, 8, 2),
+    ("query_gradients", 64): Blocks(128, 64, 8, 2),
+    ("query_gradients", 128): Blocks(128, 64, 8, 2),
+    ("query_gradients", 256): Blocks(128, 32, 8, 2),
+    ("key_gradients", 64): Blocks(64, 128, 8, 2),
+    ("key_gradients", 128): Blocks(32, 128, 8, 2),
+    # Fewer than 64 keys would not spill, and not use wgmma.
+    ("key_gradients", 256): Blocks(32, 64, 8, 2),
+}
+# float32 has no tensor cores: operands come as single elements, many at a time.
+_SINGLE = {
+    ("forward", 64): Blocks(64, 32, 8, 2),
+    ("forward", 128): Blocks(64, 32, 8, 2),
+    ("forward", 256): Blocks(32, 16, 4, 2),
+    ("query_gradients", 64): Blocks(64, 32, 8, 2),
+    ("query_gradients", 128): Blocks(32, 32, 4, 2),
+    ("query_gradients", 256): Blocks(32, 16, 8, 1),
+    ("key_gradients", 64): Blocks(32, 32, 8, 2),
+    ("key_gradients", 128): Blocks(32, 32, 8, 2),
+    ("key_gradients", 256): Blocks(16, 16, 8, 1),
+}
+
+
+def blocks_of(program: str, problem: Problem, target: Target) -> Blocks:
+    """The blocks of one of the three programs."""
+    table = _HOPPER if target.generation == "sm90" else _AMPERE
+    if problem.dtype == "float32":
+        table = _SINGLE
+    return table[program, max(64, _width(problem))]
+
+
 def refusal(problem: Problem, target: Target) -> str | None:
     """Why the kernel does not take the problem, or None."""
     if target.platform != "gpu":
         return f"it needs a GPU, which {target} is not."
     if target.generation not in _COMPUTE_CAPABILITIES:
         known = ", ".join(_COMPUTE_CAPABILITIES)
-        return f"it was compiled for {known} and never for {target}."
+        return f"its blocks are chosen for {known}; {target} would want others."
     if _width(problem) > 256:
         return f"head_dim = {problem.head_dim} is over 256: a block of keys is too large."
     if problem.q_heads > 65535 or problem.batch > 65535:
@@ -61,7 +115,9 @@ def _import_failure() -> str | None:
         import_module("jax_triton")
         import_module("pallas_kernels.attention.triton_programs")
     except Exception as error:  # jax-triton reaches into jax: what breaks there is of any type.
-        wanted = "jax-triton 0.4.1 runs with triton 3.7 and jax 0.11.2: pip install 'memplan[triton]'"
+        wanted = (
+            "jax-triton 0.4.1 runs with triton 3.7 and jax 0.11.2: pip install 'memplan[triton]'"
+        )
         return f"jax-triton cannot be imported ({type(error).__name__}: {error}). {wanted}."
     return None
 
@@ -76,7 +132,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp; `reference.forward` documents the arguments."""
     lse = jax.ShapeDtypeStruct((problem.batch, problem.q_heads, problem.q_len), jnp.float32)
-    blocks = forward_blocks(problem, target)
+    blocks = blocks_of("forward", problem, target)
     grid = _cdiv(problem.q_len, blocks.q), problem.q_heads, problem.batch
     out_types = (jax.typeof(q), lse)
     ids = _ids(q, segments)
@@ -96,10 +152,10 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the three inputs; `reference.backward` documents the arguments."""
     given = (q, k, v, d_out, lse, delta, *_ids(q, segments))
-    blocks = query_blocks(problem, target)
+    blocks = blocks_of("query_gradients", problem, target)
     grid = _cdiv(problem.q_len, blocks.q), problem.q_heads, problem.batch
     d_q = _call("query_gradients", problem, target, blocks, grid, jax.typeof(q), *given)
-    blocks = key_blocks(problem, target)
+    blocks = blocks_of("key_gradients", problem, target)
     grid = _cdiv(problem.kv_len, blocks.kv), problem.kv_heads, problem.batch
     types = jax.typeof(k), jax.typeof(v)
     d_k, d_v = _call("key_gradients", problem, target, blocks, grid, types, *given)
@@ -154,18 +210,3 @@ def _width(problem: Problem) -> int:
 
 def _cdiv(extent: int, size: int) -> int:
     return -(-extent // size)
-
-
-# --- blocks -------------------------------------------------------------------------------
-
-
-def forward_blocks(problem: Problem, target: Target) -> Blocks:
-    return Blocks(64, 32, 4, 2)
-
-
-def query_blocks(problem: Problem, target: Target) -> Blocks:
-    return Blocks(64, 32, 4, 2)
-
-
-def key_blocks(problem: Problem, target: Target) -> Blocks:
-    return Blocks(32, 64, 4, 2)

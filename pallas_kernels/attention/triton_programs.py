@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportMissingImports=false
 # Triton compiles the text of these functions: their parameters are pointers and constants whose
 # types exist while it does so only, and triton's own names carry no types.
 """The three programs of FlashAttention-2 (Dao, 2023, arXiv:2307.08691, section 3), in Triton.
@@ -135,7 +135,9 @@ def _stretches(
         full_low = tl.cdiv(tl.maximum(last + (OFFSET - BEFORE), 0), BLOCK) * BLOCK
     if AFTER >= 0:
         high = tl.minimum(last + (OFFSET + AFTER + 1), LENGTH)
-        full_high = tl.minimum(tl.maximum(first + (OFFSET + AFTER + 1), 0) // BLOCK * BLOCK, full_high)
+        full_high = tl.minimum(
+            tl.maximum(first + (OFFSET + AFTER + 1), 0) // BLOCK * BLOCK, full_high
+        )
     high = tl.maximum(high, low)
     if SEGMENTS:
         # Which blocks are of one segment only the ids could tell: all are asked.
@@ -275,9 +277,7 @@ def forward(
 
     some = norm > 0
     safe = tl.where(some, norm, 1.0)
-    _store(
-        out + q_start, first, Q_LEN, total / safe[:, None], Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH
-    )
+    _store(out + q_start, first, Q_LEN, total / safe[:, None], Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH)
     rows = first + tl.arange(0, BLOCK_Q)
     natural = tl.where(some, (largest + tl.log2(safe)) * LN_2, float("-inf"))
     tl.store(lse + (sequence * Q_HEADS + head) * Q_LEN + rows, natural, mask=rows < Q_LEN)
