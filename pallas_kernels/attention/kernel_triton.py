@@ -1,8 +1,8 @@
 """FlashAttention-2 through Triton, for GPUs from Ampere to Hopper.
 
 For the GPUs that Pallas' Mosaic backend does not compile for: it wants Hopper at least. It
-needs ``pip install 'memplan[triton]'``, and a jax that jax-triton can be imported under;
-without, `refusal` says what is missing. The programs are in `triton_programs`, which is
+needs ``pip install 'memplan[triton]'``, and a jax that jax-triton works with, for it reaches
+into private parts; where it cannot be imported, `refusal` gives the reason. The programs are in `triton_programs`, which is
 imported when there is something to compile.
 """
 
@@ -115,10 +115,11 @@ def _import_failure() -> str | None:
         import_module("jax_triton")
         import_module("pallas_kernels.attention.triton_programs")
     except Exception as error:  # jax-triton reaches into jax: what breaks there is of any type.
-        wanted = (
-            "jax-triton 0.4.1 runs with triton 3.7 and jax 0.11.2: pip install 'memplan[triton]'"
+        return (
+            f"jax-triton cannot be imported ({type(error).__name__}: {error}): "
+            "pip install 'memplan[triton]'. Version 0.4.1 was seen working with triton 3.7.1, "
+            "under jax 0.11.2 and 0.12.0.1."
         )
-        return f"jax-triton cannot be imported ({type(error).__name__}: {error}). {wanted}."
     return None
 
 
