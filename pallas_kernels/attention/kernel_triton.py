@@ -2,8 +2,8 @@
 
 For the GPUs that Pallas' Mosaic backend does not compile for: it wants Hopper at least. It
 needs ``pip install 'memplan[triton]'``, and a jax that jax-triton works with, for it reaches
-into private parts; where it cannot be imported, `refusal` gives the reason. The programs are in `triton_programs`, which is
-imported when there is something to compile.
+into private parts; where it cannot be imported, `refusal` gives the reason. The programs are
+in `triton_programs`, which is imported when there is something to compile.
 """
 
 from __future__ import annotations
