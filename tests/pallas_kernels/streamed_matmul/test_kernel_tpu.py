@@ -67,6 +67,7 @@ def test_slots_that_would_deadlock_are_refused():
         ({"dtype": "float16", "w_dtype": "float16"}, "the MXU has no float16"),
         ({"w_dtype": "int8"}, "keep such weights in HBM"),
         ({"m": 1 << 17}, "split the rows"),
+        ({"m": 513, "on_host": False}, "expected at most 512"),
     ],
     ids=str,
 )
