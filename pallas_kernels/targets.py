@@ -34,6 +34,13 @@ _GENERATIONS = {
         ("nvidia b200", "sm100"),
         ("nvidia gb200", "sm100"),
         ("nvidia a100", "sm80"),
+        ("nvidia a30", "sm80"),
+        ("nvidia a10", "sm86"),
+        ("nvidia a40", "sm86"),
+        ("nvidia rtx a", "sm86"),
+        ("nvidia geforce rtx 30", "sm86"),
+        ("nvidia l4", "sm89"),
+        ("nvidia geforce rtx 40", "sm89"),
     ),
     "cpu": (("", "cpu"),),
 }
@@ -46,8 +53,8 @@ class Target:
     Attributes:
       platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
       kind: the device kind as jax gives it, as ``"TPU v6 lite"``.
-      generation: ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"tpu7x"``, ``"sm80"``, ``"sm90"``, ``"sm100"``,
-        ``"cpu"``, or ``"unknown"``.
+      generation: ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"tpu7x"``, ``"sm80"``, ``"sm86"``, ``"sm89"``,
+        ``"sm90"``, ``"sm100"``, ``"cpu"``, or ``"unknown"``.
     """
 
     platform: Platform

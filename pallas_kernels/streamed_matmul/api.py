@@ -1,0 +1,253 @@
+"""`streamed_matmul`: the arguments are checked here, and an implementation is picked.
+
+    streamed_matmul ─► Problem ─► choose(tpu | xla) ─► custom_vjp ─► forward, of x and of d_out
+
+An implementation is a module with `refusal` and `forward`, whose signatures `reference`
+documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+
+from pallas_kernels.choosing import choose
+from pallas_kernels.errors import KernelArgumentError
+from pallas_kernels.streamed_matmul import kernel_tpu, reference
+from pallas_kernels.streamed_matmul.problem import Problem
+from pallas_kernels.targets import Target, current_target
+
+_OP = "streamed_matmul"
+
+
+class Implementation(Protocol):
+    """A module that implements the product; `reference` documents the signatures."""
+
+    def refusal(self, problem: Problem, target: Target, /) -> str | None: ...
+
+    def forward(
+        self,
+        problem: Problem,
+        target: Target,
+        x: jax.Array,
+        w: jax.Array,
+        w_scales: jax.Array | None,
+        /,
+    ) -> jax.Array: ...
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {"tpu": kernel_tpu, "xla": reference}
+"""By name, the best first."""
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+type Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def streamed_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    w_scales: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """x @ w, where w stays in host memory or HBM and comes to the matrix unit tile by tile.
+
+    For weights that a device has no room for: while one tile is multiplied the next ones are on
+    their way, and of the weights some 12 MiB are on the device at any time. Weights in
+    HBM are streamed likewise where they are what a product of few rows waits for. Whether weights
+    are on the host is read off the type of `w` (`jax.typeof(w).memory_space`) while tracing;
+    inside a jitted function that is where an argument's sharding puts it, or
+    `jax.device_put(w, jax.memory.Space.Host)`. Sums are float32.
+
+    Differentiable in `x`, `w` and `w_scales`: the gradient of `x` streams the weights once more,
+    that of `w_scales` too; that of `w` is as large as `w`, computed on the device and moved to
+    where `w` is, so leave `w` out of the differentiated arguments where it is frozen. Under
+    `vmap` only `x` may be mapped; its rows join.
+
+    Args:
+      x: [m, k], bfloat16, float16 or float32.
+      w: [k, n] of the type of `x`, or int8; in the memory "pinned_host" or "device".
+      w_scales: float32[n], factors of the columns of the product, as those of quantised weights.
+      out_dtype: type of the result: one of those of `x`, the type of `x` by default.
+      implementation: one of `IMPLEMENTATIONS`, or None for the first that takes the arguments.
+
+    Returns:
+      [m, n] in the device's memory.
+
+    Raises:
+      KernelArgumentError: when shapes, types or memories do not go together.
+      ImplementationNameError: when `implementation` names none.
+      NotSupportedError: when each implementation, or the one asked for, refuses.
+    """
+    problem = _problem(x, w, w_scales, x.dtype if out_dtype is None else out_dtype)
+    target = current_target()
+    return _product(problem, target, _choose(problem, target, implementation), x, w, w_scales)
+
+
+def _choose(problem: Problem, target: Target, asked: str | None) -> Implementation:
+    return choose(_OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, asked)
+
+
+# --- differentiation ----------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(
+    problem: Problem,
+    target: Target,
+    implementation: Implementation,
+    x: jax.Array,
+    w: jax.Array,
+    w_scales: jax.Array | None,
+) -> jax.Array:
+    @custom_vmap
+    def call(x: jax.Array, w: jax.Array, w_scales: jax.Array | None) -> jax.Array:
+        return implementation.forward(problem, target, x, w, w_scales)
+
+    @call.def_vmap
+    def _(size: int, mapped: Any, x: jax.Array, w: jax.Array, w_scales: jax.Array | None) -> Any:
+        x_mapped, *others_mapped = mapped
+        if any(jax.tree.leaves(others_mapped)):
+            raise KernelArgumentError(
+                _OP,
+                "w or w_scales",
+                "mapped by vmap",
+                "the same weights for all that is mapped",
+                "Call it once for each of the weights, or use jax.lax.map.",
+            )
+        assert x_mapped, "something is mapped"
+        larger = dataclasses.replace(problem, m=size * problem.m)
+        chosen = _choose(larger, target, None)
+        joined = x.reshape(larger.m, problem.k)
+        out = _product(larger, target, chosen, joined, w, w_scales)
+        return out.reshape(size, problem.m, problem.n), True
+
+    return call(x, w, w_scales)
+
+
+def _forward(
+    problem: Problem,
+    target: Target,
+    implementation: Implementation,
+    x: jax.Array,
+    w: jax.Array,
+    w_scales: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    return _product(problem, target, implementation, x, w, w_scales), (x, w, w_scales)
+
+
+def _backward(
+    problem: Problem,
+    target: Target,
+    implementation: Implementation,
+    residuals: Residuals,
+    d_out: jax.Array,
+) -> tuple[Any, Any, Any]:
+    del implementation
+    x, w, w_scales = residuals
+    wide = d_out.astype(jnp.float32)
+    d_sums = (wide if w_scales is None else wide * w_scales).astype(x.dtype)
+
+    back = dataclasses.replace(
+        problem, k=problem.n, n=problem.k, out_dtype=problem.dtype, scaled=False, transposed=True
+    )
+    d_x = _product(back, target, _choose(back, target, None), d_sums, w, None)
+
+    if problem.w_dtype == "int8":
+        d_w = np.zeros(w.shape, jax.dtypes.float0)
+    else:
+        d_w = jax.lax.dot_general(
+            x,
+            d_sums,
+            (((0,), (0,)), ((), ())),
+            precision=reference.precision(problem.dtype),
+            preferred_element_type=jnp.float32,
+        ).astype(w.dtype)
+        if problem.on_host:
+            d_w = jax.device_put(d_w, jax.memory.Space.Host)
+    if w_scales is None:
+        return d_x, d_w, None
+    plain = dataclasses.replace(problem, scaled=False, out_dtype="float32")
+    unscaled = _product(plain, target, _choose(plain, target, None), x, w, None)
+    return d_x, d_w, (wide * unscaled).sum(axis=0)
+
+
+_product.defvjp(_forward, _backward)
+
+
+# --- arguments ----------------------------------------------------------------------------
+
+
+def _problem(
+    x: jax.Array, w: jax.Array, w_scales: jax.Array | None, out_dtype: DTypeLike
+) -> Problem:
+    for name, array in (("x", x), ("w", w)):
+        if array.ndim != 2:
+            raise KernelArgumentError(
+                _OP,
+                name,
+                f"of shape {array.shape}",
+                "[m, k] of x and [k, n] of w",
+                "Join the axes that are not contracted.",
+            )
+    if 0 in x.shape or 0 in w.shape:
+        raise KernelArgumentError(
+            _OP, "x or w", f"of shapes {x.shape} and {w.shape}", "no empty axis", "Skip the call."
+        )
+    (m, k), n = x.shape, w.shape[1]
+    if w.shape[0] != k:
+        raise KernelArgumentError(
+            _OP, "w", f"of shape {w.shape}", f"[{k}, n], as of x {x.shape}", "k is contracted."
+        )
+    if x.dtype.name not in _DTYPES:
+        raise KernelArgumentError(
+            _OP, "x", f"of type {x.dtype}", ", ".join(_DTYPES), "Convert it first."
+        )
+    if w.dtype != x.dtype and w.dtype != jnp.int8:
+        raise KernelArgumentError(
+            _OP,
+            "w",
+            f"of type {w.dtype}",
+            f"{x.dtype}, the type of x, or int8",
+            "Convert x, which is the smaller.",
+        )
+    if w_scales is not None and (w_scales.shape != (n,) or w_scales.dtype != jnp.float32):
+        raise KernelArgumentError(
+            _OP,
+            "w_scales",
+            f"{w_scales.dtype}{list(w_scales.shape)}",
+            f"float32[{n}]",
+            "One factor a column.",
+        )
+    if jnp.dtype(out_dtype).name not in _DTYPES:
+        raise KernelArgumentError(
+            _OP, "out_dtype", jnp.dtype(out_dtype), ", ".join(_DTYPES), "Convert the result."
+        )
+    for name, array in (("x", x), ("w_scales", w_scales)):
+        if array is not None and _is_on_host(array):
+            raise KernelArgumentError(
+                _OP, name, "in host memory", "it on the device", "Only w is streamed."
+            )
+    return Problem(
+        m=m,
+        k=k,
+        n=n,
+        dtype=x.dtype.name,
+        w_dtype=w.dtype.name,
+        out_dtype=jnp.dtype(out_dtype).name,
+        scaled=w_scales is not None,
+        on_host=_is_on_host(w),
+    )
+
+
+def _is_on_host(array: jax.Array) -> bool:
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
