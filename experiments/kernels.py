@@ -1,14 +1,16 @@
 """What the compilers make of the kernels, as a table, without their hardware.
 
-python -m experiments.kernels                    the table
-python -m experiments.kernels --tune v6e         compiles blocks, writes tpu_bundles.json
+python -m experiments.kernels --shapes v6e      every shape on a chip, a table in Markdown
+python -m experiments.kernels --splash v6e      beside jax's splash attention
+python -m experiments.kernels --tune v6e        compiles blocks, writes tpu_bundles.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
+from hlo_passes.machine import load_machine
+from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_tpu import Evidence, Job, collect
 from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.problem import Band, Problem
-from pallas_kernels.attention.shapes import SHAPES
-from pallas_kernels.attention.tuning import CHIPS
+from pallas_kernels.attention.shapes import SHAPES, Shape
+from pallas_kernels.attention.tuning import CHIPS, backward_choice, forward_choice
 from pallas_kernels.onchip import vmem_total
 from pallas_kernels.tpu import Launch
 
@@ -193,6 +197,17 @@ def _own_bytes(a: dict[str, Any]) -> int:
     return vmem_total(kernel_tpu_backward.scratch(problem, config, jnp.dtype(a["dtype"])))
 
 
+# Of each kernel: how its blocks are chosen, what it holds, and in how many products a pair is.
+_KERNELS: dict[str, tuple[Any, Any, int]] = {
+    "forward": (forward_choice, kernel_tpu.scratch, 2),
+    "backward": (
+        backward_choice,
+        partial(kernel_tpu_backward.scratch, result=jnp.dtype(jnp.bfloat16)),
+        5,
+    ),
+}
+
+
 # --- the table ------------------------------------------------------------------------------
 
 # Blocks of splash attention, of which the best is compared with.
@@ -216,13 +231,21 @@ def against_splash(chip: str) -> list[tuple[str, str, int, int]]:
         bundles = turns * loops[0].bundles if turns > 1 else evidence.bundles
         rows.append(("splash", f"{q}x{kv}/{compute}", bundles, evidence.spills))
     for q, kv in ((1024, 1024), (1024, 2048), (2048, 2048)):
-        job = Job(build + "full_head", {"length": 2048, "block_q": q, "block_kv": kv})
-        (evidence,) = collect(chip, [job])
-        loop = max(evidence.loops(), key=lambda region: region.bundles)
-        # Pessimistic where a step has several items: its end is counted with each.
-        bundles = (2048 // q) * (2048 // kv) * loop.bundles
-        rows.append(("memplan", f"{q}x{kv}", bundles, evidence.spills))
+        rows.append(("memplan", f"{q}x{kv}", *full_head_bundles(chip, q, kv)))
     return rows
+
+
+def full_head_bundles(chip: str, block_q: int, block_kv: int) -> tuple[int, int]:
+    """Bundles of our loop for the same head, and registers spilled.
+
+    Pessimistic where a step has several items: what stands at its end is counted with each.
+    """
+    job = Job(
+        "experiments.kernels:full_head", {"length": 2048, "block_q": block_q, "block_kv": block_kv}
+    )
+    (evidence,) = collect(chip, [job])
+    loop = max(evidence.loops(), key=lambda region: region.bundles)
+    return (2048 // block_q) * (2048 // block_kv) * loop.bundles, evidence.spills
 
 
 def full_head(
@@ -241,11 +264,71 @@ def full_head(
     return forward, (head,) * 3, "attention_forward"
 
 
+def shape_rows(chip: str) -> Iterator[str]:
+    """Every shape of attention on a TPU, forward and backward: lines of a table in Markdown.
+
+    Bytes are what the kernel's buffers take, spills those of registers that the compiler keeps in
+    VMEM besides; cycles are what `tuning` predicts for the problem, the share that of the least
+    that its matrix products could take at the machine's peak.
+    """
+    yield "| shape | kernel | blocks | cycles, predicted | of peak | VMEM | spilled | bundles |"
+    yield "|---|---|---|---|---|---|---|---|"
+    build, machine = "experiments.kernels:attention_shape", load_machine(chip)
+    for shape in SHAPES:
+        problem = shape_problem(shape)
+        for kernel in ("forward", "backward"):
+            job = Job(build, {"name": shape.name, "kernel": kernel})
+            (evidence,) = collect(chip, [job])
+            choose, scratch, products = _KERNELS[kernel]
+            config, launch = choose(problem, CHIPS[chip])
+            flops = products * 2 * problem.head_dim * visible_pairs(problem)
+            least = flops / dict(machine.peak_flops)["bf16"] * machine.clock_hz
+            fill = f"{format_bytes(vmem_total(scratch(problem, config)))} "
+            spilled = evidence.spills * 4096
+            yield (
+                f"| {shape.name} | {kernel} | {config.block_q} x {config.block_kv} "
+                f"| {launch.cycles:,} | {least / launch.cycles:.0%} | {fill} "
+                f"| {format_bytes(spilled)} | {evidence.bundles:,} |"
+            )
+
+
+def shape_problem(shape: Shape) -> Problem:
+    """The problem that `attention` makes of a shape."""
+    options = dict(shape.options)
+    window = options.get("window") or (None, None)
+    right = 0 if options.get("causal") else window[1]
+    return Problem(
+        shape.batch,
+        shape.q_len,
+        shape.kv_len,
+        shape.q_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        "bfloat16",
+        Band(window[0], right, options.get("q_offset", 0)),
+        options.get("scale", shape.head_dim**-0.5),
+        options.get("soft_cap"),
+        bool(shape.segment_lens),
+    )
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Pairs of query and key that see each other, of all heads; segments not looked at."""
+    band, at = problem.band, np.arange(problem.q_len) + problem.band.offset
+    first = np.zeros_like(at) if band.left is None else at - band.left
+    last = np.full_like(at, problem.kv_len) if band.right is None else at + band.right + 1
+    seen = np.clip(last, 0, problem.kv_len) - np.clip(first, 0, problem.kv_len)
+    return problem.batch * problem.q_heads * int(np.maximum(seen, 0).sum())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", nargs="*", metavar="CHIP")
     parser.add_argument("--splash", nargs="*", metavar="CHIP")
+    parser.add_argument("--shapes", nargs="*", metavar="CHIP")
     options = parser.parse_args()
+    for chip in options.shapes or ():
+        print(f"\n{chip}\n", *shape_rows(chip), sep="\n", flush=True)
     if options.tune is not None:
         tune(options.tune or CHIPS)
     for chip in options.splash or ():

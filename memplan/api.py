@@ -139,7 +139,8 @@ class _PlannedFunction:
             self._jitted.trace(*args, **kwargs)  # jax says best what is wrong with an argument.
             raise
         args, kwargs = static.with_dynamic(args, kwargs, seen)
-        return Traced(self._jitted.trace(*args, **kwargs), self._function, target)
+        with target.seen_by_kernels():
+            return Traced(self._jitted.trace(*args, **kwargs), self._function, target)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As ``jax.jit(...).lower``; ``.compile()`` keeps to the budget."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax.sharding import (
+    AbstractDevice,
     AbstractMesh,
     AxisType,
     Mesh,
@@ -88,6 +90,19 @@ class Target:
             shardings = [self.topology.sharding()] * len(leaves)
         return [as_shape(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
 
+    @contextmanager
+    def seen_by_kernels(self) -> Iterator[None]:
+        """Pallas kernels that ask, while traced or lowered, what they are for, are told this."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.absent is None or mesh.abstract_device is not None:
+            yield
+            return
+        device = self.absent.devices[0]
+        cores = getattr(device, "num_cores", None)
+        abstract = AbstractDevice(device.device_kind, cores, device.platform)
+        with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=abstract)):
+            yield
+
     def lower(self, traced: jax.stages.Traced, options: Mapping[str, Any]) -> Program:
         """Lowers a traced function to StableHLO for this target.
 
@@ -98,7 +113,8 @@ class Target:
             lowered = traced.lower()
         else:
             platform = {"gpu": "cuda"}.get(self.platform, self.platform)
-            lowered = traced.lower(lowering_platforms=(platform,))
+            with self.seen_by_kernels():
+                lowered = traced.lower(lowering_platforms=(platform,))
         return Program(lowered, self, options)
 
 

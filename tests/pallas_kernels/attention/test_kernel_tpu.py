@@ -2,28 +2,28 @@
 
 import pytest
 
-from tests.pallas_kernels.attention import tpu_cases
+from tests.pallas_kernels.attention import cases_tpu
 from tests.pallas_kernels.isolated import run
 
-MISTAKES = sorted(tpu_cases.MISTAKES)
+MISTAKES = sorted(cases_tpu.MISTAKES)
 
 
 @pytest.mark.parametrize("dma", ["eager", "on_wait"])
 def test_random_problems(dma: str) -> None:
-    run(tpu_cases.check_random, dma=dma, examples=3)
+    run(cases_tpu.check_random, dma=dma, examples=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dma", ["eager", "on_wait"])
 def test_many_random_problems(dma: str) -> None:
-    run(tpu_cases.check_random, timeout_s=590, dma=dma, examples=50)
+    run(cases_tpu.check_random, timeout_s=590, dma=dma, examples=50)
 
 
 @pytest.mark.parametrize("dma", ["eager", "on_wait"])
 def test_without_a_mistake_nothing_is_noticed(dma: str) -> None:
-    run(tpu_cases.check_plain, dma=dma)
+    run(cases_tpu.check_plain, dma=dma)
 
 
 @pytest.mark.parametrize("mistakes", [MISTAKES[start::4] for start in range(4)], ids="abcd")
 def test_mistakes_are_noticed(mistakes: list[str]) -> None:
-    run(tpu_cases.check_caught, mistakes=mistakes)
+    run(cases_tpu.check_caught, mistakes=mistakes)
