@@ -14,9 +14,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+AttentionKind = Literal["plain", "fused"]
+"""With the scores in memory, or by the kernels of `pallas_kernels.attention`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class LlamaConfig:
       norm_eps: added to the mean square inside RMSNorm.
       tie_embeddings: whether the output head is the transposed embedding table.
       dtype: of parameters, activations and cache alike.
+      attention: how tokens that have no past attend to each other: see `AttentionKind`.
 
     Raises:
       ValueError: when built with heads that do not divide what they share, or with an odd
@@ -50,6 +55,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.bfloat16
+    attention: AttentionKind = "plain"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from models.configs import AttentionKind
 from models.vit import Mlp, dense, patches, self_attention
 
 _FREQUENCIES = 256
@@ -43,6 +44,7 @@ class DitConfig:
       num_layers, embed_dim, num_heads: of the transformer; its MLPs are four times as wide.
       num_classes: one more is for no class at all (classifier-free guidance).
       dtype: of activations and products.
+      attention: see `AttentionKind`.
     """
 
     latent_size: int = 32
@@ -53,6 +55,7 @@ class DitConfig:
     num_heads: int
     num_classes: int = 1000
     dtype: DTypeLike = jnp.bfloat16
+    attention: AttentionKind = "plain"
 
 
 DIT_B2 = DitConfig(num_layers=12, embed_dim=768, num_heads=12)
@@ -125,7 +128,7 @@ class DitBlock(nnx.Module):
         embed, dtype = config.embed_dim, config.dtype
         self.modulation = _zeros(embed, 6 * embed, dtype, rngs)
         self.attention_norm = _plain_norm(embed, dtype, rngs)
-        self.attention = self_attention(embed, config.num_heads, dtype, rngs=rngs)
+        self.attention = self_attention(embed, config.num_heads, dtype, config.attention, rngs=rngs)
         self.mlp_norm = _plain_norm(embed, dtype, rngs)
         self.mlp = Mlp(embed, 4 * embed, dtype, rngs=rngs)
 

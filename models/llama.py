@@ -27,7 +27,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Sharding
 
+from models.attending import fused_attention
 from models.configs import LlamaConfig
+from models.sharding import AnyMesh
 
 # The `initializer_range` of the published configurations.
 _INIT_STDDEV = 0.02
@@ -147,9 +149,15 @@ def write(buffer: jax.Array, new: jax.Array, position: jax.Array | int) -> jax.A
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; heads are an axis of their own in every weight."""
+    """Grouped-query attention; heads are an axis of their own in every weight.
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    Args:
+      mesh: that fused attention is split over, as of `fused_attention`.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, mesh: AnyMesh | None = None):
+        self.is_fused = config.attention == "fused"
+        self.mesh = mesh
         embed, width = config.embed_dim, config.head_dim
         self.query = init_weight(rngs, (embed, config.num_heads, width), config)
         self.key = init_weight(rngs, (embed, config.num_kv_heads, width), config)
@@ -175,7 +183,10 @@ class Attention(nnx.Module):
             old_keys, old_values, position = past
             keys = write(old_keys, keys, position)
             values = write(old_values, values, position)
-        mixed = grouped_attention(query, keys, values, mask)
+        if self.is_fused and past is None:
+            mixed = fused_attention(query, keys, values, self.mesh)
+        else:
+            mixed = grouped_attention(query, keys, values, mask)
         return jnp.einsum("bthd,hde->bte", mixed, self.output[...]), (keys, values)
 
 
@@ -197,10 +208,10 @@ class Block(nnx.Module):
 
     mlp_type: Callable[..., nnx.Module] = Mlp
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, mesh: AnyMesh | None = None):
         self.norm_eps = config.norm_eps
         self.attention_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, mesh=mesh)
         self.mlp_norm = nnx.Param(jnp.ones(config.embed_dim, config.dtype))
         self.mlp = self.mlp_type(config, rngs=rngs)
 

@@ -60,7 +60,7 @@ class ScannedLlama(Decoder):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+            return Block(config, rngs=rngs, mesh=mesh)
 
         self.layers = stacked(rngs)
 

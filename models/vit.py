@@ -12,12 +12,16 @@ normalisation statistics, softmax of the head and loss in float32.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import DTypeLike
+
+from models.configs import AttentionKind
+from pallas_kernels.attention.api import attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class VitConfig:
       num_layers, embed_dim, mlp_dim, num_heads: of the encoder.
       num_classes: width of the head.
       dtype: of activations and products.
+      attention: see `AttentionKind`.
     """
 
     image_size: int = 224
@@ -40,6 +45,7 @@ class VitConfig:
     num_heads: int
     num_classes: int = 1000
     dtype: DTypeLike = jnp.bfloat16
+    attention: AttentionKind = "plain"
 
     @property
     def num_patches(self) -> int:
@@ -79,8 +85,13 @@ def dense(inputs: int, outputs: int, dtype: DTypeLike, *, rngs: nnx.Rngs) -> nnx
     return nnx.Linear(inputs, outputs, dtype=dtype, kernel_init=init, rngs=rngs)
 
 
+def _fused(query: jax.Array, key: jax.Array, value: jax.Array, **unused: Any) -> jax.Array:
+    # Nothing else is given where there is no mask and no dropout.
+    return attention(query, key, value)
+
+
 def self_attention(
-    embed_dim: int, num_heads: int, dtype: DTypeLike, *, rngs: nnx.Rngs
+    embed_dim: int, num_heads: int, dtype: DTypeLike, kind: AttentionKind, *, rngs: nnx.Rngs
 ) -> nnx.MultiHeadAttention:
     """Attention of a sequence [batch, len, embed_dim] to all of itself."""
     return nnx.MultiHeadAttention(
@@ -89,6 +100,7 @@ def self_attention(
         dtype=dtype,
         kernel_init=nnx.initializers.xavier_uniform(),
         decode=False,
+        attention_fn=_fused if kind == "fused" else nnx.dot_product_attention,
         rngs=rngs,
     )
 
@@ -111,7 +123,7 @@ class EncoderBlock(nnx.Module):
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
         embed, dtype = config.embed_dim, config.dtype
         self.attention_norm = nnx.LayerNorm(embed, dtype=dtype, rngs=rngs)
-        self.attention = self_attention(embed, config.num_heads, dtype, rngs=rngs)
+        self.attention = self_attention(embed, config.num_heads, dtype, config.attention, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(embed, dtype=dtype, rngs=rngs)
         self.mlp = Mlp(embed, config.mlp_dim, dtype, rngs=rngs)
 
