@@ -142,6 +142,11 @@ def attention_parts(evidence: Evidence) -> dict[str, int]:
     """
     loop = max(evidence.loops(), key=lambda region: region.bundles)
     inside = [r for r in evidence.inside(loop) if r.bundles > 30]
+    if sum(r.use["MATMUL"] > 0 for r in inside) == 1:
+        # A condition around all of a turn.
+        inside = [
+            r for r in evidence.inside(max(inside, key=lambda r: r.bundles)) if r.bundles > 30
+        ]
     full, masked = (r.bundles for r in inside if r.use["MATMUL"])
     close = sum(r.bundles for r in inside if not r.use["MATMUL"])
     turn = loop.bundles - full - masked - close
@@ -328,7 +333,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", metavar="CHIP")
     options = parser.parse_args()
     for chip in options.shapes or ():
-        print(f"\n{chip}\n", *shape_rows(chip), sep="\n", flush=True)
+        print(f"\n{chip}\n")
+        for row in shape_rows(chip):
+            print(row, flush=True)
     if options.tune is not None:
         tune(options.tune or CHIPS)
     for chip in options.splash or ():
