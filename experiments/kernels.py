@@ -182,7 +182,7 @@ def _measured(chip: str, kernel: str, head_dim: int, dtype: str) -> list[dict[st
     roomy = collect(chip, [Job(build, a | {"limit": capacity}) for a in arguments])
     rows = []
     for a, least, most in zip(arguments, tight, roomy, strict=True):
-        own = _own_bytes(a)
+        own = own_bytes(a)
         spills = 0 if least.vmem_bytes is None else least.vmem_bytes - own
         row = {"chip": chip, **a, **attention_parts(most), "own": own, "spills": spills}
         print(row, flush=True)
@@ -190,7 +190,7 @@ def _measured(chip: str, kernel: str, head_dim: int, dtype: str) -> list[dict[st
     return rows
 
 
-def _own_bytes(a: dict[str, Any]) -> int:
+def own_bytes(a: dict[str, Any]) -> int:
     length = 2 * max(a["block_q"], a["block_kv"])
     band = Band(None, 0, 0)
     problem = Problem(1, length, length, 1, 1, a["head_dim"], a["dtype"], band, 1.0)

@@ -144,7 +144,7 @@ def _sizes(length: int, multiple: int) -> list[int]:
 def _fastest[Config: (kernel_tpu.Config, kernel_tpu_backward.Config)](
     problem: Problem, chip: Chip, kernel: str, candidates: Iterator[tuple[Config, int]]
 ) -> tuple[Config, Launch]:
-    predict = _predictor(chip.generation, kernel, _width(problem.head_dim), problem.dtype)
+    predict = predictor(chip.generation, kernel, _width(problem.head_dim), problem.dtype)
 
     def cost(candidate: tuple[Config, int]) -> float:
         config, _ = candidate
@@ -164,7 +164,7 @@ def _width(head_dim: int) -> int:
 
 
 @cache
-def _predictor(
+def predictor(
     generation: str, kernel: str, width: int, dtype: str
 ) -> Callable[[int, int], Bundles]:
     """Bundles of any blocks, by least squares over those that were compiled."""
