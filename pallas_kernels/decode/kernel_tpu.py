@@ -34,11 +34,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.problem import Cache, Problem
+from pallas_kernels.result_types import result_type
 from pallas_kernels.targets import Target
 
 _LANES = 128
 _SMEM_BYTES = 1 << 20
 _VMEM_BYTES = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
+_BLOCK_BYTES = 4 << 20
+# Generations whose matrix unit is 256 wide, two heads of 128.
+_WIDE_MXU = ("v6e", "tpu7x")
 # Of a generation whose cores XLA gives one program, and so one set of arguments.
 _CORES = {"v5p": 2}
 # Below every score, and a start of the running maximum between the two: a masked score's
@@ -54,7 +58,9 @@ class Config:
     Attributes:
       block: keys of one step; a multiple of the page size, or a divisor of it.
       slots: blocks in the ring; all but one are on their way while that one is computed.
-      interleave: heads whose dependency chains are computed side by side.
+      interleave: products whose dependency chains are computed side by side.
+      pack: heads that share a product, where the matrix unit is wider than one: their keys are
+        side by side, [block, pack * head_dim], and their queries a block diagonal.
       head_splits: parts that the heads are split in, for cores that share a chip.
       key_splits: parts that each sequence is split in, likewise.
     """
@@ -62,6 +68,7 @@ class Config:
     block: int
     slots: int
     interleave: int
+    pack: int = 1
     head_splits: int = 1
     key_splits: int = 1
 
@@ -102,20 +109,47 @@ def refusal(problem: Problem, target: Target) -> str | None:
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Config]:
-    """The configurations that fit into VMEM, the default one first."""
+    """The configurations that fit into VMEM, the default one first.
+
+    Best is a block of about `_BLOCK_BYTES`: what a step costs besides is small against it, and
+    little of the last one of a sequence is computed in vain.
+    """
     head_splits, key_splits = _splits(problem, target)
     heads = problem.kv_heads // head_splits
-    interleaves = [n for n in (4, 8, 2, 1) if heads % n == 0]
-    for block in (512, 1024, 256, 128, 64, 32, 16):
-        if max(block, problem.page_size) % min(block, problem.page_size):
-            continue
-        if min(block, problem.page_size) % _sublanes(problem.kv_dtype):
-            continue
-        for slots in (4, 3, 2):
-            for interleave in interleaves:
-                config = Config(block, slots, interleave, head_splits, key_splits)
-                if vmem_bytes(problem, config) <= _VMEM_BYTES[target.generation] * 3 // 4:
-                    yield config
+    token_bytes = 2 * heads * problem.head_dim * jnp.dtype(problem.kv_dtype).itemsize
+    can_pack = (
+        target.generation in _WIDE_MXU
+        and problem.head_dim == _LANES
+        and heads % 2 == 0
+        and 2 * problem.rows <= 16
+    )
+
+    def distance(block: int) -> float:
+        return abs(math.log2(block * token_bytes / _BLOCK_BYTES))
+
+    for block in sorted(_blocks(problem), key=distance):
+        for slots in (3, 4, 2):
+            for pack in (2, 1) if can_pack else (1,):
+                groups = heads // pack
+                for interleave in sorted({math.gcd(groups, n) for n in (4, 8, 2, 1)}, reverse=True):
+                    config = Config(block, slots, interleave, pack, head_splits, key_splits)
+                    if vmem_bytes(problem, config) <= _VMEM_BYTES[target.generation] * 3 // 4:
+                        yield config
+
+
+def _blocks(problem: Problem) -> set[int]:
+    """Blocks of whole tiles that are whole pages, or that pages are whole numbers of."""
+    tile, page = _sublanes(problem.kv_dtype), problem.page_size
+    powers = [2**n for n in range(13)]
+    largest = max(_LANES, 2 ** math.ceil(math.log2(problem.capacity)))
+    blocks = {*powers, *(page * n for n in powers)}
+    return {
+        block
+        for block in blocks
+        if block % tile == 0
+        and block <= min(largest, powers[-1])
+        and max(block, page) % min(block, page) == 0
+    }
 
 
 def vmem_bytes(problem: Problem, config: Config) -> int:
@@ -228,7 +262,7 @@ class _Ring:
     semaphores: Any
     head: jax.Array
 
-    def start(self, sequence: jax.Array, block: jax.Array, slot: jax.Array) -> None:
+    def start(self, sequence: Any, block: Any, slot: Any) -> None:
         """Sends for the live chunks of a block."""
 
         def send(chunk: Any) -> None:
@@ -237,7 +271,7 @@ class _Ring:
 
         self._each(sequence, block, send)
 
-    def wait(self, sequence: jax.Array, block: jax.Array, slot: jax.Array) -> None:
+    def wait(self, sequence: Any, block: Any, slot: Any) -> None:
         """Waits until all that `start` sent for is there."""
 
         def receive(chunk: Any) -> None:
@@ -283,6 +317,7 @@ class _Ring:
         return low, jnp.minimum(pl.cdiv(length, size) - block * chunks, chunks)
 
     def _each(self, sequence: Any, block: Any, act: Any) -> None:
+        """Acts on each live chunk of a block; unrolled where these are all of them."""
         chunks = self.config.block // self.config.chunk(self.problem)
         low, high = self._live(sequence, block)
         whole = high - low == chunks
@@ -390,10 +425,11 @@ def _attend(
     # The largest score and the sum stand in every lane and in each lane in part, respectively:
     # neither needs a step across lanes but the maximum.
     compute = jnp.dtype(problem.dtype)
-    shape = (problem.rows, config.block)
+    pack, rows, wide = config.pack, problem.rows, problem.head_dim
+    shape = (pack * rows, config.block)
     key = block * config.block + lax.broadcasted_iota(jnp.int32, shape, 1)
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
-    query = length - problem.q_len + row // problem.group
+    query = length - problem.q_len + lax.rem(row, rows) // problem.group
     seen = key <= query
     if problem.window is not None:
         seen &= key >= query - problem.window
@@ -414,38 +450,56 @@ def _attend(
         )
 
     def tokens(buffer: Any, head: Any) -> jax.Array:
-        return buffer[slot, :, head].reshape(config.block, problem.head_dim).astype(compute)
+        parts = [
+            buffer[slot, :, head + i].reshape(config.block, wide).astype(compute)
+            for i in range(pack)
+        ]
+        return jnp.concatenate(parts, axis=1)
 
-    @pl.loop(0, config.heads(problem) // config.interleave)
-    def _(group: Any) -> None:
+    def of_row(parts: list[jax.Array]) -> jax.Array:
+        """Of arrays [.., n], one for each packed head, in each row that of its head."""
+        n = parts[0].shape[1]
+        owner = lax.broadcasted_iota(jnp.int32, (pack * rows, n), 0) // rows
+        result = jnp.broadcast_to(parts[0], owner.shape)
+        for i, part in enumerate(parts[1:], 1):
+            result = jnp.where(owner == i, part, result)
+        return result
+
+    def scale(dense: Any, head: Any) -> jax.Array:
+        return of_row([dense[pl.ds(head + i, 1), :] for i in range(pack)])
+
+    @pl.loop(0, config.heads(problem) // (config.interleave * pack))
+    def _(step: Any) -> None:
         for i in range(config.interleave):
-            head = group * config.interleave + i
-            score = product(q_ref[head], tokens(buffers[0], head), 1)
+            group = step * config.interleave + i
+            head = group * pack
+            score = product(q_ref[group], tokens(buffers[0], head), 1)
             if problem.is_quantized:
-                score *= scales[0][pl.ds(head, 1), :]
+                score *= scale(scales[0], head)
             if problem.soft_cap is None:
                 score *= problem.scale * _LOG2E
             else:
                 score = jnp.tanh(score * (problem.scale / problem.soft_cap))
                 score *= problem.soft_cap * _LOG2E
             score = jnp.where(seen, score, _MASKED)
-            old = top_ref[head]
+            old = top_ref[group]
             new = jnp.maximum(old, score.max(axis=1, keepdims=True))
             weight = jnp.exp2(score - new[:, :1])
             decay = jnp.exp2(old - new)
-            top_ref[head] = new
-            sum_ref[head] = sum_ref[head] * decay + _fold(weight)
+            top_ref[group] = new
+            sum_ref[group] = sum_ref[group] * decay + _fold(weight)
             if problem.is_quantized:
                 # A scale past the length may not be a number.
-                weight *= jnp.where(seen, scales[1][pl.ds(head, 1), :], 0)
+                weight *= jnp.where(seen, scale(scales[1], head), 0)
             mixed = product(weight.astype(compute), tokens(buffers[1], head), 0)
-            mix_ref[head] = mix_ref[head] * decay[:, :1] + mixed
+            mixed = of_row([mixed[:, j * wide : (j + 1) * wide] for j in range(pack)])
+            mix_ref[group] = mix_ref[group] * decay[:, :1] + mixed
 
 
 def _fold(weight: jax.Array) -> jax.Array:
     """[rows, keys] summed to [rows, 128], which is the same sum in parts."""
     rows, keys = weight.shape
-    if keys < _LANES:
+    if keys % _LANES:
         lane = lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
         return jnp.where(lane == 0, weight.sum(axis=1, keepdims=True), 0)
     parts = [weight[:, i : i + _LANES] for i in range(0, keys, _LANES)]
@@ -457,13 +511,13 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.forward`; `config` is the first of `candidates` by default."""
     config = next(candidates(problem, target)) if config is None else config
-    heads, rows, wide = config.heads(problem), problem.rows, problem.head_dim
-    size = config.chunk(problem)
-    grouped = q.reshape(problem.batch, problem.q_len, problem.kv_heads, problem.group, wide)
-    grouped = grouped.swapaxes(1, 2).reshape(problem.batch, problem.kv_heads, rows, wide)
+    heads, wide, size = config.heads(problem), problem.head_dim, config.chunk(problem)
+    groups, rows = heads // config.pack, config.pack * problem.rows
+    queries = _queries(problem, config, q)
     pools = [cache.k, cache.v]
     if cache.k_scales is not None and cache.v_scales is not None:
         pools += [cache.k_scales, cache.v_scales]
+    operands = (*jax.tree.leaves(_walk(problem, config, cache)), queries, *pools)
     parts = config.key_splits
     cores = config.head_splits * parts
 
@@ -472,34 +526,37 @@ def forward(
             part = (lax.rem(core, parts),) if parted else ()
             return (*part, sequence, core // parts, 0, 0)
 
-        return pl.BlockSpec((*parted, None, heads, rows, last), index)
+        return pl.BlockSpec((*parted, None, groups, rows, last), index)
 
     chunks = config.block // size
     out_dtype = q.dtype if parts == 1 else jnp.float32
-    shape = (parts, problem.batch, problem.kv_heads, rows)
+    shape = (parts, problem.batch, problem.kv_heads // config.pack, rows)
     out, lse = pl.pallas_call(
         partial(_kernel, problem, config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(cores, problem.batch),
-            in_specs=[spec(wide), *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools)],
+            in_specs=[
+                spec(config.pack * wide),
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools),
+            ],
             out_specs=[spec(wide, None), spec(1, None)],
             scratch_shapes=[
                 *(
                     pltpu.VMEM((config.slots, chunks, heads, size, *x.shape[3:]), x.dtype)
                     for x in pools
                 ),
-                pltpu.VMEM((heads, rows, _LANES), jnp.float32),
-                pltpu.VMEM((heads, rows, _LANES), jnp.float32),
-                pltpu.VMEM((heads, rows, wide), jnp.float32),
+                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+                pltpu.VMEM((groups, rows, wide), jnp.float32),
                 pltpu.SMEM((3,), jnp.int32),
                 pltpu.SemaphoreType.DMA((config.slots,)),
                 *(pltpu.VMEM((heads, config.block), jnp.float32) for _ in pools[2:]),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*shape, wide), out_dtype),
-            jax.ShapeDtypeStruct((*shape, 1), jnp.float32),
+            result_type((*shape, wide), out_dtype, *operands),
+            result_type((*shape, 1), jnp.float32, *operands),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
@@ -508,12 +565,23 @@ def forward(
             vmem_limit_bytes=_VMEM_BYTES[target.generation] * 7 // 8,
         ),
         name="decode_attention",
-    )(*jax.tree.leaves(_walk(problem, config, cache)), grouped, *pools)
+    )(*operands)
     out, lse = merge(out, lse)
     out = out.reshape(problem.batch, problem.kv_heads, problem.q_len, problem.group, wide)
     out = out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
     lse = lse.reshape(problem.batch, problem.kv_heads, problem.q_len, problem.group)
     return out, lse.swapaxes(2, 3).reshape(problem.batch, problem.q_heads, problem.q_len)
+
+
+def _queries(problem: Problem, config: Config, q: jax.Array) -> jax.Array:
+    """[batch, kv_heads / pack, pack * rows, pack * head_dim], block-diagonal in the last two."""
+    pack = config.pack
+    shape = (problem.batch, problem.q_len, problem.kv_heads, problem.group, problem.head_dim)
+    packed = q.reshape(shape).swapaxes(1, 2)
+    packed = packed.reshape(problem.batch, -1, pack, problem.rows, problem.head_dim)
+    diagonal = jnp.eye(pack, dtype=bool)[:, None, :, None]
+    packed = jnp.where(diagonal, packed[:, :, :, :, None], jnp.zeros((), q.dtype))
+    return packed.reshape(*packed.shape[:2], pack * problem.rows, pack * problem.head_dim)
 
 
 def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
