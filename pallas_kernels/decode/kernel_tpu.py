@@ -223,7 +223,11 @@ def _walk(problem: Problem, config: Config, cache: Cache) -> Walk:
     row = jnp.arange(problem.batch + 1)
     busy = jnp.where(first < stop, row, problem.batch)
     live = lax.cummin(busy, axis=1, reverse=True)
-    table = jnp.zeros((1,), jnp.int32) if cache.block_tables is None else jnp.clip(cache.block_tables, 0, problem.num_pages - 1)
+    table = (
+        jnp.zeros((1,), jnp.int32)
+        if cache.block_tables is None
+        else jnp.clip(cache.block_tables, 0, problem.num_pages - 1)
+    )
     return Walk(cache.lengths, *(x.reshape(-1) for x in (first, stop, live, table)))
 
 

@@ -123,8 +123,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp in float64, one query and key at a time, without a mask."""
     problem = case.problem
     k, v, q = (
-        np.asarray(x.astype(jnp.float32), np.float64)
-        for x in (case.cache.k, case.cache.v, case.q)
+        np.asarray(x.astype(jnp.float32), np.float64) for x in (case.cache.k, case.cache.v, case.q)
     )
     if case.cache.k_scales is not None and case.cache.v_scales is not None:
         k = k * np.asarray(case.cache.k_scales, np.float64)[..., None]
@@ -157,9 +156,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def check(case: Case, got: tuple[Any, Any], same_dtype: tuple[Any, Any]) -> None:
     """|got - oracle| <= 2 |reference of the same type - oracle| + a little, in the max norm."""
-    for name, mine, theirs, true in zip(
-        ("out", "lse"), got, same_dtype, oracle(case), strict=True
-    ):
+    for name, mine, theirs, true in zip(("out", "lse"), got, same_dtype, oracle(case), strict=True):
         mine, theirs = (np.asarray(x).astype(np.float64) for x in (mine, theirs))
         blind = np.isneginf(true)
         np.testing.assert_array_equal(np.isneginf(mine), blind, f"-inf of {name}")
