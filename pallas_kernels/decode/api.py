@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, Protocol, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.choosing import choose
@@ -364,7 +365,7 @@ def _checked(
         return lengths, block_tables
 
     operands = (lengths, block_tables)
-    if not any(isinstance(x, jax.core.Tracer) for x in operands):
+    if not any(isinstance(x, Tracer) for x in operands):
         return check(*operands)
     # Not a debug callback: the kernel must not start before the check is through, so it takes
     # the arrays from it.

@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_query
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
 from pallas_kernels.targets import Target
@@ -353,12 +354,11 @@ class _Ring:
             )
 
 
-def _kernel(problem: Problem, config: Config, *refs: Any) -> None:
+def _kernel(problem: Problem, config: Config, *arguments: Any) -> None:
     pool_count = 4 if problem.is_quantized else 2
-    walk = Walk(*refs[:5])
-    q_ref, *refs = refs[5:]
-    pools, refs = tuple(refs[:pool_count]), refs[pool_count:]
-    out_ref, lse_ref, *refs = refs
+    walk, refs = Walk(*arguments[:5]), list(arguments[5:])
+    q_ref, *refs = refs
+    pools, (out_ref, lse_ref, *refs) = tuple(refs[:pool_count]), refs[pool_count:]
     buffers, refs = tuple(refs[:pool_count]), refs[pool_count:]
     top_ref, sum_ref, mix_ref, cursor, semaphores, *scales = refs
 
@@ -570,38 +570,15 @@ def forward(
         ),
         name="decode_attention",
     )(*operands)
-    out, lse = merge(out, lse)
-    out = out.reshape(problem.batch, problem.kv_heads, problem.q_len, problem.group, wide)
-    out = out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
-    lse = lse.reshape(problem.batch, problem.kv_heads, problem.q_len, problem.group)
-    return out, lse.swapaxes(2, 3).reshape(problem.batch, problem.q_heads, problem.q_len)
+    out = out.reshape(parts, problem.batch, problem.kv_heads, problem.rows, wide)
+    return results_by_query(problem, *merge(out, lse.reshape(out.shape[:-1])))
 
 
 def _queries(problem: Problem, config: Config, q: jax.Array) -> jax.Array:
     """[batch, kv_heads / pack, pack * rows, pack * head_dim], block-diagonal in the last two."""
     pack = config.pack
-    shape = (problem.batch, problem.q_len, problem.kv_heads, problem.group, problem.head_dim)
-    packed = q.reshape(shape).swapaxes(1, 2)
+    packed = queries_by_kv_head(problem, q)
     packed = packed.reshape(problem.batch, -1, pack, problem.rows, problem.head_dim)
     diagonal = jnp.eye(pack, dtype=bool)[:, None, :, None]
     packed = jnp.where(diagonal, packed[:, :, :, :, None], jnp.zeros((), q.dtype))
     return packed.reshape(*packed.shape[:2], pack * problem.rows, pack * problem.head_dim)
-
-
-def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The attention to all keys, from that to each part of them.
-
-    Args:
-      out: [parts, ..., head_dim].
-      lse: f32[parts, ..., 1].
-
-    Returns:
-      The same without the first axis; the log-sum-exp also without the last.
-    """
-    if out.shape[0] == 1:
-        return out[0], lse[0, ..., 0]
-    top = lse.max(axis=0)
-    weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0))
-    total = weight.sum(axis=0)
-    safe = jnp.where(total > 0, total, 1)
-    return (out * weight).sum(axis=0) / safe, (top + jnp.log(safe))[..., 0]
