@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.choosing import choose
-from pallas_kernels.decode import kernel_tpu, reference
+from pallas_kernels.decode import kernel_gpu, kernel_tpu, reference
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.errors import KernelArgumentError, NotDifferentiableError
 from pallas_kernels.targets import Target, current_target
@@ -40,7 +40,11 @@ class Implementation(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"tpu": kernel_tpu, "xla": reference}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "tpu": kernel_tpu,
+    "hopper": kernel_gpu,
+    "xla": reference,
+}
 """By name, the best first."""
 
 _DTYPES = ("bfloat16", "float16", "float32")

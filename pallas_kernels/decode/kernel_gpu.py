@@ -48,12 +48,15 @@ from pallas_kernels.result_types import result_type
 from pallas_kernels.targets import Target
 
 _ROWS = 64
-_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+# Of others Mosaic GPU finds no layout for the tiles, as of 96.
+_HEAD_DIMS = (64, 128, 192, 256)
 _SMS = 132
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
 # That Mosaic GPU sets aside for reductions.
 _REDUCTION_BYTES = 2048
+# Elements of a tile of keys: with more ptxas was seen to spill.
+_TILE = 128 * 128
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 40
 _LOG2E = math.log2(math.e)
 # As in kernel_tpu.
@@ -103,6 +106,8 @@ def refusal(problem: Problem, target: Target) -> str | None:
 def candidates(problem: Problem) -> Iterator[Config]:
     """The configurations that fit into SMEM, the default one first."""
     for block in (128, 64):
+        if block * problem.head_dim > _TILE:
+            continue
         if max(block, problem.page_size) % min(block, problem.page_size):
             continue
         for slots in (4, 3, 2):
@@ -143,10 +148,15 @@ def _splits(problem: Problem, block: int) -> int:
     return next(enough, max(range(1, min(most, _SMS) + 1), key=occupancy))
 
 
+def _swizzle_bytes(dtype: str, columns: int) -> int:
+    """The widest swizzle that divides a row."""
+    return next(n for n in (128, 64, 32) if columns * jnp.dtype(dtype).itemsize % n == 0)
+
+
 def _tile(dtype: str, *shape: int) -> Any:
     """SMEM for tiles [..., rows, columns], laid out for TMA and wgmma."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
+    swizzle = _swizzle_bytes(dtype, shape[-1])
     transforms = (
         plgpu.TilingTransform((8, swizzle // itemsize)),
         plgpu.SwizzleTransform(swizzle),
@@ -334,7 +344,8 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
         tile = smem[kind].at[slot]
         if not problem.is_quantized:
             return tile
-        smem["wide"][...] = tile[...].astype(problem.dtype)
+        for piece in _pieces(problem, config):
+            smem["wide"].at[piece][...] = tile.at[piece][...].astype(problem.dtype)
         plgpu.commit_smem()
         return smem["wide"]
 
@@ -354,11 +365,11 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
         score = (1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(doubled)))) * (problem.soft_cap * _LOG2E)
 
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA) + block * config.block
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + work.tile * _ROWS
+    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_BY_ROW) + work.tile * _ROWS
     query = work.length - problem.q_len + lax.div(row, jnp.int32(problem.group))
-    seen = key <= query
+    seen = key <= _over_columns(query, shape)
     if problem.window is not None:
-        seen &= key >= query - problem.window
+        seen &= key >= _over_columns(query - problem.window, shape)
     score = jnp.where(seen, score, _MASKED)
 
     new = jnp.maximum(top, score.max(axis=1))
@@ -384,7 +395,7 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
 
 def _columns(problem: Problem) -> list[Any]:
     """Slices of a head: of one product of P and V, whose accumulator the registers have to hold."""
-    width = 64 if problem.head_dim % 64 == 0 else problem.head_dim
+    width = 128 if problem.head_dim % 128 == 0 else problem.head_dim
     return [pl.ds(n, width) for n in range(0, problem.head_dim, width)]
 
 
@@ -399,13 +410,23 @@ def _clear(work: _Work, tile: Any, block: Any) -> None:
 
     @pl.when(rest < work.config.block)
     def _() -> None:
-        # A piece at a time, for the registers.
-        for start in range(0, work.config.block, _ROWS):
-            for columns in _columns(work.problem):
-                piece = tile.at[pl.ds(start, _ROWS), columns]
-                values = plgpu.load(piece, layout=_WGMMA)
-                token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_WGMMA) + start
-                piece[...] = jnp.where(token < rest, values, jnp.zeros_like(values))
+        for piece in _pieces(work.problem, work.config):
+            values = plgpu.load(tile.at[piece], layout=_WGMMA)
+            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_WGMMA)
+            token += piece[0].start
+            tile.at[piece][...] = jnp.where(token < rest, values, jnp.zeros_like(values))
+
+
+def _pieces(problem: Problem, config: Config) -> list[tuple[Any, Any]]:
+    """Of a tile of keys or values, small enough to pass through registers beside O."""
+    swizzle = _swizzle_bytes(problem.kv_dtype, problem.head_dim)
+    width = swizzle // jnp.dtype(problem.kv_dtype).itemsize
+    starts = (
+        (row, column)
+        for row in range(0, config.block, _ROWS)
+        for column in range(0, problem.head_dim, width)
+    )
+    return [(pl.ds(row, _ROWS), pl.ds(column, width)) for row, column in starts]
 
 
 def _product(shape: tuple[int, ...], a: Any, b: Any) -> jax.Array:

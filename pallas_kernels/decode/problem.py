@@ -10,6 +10,12 @@ heads; row b of the block table names the pages of sequence b, in order:
 With the heads outside the tokens a page of all heads is one contiguous run of memory, one DMA,
 and each head in it is a slab [page_size, head_dim] of whole tiles, which goes to the matrix unit
 as it is. Without a block table sequence b has one page, b, of max_len tokens.
+
+XLA for TPU lays an argument out otherwise where its last axis is narrower than 128, as that of a
+head of 64 or of the scales of a page of 32 tokens, and would copy the pool at each call. Where
+such a pool enters and leaves a jitted function, ask for its rows in order:
+
+    jax.jit(step, in_shardings=Format(Layout(major_to_minor=(0, 1, 2, 3)), sharding), ...)
 """
 
 from __future__ import annotations
