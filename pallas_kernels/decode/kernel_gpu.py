@@ -92,8 +92,6 @@ def refusal(problem: Problem, target: Target) -> str | None:
         return "it takes a Hopper GPU (wgmma)"
     if problem.dtype == "float32":
         return "wgmma has no float32: it takes bfloat16 or float16"
-    if problem.kv_dtype == "float8_e4m3fn":
-        return "Mosaic GPU does not convert float8_e4m3fn: it takes int8, or the type of q"
     if problem.head_dim not in _HEAD_DIMS:
         return f"heads are {problem.head_dim} wide: it takes {_HEAD_DIMS}"
     if problem.page_size % 8:
@@ -105,9 +103,9 @@ def refusal(problem: Problem, target: Target) -> str | None:
 
 def candidates(problem: Problem) -> Iterator[Config]:
     """The configurations that fit into SMEM, the default one first."""
-    for block in (128, 64):
-        if block * problem.head_dim > _TILE:
-            continue
+    # float8_e4m3fn passes through registers twice as wide as int8.
+    limit = _TILE // 2 if problem.kv_dtype == "float8_e4m3fn" else _TILE
+    for block in sorted((128, 64), key=lambda block: block * problem.head_dim > limit):
         if max(block, problem.page_size) % min(block, problem.page_size):
             continue
         for slots in (4, 3, 2):
@@ -157,11 +155,10 @@ def _tile(dtype: str, *shape: int) -> Any:
     """SMEM for tiles [..., rows, columns], laid out for TMA and wgmma."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = _swizzle_bytes(dtype, shape[-1])
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
+    # jax's own classes leave a method of their base abstract.
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(tiling, swizzling))
 
 
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
@@ -234,8 +231,7 @@ def slot_of(step: jax.Array, slots: int) -> jax.Array:
     return lax.rem(step, jnp.int32(slots))
 
 
-def _kernel(problem: Problem, config: Config, *refs: Any, **smem: Any) -> None:
-    lengths, *refs = refs
+def _kernel(problem: Problem, config: Config, lengths: Any, *refs: Any, **smem: Any) -> None:
     *operands, out, lse = refs
     work = _Work.here(problem, config, lengths)
 
@@ -345,8 +341,11 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
         if not problem.is_quantized:
             return tile
         for piece in _pieces(problem, config):
-            smem["wide"].at[piece][...] = tile.at[piece][...].astype(problem.dtype)
-        plgpu.commit_smem()
+            narrow = tile.at[piece][...]
+            if problem.kv_dtype == "float8_e4m3fn":
+                # The hardware converts it to float16 only, which Mosaic GPU widens.
+                narrow = narrow.astype(jnp.float32)
+            smem["wide"].at[piece][...] = narrow.astype(problem.dtype)
         return smem["wide"]
 
     def scales(kind: str) -> jax.Array:
@@ -354,6 +353,8 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
 
     plgpu.barrier_wait(smem["k_full"].at[slot])
     keys = operand("k")
+    if problem.is_quantized:
+        plgpu.commit_smem()
     score = _product(shape, smem["q"], keys.T)
     if problem.is_quantized:
         score *= scales("k")
@@ -381,13 +382,13 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
         # A scale past the length may not be a number.
         weight = jnp.where(seen, weight * scales("v"), 0.0)
     smem["p"][...] = weight.astype(problem.dtype)
-    if not problem.is_quantized:
-        _clear(work, smem["v"].at[slot], block)
-    plgpu.commit_smem()
     values = operand("v")
+    if jnp.issubdtype(jnp.dtype(problem.kv_dtype), jnp.floating):
+        _clear(work, values, block)
+    plgpu.commit_smem()
     mixed: list[jax.Array] = []
     for tile, columns in zip(acc, _columns(problem), strict=True):
-        product = _product(tile.shape, smem["p"], values.at[:, columns])
+        product = _product((_ROWS, columns.size), smem["p"], values.at[:, columns])
         mixed.append(tile * _over_columns(decay, tile.shape) + product)
     plgpu.barrier_arrive(smem["empty"].at[slot])
     return tuple(mixed), new, total
@@ -429,14 +430,14 @@ def _pieces(problem: Problem, config: Config) -> list[tuple[Any, Any]]:
     return [(pl.ds(row, _ROWS), pl.ds(column, width)) for row, column in starts]
 
 
-def _product(shape: tuple[int, ...], a: Any, b: Any) -> jax.Array:
+def _product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
     """a b, f32 of `shape`."""
 
     def scoped(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

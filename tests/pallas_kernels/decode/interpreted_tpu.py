@@ -71,7 +71,7 @@ def check_parts(mode: Mode) -> None:
 def check_random(mode: Mode, examples: int) -> None:
     """Any of the configurations that there are for any problem."""
 
-    @settings(max_examples=examples, database=None)
+    @settings(max_examples=examples, database=None, deadline=None)
     @given(strategies.cases(head_dims=(64, 128)), st.data())
     def compare(case: dict[str, Any], data: st.DataObject) -> None:
         problem = cases.make(**case).problem
