@@ -1,0 +1,267 @@
+"""What the Hopper kernels share: tiles in SMEM, rings of slots, scores and their masks.
+
+A ring is how the producer hands tiles to the consumers. Step i of a kernel's loop uses slot
+i mod `slots`. Each slot has two mbarriers, and each warpgroup waits for every phase of those
+it waits for, in order, once: Mosaic GPU keeps the parity of the next phase in a register of
+each warpgroup.
+
+    barrier     arrivals a phase                   waited for by
+    full[s]     one a copy: TMA, once it landed    each consumer, before it reads slot s
+    empty[s]    one a consumer, once its wgmmas    the producer, before it fills slot s again
+                that read slot s are done          and, of the last fills, before it ends
+
+Phase n of full[s] completes after phase n - 1 of empty[s], and that after each consumer saw
+phase n - 1 of full[s]. So nobody is ever two phases apart, which is as much as a parity tells.
+It is why a consumer that has no use for a step still waits for `full` before it arrives at
+`empty`: arriving early, it would count twice in one phase and stand in for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.spans import Scalar, seen
+
+type Ref = Any
+"""A reference to SMEM, GMEM, an accumulator or barriers; jax has no public type for it."""
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+CONSUMERS = 2
+# Per thread, after setmaxnreg: 128 * (2 * 232 + 40) is 63 Ki of the 64 Ki that an SM has.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+SMEM_CAPACITY = 227 * 1024
+"""Bytes of one thread block, at most (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+WARPGROUP = 128
+"""Threads; an f32 tile in the accumulator's layout takes rows * columns / 128 registers of each."""
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+PARAMS = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+)
+
+# plgpu.SMEM is laid out from multiples of this.
+_SMEM_ALIGNMENT = 1024
+
+
+# --- SMEM ---------------------------------------------------------------------------------
+
+
+def swizzle_bytes(head_dim: int, dtype: str) -> int:
+    """The widest swizzle that divides a row of a head: 128, 64 or 32 bytes; 0 if none does."""
+    row = head_dim * jnp.dtype(dtype).itemsize
+    return next((width for width in (128, 64, 32) if row % width == 0), 0)
+
+
+def tiles(problem: Problem, *shape: int) -> Any:
+    """SMEM for tiles [..., rows, columns] of the inputs' type, laid out for TMA and wgmma."""
+    dtype = jnp.dtype(problem.dtype)
+    swizzle = swizzle_bytes(shape[-1], problem.dtype)
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def scratch_bytes(scratch: object) -> int:
+    """Bytes of SMEM that Mosaic GPU sets aside for a tree of scratch types."""
+
+    def one(leaf: Any) -> int:
+        if isinstance(leaf, plgpu.Barrier):
+            barriers = leaf.num_barriers
+            return 8 * (barriers if isinstance(barriers, int) else math.prod(barriers))
+        size = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        return -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+    return sum(one(leaf) for leaf in jax.tree.leaves(scratch))
+
+
+# --- warpgroups ---------------------------------------------------------------------------
+
+
+def specialise(
+    me: jax.Array, *, consumer: Callable[[], None], producer: Callable[[], None]
+) -> None:
+    """Runs `consumer` in the first warpgroups and `producer` in the last, registers to match."""
+
+    def consume() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consumer()
+
+    def produce() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        producer()
+
+    # Not two `pl.when`: what the second needs would be alive all through the first.
+    lax.cond(me < CONSUMERS, consume, produce)
+
+
+# --- rings --------------------------------------------------------------------------------
+
+
+def ring_barriers(slots: int, copies: int = 1) -> tuple[Any, Any]:
+    """Scratch types of `Ring.full` and `Ring.empty`, where `copies` fill one slot."""
+    return (
+        plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=slots),
+    )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots that the producer fills and the consumers empty; the module has the protocol.
+
+    Attributes:
+      slots: how many.
+      full, empty: `slots` barriers each.
+    """
+
+    slots: int
+    full: Ref
+    empty: Ref
+
+    def slot(self, step: Scalar) -> jax.Array:
+        """Which slot a step uses."""
+        return lax.rem(jnp.int32(step), jnp.int32(self.slots))
+
+    def await_full(self, step: Scalar) -> None:
+        """Consumer: before it reads the slot of `step`."""
+        plgpu.barrier_wait(self.full.at[self.slot(step)])
+
+    def release(self, step: Scalar) -> None:
+        """Consumer: once it has read the slot of `step`."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def fill(self, step: Scalar, *copies: tuple[Ref, Ref]) -> None:
+        """Producer: copies GMEM to the slot of `step`, (from, to) each."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        for source, slots in copies:
+            plgpu.copy_gmem_to_smem(source, slots.at[slot], self.full.at[slot])
+
+    def drain(self, steps: Scalar) -> None:
+        """Producer: awaits the releases of the last fills, of `steps` altogether."""
+
+        @pl.loop(jnp.maximum(steps - self.slots, 0), steps)
+        def _(step: jax.Array) -> None:
+            plgpu.barrier_wait(self.empty.at[self.slot(step)])
+
+
+# --- registers ----------------------------------------------------------------------------
+
+
+def product(shape: tuple[int, int], issue: Callable[[Ref], None]) -> jax.Array:
+    """f32 of `shape`: what `issue` multiplies into an accumulator of zeros."""
+
+    def scoped(accumulator: Ref) -> jax.Array:
+        issue(accumulator)
+        return accumulator[...]
+
+    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+
+
+def load(slot: Ref, layout: Any) -> jax.Array:
+    """What TMA put in a slot of a ring, in registers, so that TMA may overwrite it."""
+    value = plgpu.load(slot, layout=layout)
+    # TMA's writes are not ordered after the reads of threads without this fence.
+    plgpu.commit_smem()
+    return value
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    """f32, in the accumulator's layout."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
+
+
+def per_row(rows: int, value: float) -> jax.Array:
+    """f32, one a row of the accumulator's layout."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), BY_ROW)
+
+
+def over_columns(shape: tuple[int, ...], vector: jax.Array) -> jax.Array:
+    """One a row, [rows], to [rows, columns]."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def over_rows(shape: tuple[int, ...], vector: jax.Array) -> jax.Array:
+    """One a column, [columns], to [rows, columns]."""
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def visible(
+    problem: Problem,
+    shape: tuple[int, int],
+    first_query: Scalar,
+    first_key: Scalar,
+    *,
+    queries_axis: int,
+    keys_end: bool,
+) -> jax.Array | None:
+    """bool: where a query of a tile sees a key by position; None where all do.
+
+    Args:
+      shape: of the tile of scores.
+      first_query, first_key: of the tile.
+      queries_axis: 0, or 1 for scores with a key a row.
+      keys_end: whether the tile may reach past the last key.
+    """
+
+    def positions(first: Scalar, axis: int) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
+
+    return seen(
+        problem.band,
+        positions(first_query, queries_axis),
+        positions(first_key, 1 - queries_axis),
+        problem.kv_len if keys_end else None,
+    )
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Scores as exponents of 2.
+
+    Attributes:
+      values: f32; times `factor` they are the exponents.
+      factor: positive, so that the largest value has the largest exponent.
+      tanh: f32, where there is a soft cap: what it is the gradient's 1 - tanh² of.
+    """
+
+    values: jax.Array
+    factor: float
+    tanh: jax.Array | None
+
+    def exponents(self) -> jax.Array:
+        return self.values if self.factor == 1 else self.values * self.factor
+
+
+def logits(problem: Problem, products: jax.Array) -> Logits:
+    """Of the products of queries and keys: what softmax is taken of."""
+    if problem.soft_cap is None:
+        if problem.scale > 0:
+            return Logits(products, problem.scale * LOG2_E, None)
+        return Logits(products * (problem.scale * LOG2_E), 1.0, None)
+    # tanh(x) = 1 - 2 / (1 + e^2x). The tanh of the hardware is good to 2^-11: times a cap of 50
+    # that would be 2 % of a weight. 1 / x is one instruction, which 2 / x is not.
+    doubled = products * (2 * problem.scale / problem.soft_cap * LOG2_E)
+    tanh = 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(doubled)))
+    return Logits(tanh * (problem.soft_cap * LOG2_E), 1.0, tanh)

@@ -1,0 +1,104 @@
+"""Mosaic GPU kernels for Hopper on the CPU, by jax's GPU interpreter.
+
+The interpreter (jax 0.12) has no wgmma with an operand in registers and no accumulator that
+starts from a value, so while `interpreting` these four names of Pallas are stood in for:
+
+    plgpu.ACC, plgpu.wgmma, pl.run_scoped (of accumulators), pl.run_state
+
+Everything else of a kernel, each copy and each barrier, is the interpreter's. A wgmma is carried
+out as late as it may be: when its accumulator is read or its scope ends. Then it reads its
+operands from SMEM, so that a slot that was given back before the wgmma was waited for is a race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclass
+class Accumulator:
+    """An f32 accumulator, and the wgmmas that were issued into it."""
+
+    value: jax.Array
+    issued: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @classmethod
+    def init(cls, value: jax.Array) -> Accumulator:
+        return cls(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        assert index is ...
+        for a, b in self.issued:
+            a, b = (x if isinstance(x, jax.Array) else plgpu.load(x) for x in (a, b))
+            # As wgmma reads: in the order of TMA and not of the threads.
+            plgpu.commit_smem()
+            self.value += jnp.dot(a, b, preferred_element_type=jnp.float32)
+        self.issued.clear()
+        return self.value
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`plgpu.ACC(shape, dtype)`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @staticmethod
+    def init(value: jax.Array) -> Accumulator:
+        return Accumulator(value)
+
+
+def _wgmma(accumulator: Accumulator, a: Any, b: Any) -> None:
+    accumulator.issued.append((a, b))
+
+
+def _run_scoped(real: Callable[..., Any]) -> Callable[..., Any]:
+    def run_scoped(body: Callable[..., Any], *types: Any, **options: Any) -> Any:
+        if not any(isinstance(t, Allocation) for t in types):
+            return real(body, *types, **options)
+        return body(*(Accumulator(jnp.zeros(t.shape, t.dtype)) for t in types))
+
+    return run_scoped
+
+
+def _run_state(body: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def run(initial: Any) -> Any:
+        body(initial)
+        is_accumulator = lambda x: isinstance(x, Accumulator)
+        return jax.tree.map(lambda x: x[...], initial, is_leaf=is_accumulator)
+
+    return run
+
+
+@contextlib.contextmanager
+def interpreting(**options: Any) -> Iterator[None]:
+    """Kernels that are traced meanwhile run on the CPU; races raise.
+
+    Args:
+      options: of `plgpu.InterpretGPUParams`.
+    """
+    params = plgpu.InterpretGPUParams(
+        **({"detect_races": True} | options)
+    )
+    with (
+        mock.patch.object(plgpu, "ACC", Allocation),
+        mock.patch.object(plgpu, "wgmma", _wgmma),
+        mock.patch.object(pl, "run_scoped", _run_scoped(pl.run_scoped)),
+        mock.patch.object(pl, "run_state", _run_state),
+        plgpu.force_gpu_interpret_mode(params),
+    ):
+        yield
