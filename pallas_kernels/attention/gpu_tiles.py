@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.problem import Problem
-from pallas_kernels.attention.spans import Scalar, seen
+from pallas_kernels.attention.problem import Band, Problem
+from pallas_kernels.attention.spans import Scalar, Span, seen, segment_spans, span
 
 type Ref = Any
 """A reference to SMEM, GMEM, an accumulator or barriers; jax has no public type for it."""
@@ -56,6 +57,9 @@ BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 PARAMS = plgpu.CompilerParams(
     approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
 )
+
+# Addresses, bounds of loops and parities, as ptxas was seen to need besides the tiles.
+_OTHER_REGISTERS = 24
 
 # plgpu.SMEM is laid out from multiples of this.
 _SMEM_ALIGNMENT = 1024
@@ -91,6 +95,115 @@ def scratch_bytes(scratch: object) -> int:
     return sum(one(leaf) for leaf in jax.tree.leaves(scratch))
 
 
+# --- work ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows of one thread block, and the blocks of columns that it streams.
+
+    Rows are queries and columns keys, or the other way round.
+
+    Attributes:
+      band: which columns a row sees.
+      total_rows, columns: that there are.
+      block: columns of a block.
+      first: row.
+      blocks: that any row sees.
+      of_segments: those with tokens of the rows' segments, if there are segments.
+    """
+
+    band: Band
+    total_rows: int
+    columns: int
+    block: int
+    first: jax.Array
+    blocks: Span
+    of_segments: Span | None
+
+    @classmethod
+    def at(
+        cls,
+        band: Band,
+        total_rows: int,
+        columns: int,
+        block: int,
+        rows: int,
+        index: jax.Array,
+        segment_spans: Ref | None,
+    ) -> Tile:
+        """The `index`-th of `rows` rows; `segment_spans` is its row of that, in GMEM."""
+        first = index * rows
+        blocks = span(band, first, rows, total_rows, block, columns)
+        of_segments = None
+        if segment_spans is not None:
+            of_segments = Span(*(segment_spans[i] for i in range(4)))
+            blocks = blocks.meet(of_segments)
+        return cls(band, total_rows, columns, block, first, blocks, of_segments)
+
+    @property
+    def steps(self) -> Scalar:
+        """Blocks that are streamed."""
+        return self.blocks.stop - self.blocks.start
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last block has columns past the end."""
+        return self.columns % self.block != 0
+
+    def seen_by(self, first: Scalar, rows: int) -> Span:
+        """Of some of the rows: blocks that they see."""
+        own = span(self.band, first, rows, self.total_rows, self.block, self.columns)
+        return own if self.of_segments is None else own.meet(self.of_segments)
+
+
+def for_blocks[Carry](
+    tile: Tile,
+    own: Span,
+    attend: Callable[[bool, jax.Array, Carry], Carry],
+    pass_by: Callable[[jax.Array], None],
+    carry: Carry,
+) -> Carry:
+    """All the blocks of a tile, in order, for a consumer that sees those of `own`.
+
+    Args:
+      attend: of whether scores have to be masked, the block and the carry.
+      pass_by: of a block that only the other consumer sees.
+    """
+
+    def passing(block: jax.Array, nothing: None) -> None:
+        pass_by(block)
+
+    lax.fori_loop(tile.blocks.start, own.start, passing, None)
+    carry = lax.fori_loop(own.start, own.full_start, partial(attend, True), carry)
+    carry = lax.fori_loop(own.full_start, own.full_stop, partial(attend, False), carry)
+    carry = lax.fori_loop(own.full_stop, own.stop, partial(attend, True), carry)
+    lax.fori_loop(own.stop, tile.blocks.stop, passing, None)
+    return carry
+
+
+def segment_operands(
+    rows: jax.Array, columns: jax.Array, tile: int, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Ids padded to whole tiles and blocks, and each tile's `segment_spans`."""
+    # The last id over again, so that a tile of one segment stays of one.
+    row_ids, column_ids = (
+        jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+        for ids, size in ((rows, tile), (columns, block))
+    )
+    return row_ids, column_ids, segment_spans(row_ids, column_ids, tile, block)
+
+
+def statistics(lse: jax.Array, delta: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Log-sum-exp as an exponent of 2, and delta: both padded to a multiple of `rows`.
+
+    Queries that see nothing, and those that are padding, get an infinite sum: no weight.
+    """
+    padding = ((0, 0), (0, 0), (0, -lse.shape[-1] % rows))
+    exponents = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    return jnp.pad(exponents, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
+
+
 # --- warpgroups ---------------------------------------------------------------------------
 
 
@@ -109,6 +222,11 @@ def specialise(
 
     # Not two `pl.when`: what the second needs would be alive all through the first.
     lax.cond(me < CONSUMERS, consume, produce)
+
+
+def fits(smem: int, registers: int) -> bool:
+    """Whether a thread block with so many bytes, and registers for its tiles, is worth a try."""
+    return smem <= SMEM_CAPACITY and registers <= CONSUMER_REGISTERS - _OTHER_REGISTERS
 
 
 # --- rings --------------------------------------------------------------------------------
@@ -169,6 +287,15 @@ class Ring:
 # --- registers ----------------------------------------------------------------------------
 
 
+def opaque(index: jax.Array) -> jax.Array:
+    """The same, so that the compiler does not see that it is the same at each step of a loop.
+
+    Of a tile that never moves it would compute the descriptors of all wgmmas before the loop,
+    two registers each, and keep them.
+    """
+    return lax.optimization_barrier(index)
+
+
 def product(shape: tuple[int, int], issue: Callable[[Ref], None]) -> jax.Array:
     """f32 of `shape`: what `issue` multiplies into an accumulator of zeros."""
 
@@ -179,12 +306,12 @@ def product(shape: tuple[int, int], issue: Callable[[Ref], None]) -> jax.Array:
     return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def load(slot: Ref, layout: Any) -> jax.Array:
-    """What TMA put in a slot of a ring, in registers, so that TMA may overwrite it."""
-    value = plgpu.load(slot, layout=layout)
+def load(layout: Any, *slots: Ref) -> tuple[jax.Array, ...]:
+    """What TMA put in slots of a ring, in registers, so that TMA may overwrite it."""
+    values = tuple(plgpu.load(slot, layout=layout) for slot in slots)
     # TMA's writes are not ordered after the reads of threads without this fence.
     plgpu.commit_smem()
-    return value
+    return values
 
 
 def zeros(rows: int, columns: int) -> jax.Array:
@@ -207,33 +334,37 @@ def over_rows(shape: tuple[int, ...], vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def visible(
-    problem: Problem,
-    shape: tuple[int, int],
-    first_query: Scalar,
-    first_key: Scalar,
-    *,
-    queries_axis: int,
-    keys_end: bool,
-) -> jax.Array | None:
-    """bool: where a query of a tile sees a key by position; None where all do.
+def masked(
+    values: jax.Array,
+    otherwise: float,
+    tile: Tile,
+    first_row: Scalar,
+    block: Scalar,
+    row_ids: jax.Array | None,
+    column_ids: jax.Array | None,
+) -> jax.Array:
+    """[rows, columns] of a block, and `otherwise` where a row does not see a column.
 
     Args:
-      shape: of the tile of scores.
-      first_query, first_key: of the tile.
-      queries_axis: 0, or 1 for scores with a key a row.
-      keys_end: whether the tile may reach past the last key.
+      first_row: of these rows.
+      row_ids, column_ids: their segments, one a row and one a column, if there are segments.
     """
 
     def positions(first: Scalar, axis: int) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
+        return plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=WGMMA) + first
 
-    return seen(
-        problem.band,
-        positions(first_query, queries_axis),
-        positions(first_key, 1 - queries_axis),
-        problem.kv_len if keys_end else None,
+    sees = seen(
+        tile.band,
+        positions(first_row, 0),
+        positions(block * tile.block, 1),
+        tile.columns if tile.is_cut else None,
     )
+    if sees is not None:
+        values = jnp.where(sees, values, otherwise)
+    if row_ids is not None and column_ids is not None:
+        same = over_columns(values.shape, row_ids) == over_rows(values.shape, column_ids)
+        values = jnp.where(same, values, otherwise)
+    return values
 
 
 @dataclass(frozen=True)
@@ -243,15 +374,16 @@ class Logits:
     Attributes:
       values: f32; times `factor` they are the exponents.
       factor: positive, so that the largest value has the largest exponent.
-      tanh: f32, where there is a soft cap: what it is the gradient's 1 - tanh² of.
+      tanh: f32, where there is a soft cap.
     """
 
     values: jax.Array
     factor: float
     tanh: jax.Array | None
 
-    def exponents(self) -> jax.Array:
-        return self.values if self.factor == 1 else self.values * self.factor
+    def through_cap(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of the scores, from that of the capped ones."""
+        return gradient if self.tanh is None else gradient * (1.0 - self.tanh * self.tanh)
 
 
 def logits(problem: Problem, products: jax.Array) -> Logits:

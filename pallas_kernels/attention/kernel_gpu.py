@@ -46,9 +46,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import gpu_tiles as gpu
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Ring
+from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Ring, Tile
 from pallas_kernels.attention.problem import Problem, Segments
-from pallas_kernels.attention.spans import Scalar, Span, segment_spans, span
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,7 @@ def candidates(problem: Problem) -> Iterator[Config]:
                 config = Config(block_q, block_kv, slots)
                 if problem.segments and block_kv * 4 % 128:
                     continue
-                if registers(problem, config) > gpu.CONSUMER_REGISTERS - 24:
-                    continue
-                if smem_bytes(problem, config) <= gpu.SMEM_CAPACITY:
+                if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
                     yield config
 
 
@@ -129,6 +126,9 @@ def forward(
     lse = jax.ShapeDtypeStruct(
         (problem.batch, problem.q_heads, q_tiles * config.tile_q), jnp.float32
     )
+    ids = ()
+    if segments is not None:
+        ids = gpu.segment_operands(segments.q, segments.kv, config.tile_q, config.block_kv)
     out, lse = plgpu.kernel(
         partial(_thread_block, problem, config),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), lse),
@@ -140,23 +140,8 @@ def forward(
         thread_name="warpgroup",
         compiler_params=gpu.PARAMS,
         kernel_name="attention_forward",
-    )(q, k, v, *_segment_operands(config, q_tiles, segments))
+    )(q, k, v, *ids)
     return out, lse[:, :, : problem.q_len]
-
-
-def _segment_operands(
-    config: Config, q_tiles: int, segments: Segments | None
-) -> tuple[jax.Array, ...]:
-    if segments is None:
-        return ()
-    q_ids = _padded(segments.q, q_tiles * config.tile_q)
-    kv_ids = _padded(segments.kv, pl.cdiv(segments.kv.shape[1], config.block_kv) * config.block_kv)
-    return q_ids, kv_ids, segment_spans(q_ids, kv_ids, config.tile_q, config.block_kv)
-
-
-def _padded(ids: jax.Array, length: int) -> jax.Array:
-    """With the last id over again, so that tiles of one segment stay of one."""
-    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
 
 
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
@@ -196,44 +181,35 @@ class _Smem:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one thread block does.
-
-    Attributes:
-      batch, head: of the queries.
-      first_query: of the first consumer.
-      blocks: of keys, that any of its queries sees.
-      segment_blocks: those that its queries' segments have tokens in, if there are segments.
-    """
+    """What one thread block does: a tile of the queries of a head."""
 
     problem: Problem
     config: Config
     batch: jax.Array
     head: jax.Array
-    first_query: jax.Array
-    blocks: Span
-    segment_blocks: Span | None
-
-    def seen_by(self, first_query: Scalar, queries: int) -> Span:
-        own = _band_span(self.problem, self.config, first_query, queries)
-        return own if self.segment_blocks is None else own.meet(self.segment_blocks)
-
-
-def _band_span(problem: Problem, config: Config, first_query: Scalar, queries: int) -> Span:
-    return span(
-        problem.band, first_query, queries, problem.q_len, config.block_kv, problem.kv_len
-    )
+    tile: Tile
 
 
 def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) -> None:
     q, k, v, *segments, out, lse = refs
     q_ids, kv_ids, spans = segments or (None, None, None)
-    rings = {
-        name: Ring(config.slots, *scratch.pop(name)) for name in ("k_ring", "v_ring")
-    }
+    rings = {name: Ring(config.slots, *scratch.pop(name)) for name in ("k_ring", "v_ring")}
     smem = _Smem(**scratch, **rings)
-    work = _work(problem, config, spans)
+    batch, head, index = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+    if problem.band.right is not None:
+        # Later queries see more keys: those first, so that none of them is left for the end.
+        index = pl.cdiv(problem.q_len, config.tile_q) - 1 - index
+    tile = Tile.at(
+        problem.band,
+        problem.q_len,
+        problem.kv_len,
+        config.block_kv,
+        config.tile_q,
+        index,
+        None if spans is None else spans.at[batch, index],
+    )
+    work = _Work(problem, config, batch, head, tile)
     me = lax.axis_index("warpgroup")
-
     gpu.specialise(
         me,
         consumer=lambda: _consume(work, smem, me, q_ids, out, lse),
@@ -241,43 +217,27 @@ def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) 
     )
 
 
-def _work(problem: Problem, config: Config, spans: Ref | None) -> _Work:
-    batch, tile = lax.axis_index("batch"), lax.axis_index("tile")
-    if problem.band.right is not None:
-        # Later queries see more keys: those first, so that none of them is left for the end.
-        tile = pl.cdiv(problem.q_len, config.tile_q) - 1 - tile
-    first = tile * config.tile_q
-    blocks = _band_span(problem, config, first, config.tile_q)
-    of_segments = None
-    if spans is not None:
-        of_segments = Span(*(spans[batch, tile, i] for i in range(4)))
-        blocks = blocks.meet(of_segments)
-    return _Work(problem, config, batch, lax.axis_index("head"), first, blocks, of_segments)
-
-
 # --- the producer -------------------------------------------------------------------------
 
 
 def _produce(work: _Work, smem: _Smem, q: Ref, k: Ref, v: Ref, kv_ids: Ref | None) -> None:
-    config = work.config
+    config, tile = work.config, work.tile
     for consumer in range(CONSUMERS):
-        rows = pl.ds(work.first_query + consumer * config.block_q, config.block_q)
+        rows = pl.ds(tile.first + consumer * config.block_q, config.block_q)
         plgpu.copy_gmem_to_smem(
             q.at[work.batch, rows, work.head], smem.q.at[consumer], smem.q_full.at[consumer]
         )
     kv_head = lax.div(work.head, jnp.int32(work.problem.group))
 
-    @pl.loop(work.blocks.start, work.blocks.stop)
-    def _(block: jax.Array) -> None:
-        step = block - work.blocks.start
-        rows = pl.ds(block * config.block_kv, config.block_kv)
+    @pl.loop(0, tile.steps)
+    def _(step: jax.Array) -> None:
+        rows = pl.ds((tile.blocks.start + step) * config.block_kv, config.block_kv)
         ids = [] if kv_ids is None else [(kv_ids.at[work.batch, rows], smem.kv_ids)]
         smem.k_ring.fill(step, (k.at[work.batch, rows, kv_head], smem.k), *ids)
         smem.v_ring.fill(step, (v.at[work.batch, rows, kv_head], smem.v))
 
-    steps = work.blocks.stop - work.blocks.start
-    smem.k_ring.drain(steps)
-    smem.v_ring.drain(steps)
+    smem.k_ring.drain(tile.steps)
+    smem.v_ring.drain(tile.steps)
 
 
 # --- the consumers ------------------------------------------------------------------------
@@ -289,34 +249,31 @@ type _Carry = tuple[jax.Array, jax.Array, jax.Array]
 def _consume(
     work: _Work, smem: _Smem, me: jax.Array, q_ids: Ref | None, out: Ref, lse: Ref
 ) -> None:
-    problem, config = work.problem, work.config
-    first_query = work.first_query + me * config.block_q
+    config, tile = work.config, work.tile
+    first_query = tile.first + me * config.block_q
     own_ids = None
     if q_ids is not None:
         rows = pl.ds(first_query, config.block_q)
         own_ids = plgpu.load(q_ids.at[work.batch, rows], layout=gpu.BY_ROW, optimized=False)
     plgpu.barrier_wait(smem.q_full.at[me])
 
-    @pl.when(work.blocks.start < work.blocks.stop)
+    @pl.when(tile.steps > 0)
     def _() -> None:
         smem.k_ring.await_full(0)
 
     pl.when(me == 1)(smem.take_turn)
-    attend = partial(_attend, work, smem, me, first_query, own_ids)
-    start, stop = work.blocks.start, work.blocks.stop
-    mine = work.seen_by(first_query, config.block_q)
     carry: _Carry = (
-        gpu.zeros(config.block_q, problem.head_dim),
+        gpu.zeros(config.block_q, work.problem.head_dim),
         gpu.per_row(config.block_q, -jnp.inf),
         gpu.per_row(config.block_q, 0.0),
     )
-    masked, full = partial(attend, masked=True), partial(attend, masked=False)
-    pass_by = partial(_pass_by, work, smem)
-    lax.fori_loop(start, mine.start, pass_by, None)
-    carry = lax.fori_loop(mine.start, mine.full_start, masked, carry)
-    carry = lax.fori_loop(mine.full_start, mine.full_stop, full, carry)
-    carry = lax.fori_loop(mine.full_stop, mine.stop, masked, carry)
-    lax.fori_loop(mine.stop, stop, pass_by, None)
+    carry = gpu.for_blocks(
+        tile,
+        tile.seen_by(first_query, config.block_q),
+        partial(_attend, work, smem, me, first_query, own_ids),
+        partial(_pass_by, work, smem),
+        carry,
+    )
     pl.when(me == 0)(smem.take_turn)
     _store(work, smem, me, first_query, carry, out, lse)
 
@@ -327,17 +284,17 @@ def _attend(
     me: jax.Array,
     first_query: jax.Array,
     q_ids: jax.Array | None,
+    masked: bool,
     block: jax.Array,
     carry: _Carry,
-    *,
-    masked: bool,
 ) -> _Carry:
     """One block of keys and values."""
     problem, config = work.problem, work.config
     shape = (config.block_q, config.block_kv)
-    step = block - work.blocks.start
+    step = block - work.tile.blocks.start
     slot = smem.k_ring.slot(step)
     acc, largest, total = carry
+    me = gpu.opaque(me)
 
     def issue(products: Ref) -> None:
         plgpu.wgmma(products, smem.q.at[me], smem.k.at[slot].T)
@@ -346,16 +303,8 @@ def _attend(
     scores = gpu.logits(problem, gpu.product(shape, issue))
     values = scores.values
     if masked:
-        keys_end = problem.kv_len % config.block_kv != 0
-        sees = gpu.visible(
-            problem, shape, first_query, block * config.block_kv, queries_axis=0, keys_end=keys_end
-        )
-        if sees is not None:
-            values = jnp.where(sees, values, -jnp.inf)
-        if q_ids is not None:
-            kv_ids = gpu.load(smem.kv_ids.at[slot], gpu.BY_COLUMN)
-            same = gpu.over_columns(shape, q_ids) == gpu.over_rows(shape, kv_ids)
-            values = jnp.where(same, values, -jnp.inf)
+        kv_ids = None if q_ids is None else gpu.load(gpu.BY_COLUMN, smem.kv_ids.at[slot])[0]
+        values = gpu.masked(values, -jnp.inf, work.tile, first_query, block, q_ids, kv_ids)
     smem.k_ring.release(step)
 
     new_largest = jnp.maximum(largest, values.max(axis=1) * scores.factor)
@@ -381,9 +330,9 @@ def _attend(
     return acc, new_largest, total
 
 
-def _pass_by(work: _Work, smem: _Smem, block: jax.Array, carry: None) -> None:
+def _pass_by(work: _Work, smem: _Smem, block: jax.Array) -> None:
     """A block that only the other consumer sees: the barriers of `_attend`, in its order."""
-    step = block - work.blocks.start
+    step = block - work.tile.blocks.start
     smem.take_turn()
     smem.k_ring.release(step)
     plgpu.barrier_arrive(smem.turn)
@@ -394,9 +343,9 @@ def _pass_by(work: _Work, smem: _Smem, block: jax.Array, carry: None) -> None:
 
 
 def _await_next_k(work: _Work, smem: _Smem, block: jax.Array) -> None:
-    @pl.when(block + 1 < work.blocks.stop)
+    @pl.when(block + 1 < work.tile.blocks.stop)
     def _() -> None:
-        smem.k_ring.await_full(block + 1 - work.blocks.start)
+        smem.k_ring.await_full(block + 1 - work.tile.blocks.start)
 
 
 def _store(

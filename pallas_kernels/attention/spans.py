@@ -136,9 +136,7 @@ def seen(band: Band, rows: jax.Array, columns: jax.Array, total_columns: int | N
 def _ordered(span: Span) -> Span:
     stop = _most(span.start, span.stop)
     full_start = _least(_most(span.full_start, span.start), stop)
-    return Span(
-        span.start, full_start, _most(_least(span.full_stop, stop), full_start), stop
-    )
+    return Span(span.start, full_start, _most(_least(span.full_stop, stop), full_start), stop)
 
 
 def _blocks_before(column: Scalar, block: int) -> Scalar:

@@ -1,9 +1,10 @@
 """Mosaic GPU kernels for Hopper on the CPU, by jax's GPU interpreter.
 
 The interpreter (jax 0.12) has no wgmma with an operand in registers and no accumulator that
-starts from a value, so while `interpreting` these four names of Pallas are stood in for:
+starts from a value, so while `interpreting` these names of Pallas are stood in for:
 
-    plgpu.ACC, plgpu.wgmma, pl.run_scoped (of accumulators), pl.run_state
+    plgpu.ACC, plgpu.wgmma, plgpu.wgmma_wait, plgpu.wgmma_accumulator_load
+    pl.run_state, and pl.run_scoped of accumulators
 
 Everything else of a kernel, each copy and each barrier, is the interpreter's. A wgmma is carried
 out as late as it may be: when its accumulator is read or its scope ends. Then it reads its
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,16 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-@dataclass
 class Accumulator:
-    """An f32 accumulator, and the wgmmas that were issued into it."""
+    """An f32 accumulator, and the wgmmas that were issued into it and not carried out yet."""
 
-    value: jax.Array
-    issued: list[tuple[Any, Any]] = field(default_factory=list)
-
-    @classmethod
-    def init(cls, value: jax.Array) -> Accumulator:
-        return cls(value)
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self.issued: list[tuple[Any, Any]] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,13 +38,15 @@ class Accumulator:
 
     def __getitem__(self, index: Any) -> jax.Array:
         assert index is ...
-        for a, b in self.issued:
-            a, b = (x if isinstance(x, jax.Array) else plgpu.load(x) for x in (a, b))
-            # As wgmma reads: in the order of TMA and not of the threads.
-            plgpu.commit_smem()
-            self.value += jnp.dot(a, b, preferred_element_type=jnp.float32)
-        self.issued.clear()
+        _wgmma_wait(0)
         return self.value
+
+    def carry_out(self) -> None:
+        """The first that was issued."""
+        a, b = (x if isinstance(x, jax.Array) else plgpu.load(x) for x in self.issued.pop(0))
+        # As wgmma reads: in the order of TMA and not of the threads.
+        plgpu.commit_smem()
+        self.value += jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,24 @@ class Allocation:
         return Accumulator(value)
 
 
+# What the warpgroup that is being traced has in flight, in the order of issue.
+_in_flight: list[Accumulator] = []
+
+
 def _wgmma(accumulator: Accumulator, a: Any, b: Any) -> None:
     accumulator.issued.append((a, b))
+    _in_flight.append(accumulator)
+
+
+def _wgmma_wait(n: int) -> None:
+    while len(_in_flight) > n:
+        _in_flight.pop(0).carry_out()
+
+
+def _wgmma_accumulator_load(accumulator: Accumulator, *, wait_n: int) -> jax.Array:
+    _wgmma_wait(wait_n)
+    assert not accumulator.issued, "read before its wgmma is done"
+    return accumulator.value
 
 
 def _run_scoped(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,8 +93,9 @@ def _run_scoped(real: Callable[..., Any]) -> Callable[..., Any]:
 def _run_state(body: Callable[[Any], None]) -> Callable[[Any], Any]:
     def run(initial: Any) -> Any:
         body(initial)
-        is_accumulator = lambda x: isinstance(x, Accumulator)
-        return jax.tree.map(lambda x: x[...], initial, is_leaf=is_accumulator)
+        return jax.tree.map(
+            lambda x: x[...], initial, is_leaf=lambda x: isinstance(x, Accumulator)
+        )
 
     return run
 
@@ -91,12 +107,12 @@ def interpreting(**options: Any) -> Iterator[None]:
     Args:
       options: of `plgpu.InterpretGPUParams`.
     """
-    params = plgpu.InterpretGPUParams(
-        **({"detect_races": True} | options)
-    )
+    params = plgpu.InterpretGPUParams(**({"detect_races": True} | options))
     with (
         mock.patch.object(plgpu, "ACC", Allocation),
         mock.patch.object(plgpu, "wgmma", _wgmma),
+        mock.patch.object(plgpu, "wgmma_wait", _wgmma_wait),
+        mock.patch.object(plgpu, "wgmma_accumulator_load", _wgmma_accumulator_load),
         mock.patch.object(pl, "run_scoped", _run_scoped(pl.run_scoped)),
         mock.patch.object(pl, "run_state", _run_state),
         plgpu.force_gpu_interpret_mode(params),
