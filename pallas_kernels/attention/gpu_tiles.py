@@ -47,6 +47,9 @@ PRODUCER_REGISTERS = 24
 SMEM_CAPACITY = 227 * 1024
 """Bytes of one thread block, at most (CUDA C++ Programming Guide, compute capability 9.0)."""
 
+SMS = 132
+"""Of an H100 or H200."""
+
 WARPGROUP = 128
 """Threads; an f32 tile in the accumulator's layout takes rows * columns / 128 registers of each."""
 

@@ -287,12 +287,13 @@ def _attend(
     k, v = smem.k.at[smem.k_ring.slot(step)], smem.v.at[gpu.opaque(smem.v_ring.slot(step))]
 
     me = gpu.opaque(me)
+    smem.k_ring.await_full(step)
+    smem.v_ring.await_full(step)
 
-    def scores_gradient(products: Ref, d_weights: Ref) -> jax.Array:
-        smem.k_ring.await_full(step)
+    def issue(accumulators: tuple[Ref, Ref, Ref]) -> None:
+        d_query, products, difference = accumulators
         plgpu.wgmma(products, smem.q.at[me], k.T)
-        smem.v_ring.await_full(step)
-        plgpu.wgmma(d_weights, smem.d_out.at[me], v.T)
+        plgpu.wgmma(difference, smem.d_out.at[me], v.T)
         scores = gpu.logits(problem, plgpu.wgmma_accumulator_load(products, wait_n=1))
         base = gpu.over_columns(shape, queries.exponents)
         weights = jnp.exp2(scores.values * scores.factor - base)
@@ -301,18 +302,14 @@ def _attend(
             if queries.ids is not None:
                 (kv_ids,) = gpu.load(gpu.BY_COLUMN, smem.kv_ids.at[smem.k_ring.slot(step)])
             weights = gpu.masked(weights, 0.0, work.tile, queries.first, block, queries.ids, kv_ids)
-        weights = scores.through_cap(weights)
-        difference = d_weights[...] - gpu.over_columns(shape, queries.delta)
+        d_scores = scores.through_cap(weights) * difference[...]
         smem.v_ring.release(step)
-        return (weights * difference).astype(problem.dtype)
+        plgpu.wgmma(d_query, d_scores.astype(problem.dtype), k)
 
-    accumulator = plgpu.ACC(shape, jnp.float32)
-    rounded = pl.run_scoped(scores_gradient, accumulator, accumulator)
-
-    def mix(gradient: Ref) -> None:
-        plgpu.wgmma(gradient, rounded, k)
-
-    gradient = pl.run_state(mix)(plgpu.ACC.init(gradient))
+    # dP - delta: the product starts from - delta.
+    difference = -gpu.over_columns(shape, queries.delta)
+    initial = (gradient, gpu.zeros(*shape), difference)
+    gradient, *_ = pl.run_state(issue)(tuple(map(plgpu.ACC.init, initial)))
     smem.k_ring.release(step)
     return gradient
 
