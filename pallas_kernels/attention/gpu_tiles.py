@@ -57,11 +57,14 @@ WGMMA = plgpu.Layout.WGMMA
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
+# A row of an accumulator is in one quad of threads: to reduce it takes no SMEM.
 PARAMS = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+    reduction_scratch_bytes=0,
 )
 
-# Addresses, bounds of loops and parities, as ptxas was seen to need besides the tiles.
+# Addresses, bounds of loops and parities: what ptxas was seen to need besides the tiles.
 _OTHER_REGISTERS = 24
 
 # plgpu.SMEM is laid out from multiples of this.
@@ -81,8 +84,10 @@ def tiles(problem: Problem, *shape: int) -> Any:
     """SMEM for tiles [..., rows, columns] of the inputs' type, laid out for TMA and wgmma."""
     dtype = jnp.dtype(problem.dtype)
     swizzle = swizzle_bytes(shape[-1], problem.dtype)
-    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    columns = swizzle // dtype.itemsize
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
 
 def scratch_bytes(scratch: object) -> int:
@@ -228,7 +233,7 @@ def specialise(
 
 
 def fits(smem: int, registers: int) -> bool:
-    """Whether a thread block with so many bytes, and registers for its tiles, is worth a try."""
+    """Whether so many bytes of a thread block, and registers of a thread for tiles, are there."""
     return smem <= SMEM_CAPACITY and registers <= CONSUMER_REGISTERS - _OTHER_REGISTERS
 
 
@@ -299,14 +304,17 @@ def opaque(index: jax.Array) -> jax.Array:
     return lax.optimization_barrier(index)
 
 
-def product(shape: tuple[int, int], issue: Callable[[Ref], None]) -> jax.Array:
-    """f32 of `shape`: what `issue` multiplies into an accumulator of zeros."""
+def accumulate(issue: Callable[..., None], *initial: jax.Array) -> tuple[jax.Array, ...]:
+    """What wgmmas add up to.
 
-    def scoped(accumulator: Ref) -> jax.Array:
-        issue(accumulator)
-        return accumulator[...]
-
-    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+    Args:
+      issue: takes an accumulator for each of `initial`, and multiplies into it. All that it
+        issued is done when `accumulate` returns.
+      initial: f32 [rows, columns] each, what they start from.
+    """
+    start = tuple(map(plgpu.WGMMAAccumulatorRef.init, initial))
+    result: Any = pl.run_state(lambda accumulators: issue(*accumulators))(start)
+    return result
 
 
 def load(layout: Any, *slots: Ref) -> tuple[jax.Array, ...]:

@@ -76,10 +76,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Of each consumer's thread at the peak, in P V: the accumulator O, P in f32 and rounded.
-
-    What addresses and loops take, about 40, is not in it.
-    """
+    """Of each consumer's thread, for tiles at the peak: O, the weights, and those rounded."""
     columns = problem.head_dim + config.block_kv + config.block_kv // 2
     return config.block_q * columns // gpu.WARPGROUP
 
@@ -87,20 +84,18 @@ def registers(problem: Problem, config: Config) -> int:
 def candidates(problem: Problem) -> Iterator[Config]:
     """Every configuration that fits SMEM and registers; the default is one of them."""
     for block_q in (64, 128):
-        for block_kv in (32, 64, 80, 96, 128, 160, 192, 256):
-            for slots in (2, 3, 4, 5, 6):
+        for block_kv in (64, 128, 192, 256):
+            for slots in (2, 3, 4):
                 config = Config(block_q, block_kv, slots)
-                if problem.segments and block_kv * 4 % 128:
-                    continue
                 if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
                     yield config
 
 
 def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured."""
-    if problem.head_dim <= 128:
-        return Config(block_q=64, block_kv=128, slots=2)
-    return Config(block_q=64, block_kv=64, slots=2)
+    """What is taken where nobody has measured: the tiles of FlashAttention-3, as it compiles."""
+    block_kv = 128 if problem.head_dim <= 128 else 64
+    fitting = [c for c in candidates(problem) if (c.block_q, c.block_kv) == (64, block_kv)]
+    return max(fitting, key=lambda config: config.slots)
 
 
 def forward(
@@ -300,7 +295,7 @@ def _attend(
         plgpu.wgmma(products, smem.q.at[me], smem.k.at[slot].T)
         smem.take_turn()
 
-    scores = gpu.logits(problem, gpu.product(shape, issue))
+    scores = gpu.logits(problem, *gpu.accumulate(issue, gpu.zeros(*shape)))
     values = scores.values
     if masked:
         kv_ids = None if q_ids is None else gpu.load(gpu.BY_COLUMN, smem.kv_ids.at[slot])[0]
@@ -325,7 +320,7 @@ def _attend(
         plgpu.wgmma(accumulator, rounded, smem.v.at[slot])
         _await_next_k(work, smem, block)
 
-    acc = pl.run_state(mix)(plgpu.ACC.init(acc))
+    (acc,) = gpu.accumulate(mix, acc)
     smem.v_ring.release(step)
     return acc, new_largest, total
 

@@ -101,12 +101,14 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Of each consumer's thread at the peak: gradients, P, dP, and one of them rounded.
+    """Of each consumer's thread, for tiles at the peak: gradients, P, dP, and dS rounded.
 
-    What addresses and loops take, about 40, is not in it.
+    And tanh, where there is a soft cap, which only the first way has next to dP.
     """
-    gradients = problem.head_dim * (2 if config.split is Split.KEYS else 1)
-    columns = gradients + 2 * config.block_q + config.block_q // 2
+    width, block_q = problem.head_dim, config.block_q
+    columns = width + 2 * block_q + block_q // 2
+    if config.split is Split.KEYS:
+        columns += width + (block_q if problem.soft_cap is not None else 0)
     return config.block_kv * columns // gpu.WARPGROUP
 
 
@@ -116,21 +118,15 @@ def candidates(problem: Problem) -> Iterator[Config]:
         for block_kv in (64, 128):
             for block_q in (64, 128):
                 for slots in (2, 3, 4):
-                    config = Config(block_kv, block_q, slots, split)
-                    config = _with_group_splits(problem, config)
+                    config = _with_group_splits(problem, Config(block_kv, block_q, slots, split))
                     if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
                         yield config
 
 
 def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured."""
-    if problem.head_dim <= 64:
-        config = Config(block_kv=64, block_q=64, slots=4, split=Split.KEYS)
-    elif problem.head_dim <= 128:
-        config = Config(block_kv=64, block_q=64, slots=2, split=Split.KEYS)
-    else:
-        config = Config(block_kv=64, block_q=64, slots=2, split=Split.GRADIENTS)
-    return _with_group_splits(problem, config)
+    """What is taken where nobody has measured: two tiles of keys if they fit, the most slots."""
+    fitting = [c for c in candidates(problem) if (c.block_kv, c.block_q) == (64, 64)]
+    return max(fitting, key=lambda config: (config.tiles, config.slots))
 
 
 def _with_group_splits(problem: Problem, config: Config) -> Config:
@@ -445,8 +441,7 @@ def _attend(
     smem.q_ring.await_full(step)
     smem.do_ring.await_full(step)
 
-    def issue(accumulators: tuple[Ref, Ref, Ref, Ref]) -> None:
-        d_key, d_value, products, difference = accumulators
+    def issue(d_key: Ref, d_value: Ref, products: Ref, difference: Ref) -> None:
         plgpu.wgmma(products, smem.k.at[mine], q.T)
         plgpu.wgmma(difference, smem.v.at[mine], d_out.T)
         scores = gpu.logits(problem, plgpu.wgmma_accumulator_load(products, wait_n=1))
@@ -459,8 +454,8 @@ def _attend(
         plgpu.wgmma_wait(1)
         smem.do_ring.release(step)
 
-    initial = (*carry, gpu.zeros(*shape), _minus_delta(smem, slot, shape))
-    d_key, d_value, *_ = pl.run_state(issue)(tuple(map(plgpu.ACC.init, initial)))
+    minus_delta = _minus_delta(smem, slot, shape)
+    d_key, d_value, *_ = gpu.accumulate(issue, *carry, gpu.zeros(*shape), minus_delta)
     smem.q_ring.release(step)
     return d_key, d_value
 
@@ -538,11 +533,11 @@ def _attend_values(
     slot, p_slot = smem.q_ring.slot(step), lax.rem(step, jnp.int32(_P_SLOTS))
     mine = gpu.opaque(jnp.int32(0))
     smem.q_ring.await_full(step)
-    products = gpu.product(
-        (config.block_kv, config.block_q),
-        lambda products: plgpu.wgmma(products, smem.k.at[mine], smem.q.at[slot].T),
-    )
-    scores = gpu.logits(problem, products)
+
+    def issue(products: Ref) -> None:
+        plgpu.wgmma(products, smem.k.at[mine], smem.q.at[slot].T)
+
+    scores = gpu.logits(problem, *gpu.accumulate(issue, gpu.zeros(config.block_kv, config.block_q)))
     weights = _weights(work, smem, keys, masked, block, slot, scores)
     smem.q_ring.release(step)
 
@@ -557,7 +552,7 @@ def _attend_values(
     def mix(gradient: Ref) -> None:
         plgpu.wgmma(gradient, weights.astype(problem.dtype), smem.d_out.at[slot])
 
-    gradient = pl.run_state(mix)(plgpu.ACC.init(gradient))
+    (gradient,) = gpu.accumulate(mix, gradient)
     smem.do_ring.release(step)
     return gradient
 
@@ -572,8 +567,8 @@ def _attend_keys(work: _Work, smem: _Smem, step: jax.Array, gradient: jax.Array)
     def issue(difference: Ref) -> None:
         plgpu.wgmma(difference, smem.v.at[mine], smem.d_out.at[slot].T)
 
-    initial = _minus_delta(smem, slot, (config.block_kv, config.block_q))
-    difference = pl.run_state(issue)(plgpu.ACC.init(initial))
+    shape = (config.block_kv, config.block_q)
+    (difference,) = gpu.accumulate(issue, _minus_delta(smem, slot, shape))
     smem.do_ring.release(step)
     plgpu.barrier_wait(smem.p_full.at[p_slot])
     weights = plgpu.load(smem.p.at[p_slot], layout=gpu.WGMMA).astype(jnp.float32)
@@ -584,7 +579,7 @@ def _attend_keys(work: _Work, smem: _Smem, step: jax.Array, gradient: jax.Array)
     def mix(gradient: Ref) -> None:
         plgpu.wgmma(gradient, rounded, smem.q.at[slot])
 
-    gradient = pl.run_state(mix)(plgpu.ACC.init(gradient))
+    (gradient,) = gpu.accumulate(mix, gradient)
     smem.q_ring.release(step)
     return gradient
 

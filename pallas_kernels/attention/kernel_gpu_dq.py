@@ -66,17 +66,14 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Of each consumer's thread at the peak: dQ, P, dP and dS rounded.
-
-    What addresses and loops take, about 40, is not in it.
-    """
+    """Of each consumer's thread, for tiles at the peak: dQ, P, dP, and dS rounded."""
     columns = problem.head_dim + 2 * config.block_kv + config.block_kv // 2
     return config.block_q * columns // gpu.WARPGROUP
 
 
 def candidates(problem: Problem) -> Iterator[Config]:
     """Every configuration that fits SMEM and registers; the default is one of them."""
-    for block_kv in (32, 64, 96, 128):
+    for block_kv in (64, 128):
         for k_slots in (2, 3, 4):
             for v_slots in range(1, k_slots + 1):
                 config = Config(64, block_kv, k_slots, v_slots)
@@ -85,10 +82,10 @@ def candidates(problem: Problem) -> Iterator[Config]:
 
 
 def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured."""
-    if problem.head_dim <= 128:
-        return Config(block_q=64, block_kv=64, k_slots=3, v_slots=2)
-    return Config(block_q=64, block_kv=64, k_slots=2, v_slots=1)
+    """What is taken where nobody has measured: the most slots that fit."""
+    # Of 128 keys scores and their gradients leave no registers for a mask.
+    fitting = [config for config in candidates(problem) if config.block_kv == 64]
+    return max(fitting, key=lambda config: config.k_slots + config.v_slots)
 
 
 def query_gradient(
@@ -290,8 +287,7 @@ def _attend(
     smem.k_ring.await_full(step)
     smem.v_ring.await_full(step)
 
-    def issue(accumulators: tuple[Ref, Ref, Ref]) -> None:
-        d_query, products, difference = accumulators
+    def issue(d_query: Ref, products: Ref, difference: Ref) -> None:
         plgpu.wgmma(products, smem.q.at[me], k.T)
         plgpu.wgmma(difference, smem.d_out.at[me], v.T)
         scores = gpu.logits(problem, plgpu.wgmma_accumulator_load(products, wait_n=1))
@@ -308,8 +304,7 @@ def _attend(
 
     # dP - delta: the product starts from - delta.
     difference = -gpu.over_columns(shape, queries.delta)
-    initial = (gradient, gpu.zeros(*shape), difference)
-    gradient, *_ = pl.run_state(issue)(tuple(map(plgpu.ACC.init, initial)))
+    gradient, *_ = gpu.accumulate(issue, gradient, gpu.zeros(*shape), difference)
     smem.k_ring.release(step)
     return gradient
 

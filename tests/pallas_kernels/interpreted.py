@@ -3,8 +3,8 @@
 The interpreter (jax 0.12) has no wgmma with an operand in registers and no accumulator that
 starts from a value, so while `interpreting` these names of Pallas are stood in for:
 
-    plgpu.ACC, plgpu.wgmma, plgpu.wgmma_wait, plgpu.wgmma_accumulator_load
-    pl.run_state, and pl.run_scoped of accumulators
+    pl.run_state, plgpu.WGMMAAccumulatorRef.init
+    plgpu.wgmma, plgpu.wgmma_wait, plgpu.wgmma_accumulator_load
 
 Everything else of a kernel, each copy and each barrier, is the interpreter's. A wgmma is carried
 out as late as it may be: when its accumulator is read or its scope ends. Then it reads its
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -49,18 +48,6 @@ class Accumulator:
         self.value += jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """`plgpu.ACC(shape, dtype)`."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @staticmethod
-    def init(value: jax.Array) -> Accumulator:
-        return Accumulator(value)
-
-
 # What the warpgroup that is being traced has in flight, in the order of issue.
 _in_flight: list[Accumulator] = []
 
@@ -81,21 +68,10 @@ def _wgmma_accumulator_load(accumulator: Accumulator, *, wait_n: int) -> jax.Arr
     return accumulator.value
 
 
-def _run_scoped(real: Callable[..., Any]) -> Callable[..., Any]:
-    def run_scoped(body: Callable[..., Any], *types: Any, **options: Any) -> Any:
-        if not any(isinstance(t, Allocation) for t in types):
-            return real(body, *types, **options)
-        return body(*(Accumulator(jnp.zeros(t.shape, t.dtype)) for t in types))
-
-    return run_scoped
-
-
 def _run_state(body: Callable[[Any], None]) -> Callable[[Any], Any]:
     def run(initial: Any) -> Any:
         body(initial)
-        return jax.tree.map(
-            lambda x: x[...], initial, is_leaf=lambda x: isinstance(x, Accumulator)
-        )
+        return jax.tree.map(lambda x: x[...], initial, is_leaf=lambda x: isinstance(x, Accumulator))
 
     return run
 
@@ -109,11 +85,10 @@ def interpreting(**options: Any) -> Iterator[None]:
     """
     params = plgpu.InterpretGPUParams(**({"detect_races": True} | options))
     with (
-        mock.patch.object(plgpu, "ACC", Allocation),
+        mock.patch.object(plgpu.WGMMAAccumulatorRef, "init", Accumulator),
         mock.patch.object(plgpu, "wgmma", _wgmma),
         mock.patch.object(plgpu, "wgmma_wait", _wgmma_wait),
         mock.patch.object(plgpu, "wgmma_accumulator_load", _wgmma_accumulator_load),
-        mock.patch.object(pl, "run_scoped", _run_scoped(pl.run_scoped)),
         mock.patch.object(pl, "run_state", _run_state),
         plgpu.force_gpu_interpret_mode(params),
     ):

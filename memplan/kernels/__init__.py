@@ -1,0 +1,1 @@
+"""What the compilers say of kernels, for hardware that need not be there."""
