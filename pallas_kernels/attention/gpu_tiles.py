@@ -240,11 +240,11 @@ def fits(smem: int, registers: int) -> bool:
 # --- rings --------------------------------------------------------------------------------
 
 
-def ring_barriers(slots: int, copies: int = 1) -> tuple[Any, Any]:
+def ring_barriers(slots: int, copies: int = 1, consumers: int = CONSUMERS) -> tuple[Any, Any]:
     """Scratch types of `Ring.full` and `Ring.empty`, where `copies` fill one slot."""
     return (
         plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
     )
 
 
@@ -273,19 +273,26 @@ class Ring:
         """Consumer: once it has read the slot of `step`."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def fill(self, step: Scalar, *copies: tuple[Ref, Ref]) -> None:
-        """Producer: copies GMEM to the slot of `step`, (from, to) each."""
-        slot = self.slot(step)
+    def await_empty(self, step: Scalar) -> None:
+        """Producer: before it writes to the slot of `step`."""
 
         @pl.when(step >= self.slots)
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
+            plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
+    def hand_over(self, step: Scalar) -> None:
+        """Producer: once it has written to the slot of `step` itself."""
+        plgpu.barrier_arrive(self.full.at[self.slot(step)])
+
+    def fill(self, step: Scalar, *copies: tuple[Ref, Ref]) -> None:
+        """Producer: has TMA write to the slot of `step`, from GMEM to slots each."""
+        self.await_empty(step)
+        slot = self.slot(step)
         for source, slots in copies:
             plgpu.copy_gmem_to_smem(source, slots.at[slot], self.full.at[slot])
 
     def drain(self, steps: Scalar) -> None:
-        """Producer: awaits the releases of the last fills, of `steps` altogether."""
+        """Producer: awaits the releases of the last slots, of `steps` altogether."""
 
         @pl.loop(jnp.maximum(steps - self.slots, 0), steps)
         def _(step: jax.Array) -> None:
@@ -298,8 +305,8 @@ class Ring:
 def opaque(index: jax.Array) -> jax.Array:
     """The same, so that the compiler does not see that it is the same at each step of a loop.
 
-    Of a tile that never moves it would compute the descriptors of all wgmmas before the loop,
-    two registers each, and keep them.
+    Else it computes what depends on the index before the loop and keeps it: of a tile that
+    never moves, two registers for the descriptor of every wgmma.
     """
     return lax.optimization_barrier(index)
 
@@ -366,7 +373,7 @@ def masked(
 
     sees = seen(
         tile.band,
-        positions(first_row, 0),
+        positions(opaque(jnp.int32(first_row)), 0),
         positions(block * tile.block, 1),
         tile.columns if tile.is_cut else None,
     )

@@ -30,9 +30,7 @@ are not enough for 256, and half of that the second way; either does four produc
     barrier     arrivals a phase    waited for by
     kv_full[w]  2 (TMA: K, V)       consumer w; under Split.GRADIENTS there is one, for both
     q, do rings                     see `gpu_tiles`; with Q comes lse, with dO delta
-    p_full[s]   1 (consumer 0)      consumer 1, before it reads P[s]
-    p_empty[s]  1 (consumer 1)      consumer 0, before it writes P[s] again and, of the last
-                                    writes, before it ends
+    p ring                          likewise: consumer 0 is its producer, consumer 1 its consumer
 """
 
 from __future__ import annotations
@@ -191,10 +189,10 @@ def key_gradients(
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     width, slots, block_q = problem.head_dim, config.slots, config.block_q
     q_ids = plgpu.SMEM((slots, block_q), jnp.int32) if problem.segments else None
-    p = p_full = p_empty = None
+    p = p_ring = None
     if config.split is Split.GRADIENTS:
         p = gpu.tiles(problem, _P_SLOTS, config.block_kv, block_q)
-        p_full = p_empty = plgpu.Barrier(num_barriers=_P_SLOTS)
+        p_ring = gpu.ring_barriers(_P_SLOTS, consumers=1)
     return {
         "k": gpu.tiles(problem, config.tiles, config.block_kv, width),
         "v": gpu.tiles(problem, config.tiles, config.block_kv, width),
@@ -207,8 +205,7 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
         "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.tiles),
         "q_ring": gpu.ring_barriers(slots, copies=3 if problem.segments else 2),
         "do_ring": gpu.ring_barriers(slots, copies=2),
-        "p_full": p_full,
-        "p_empty": p_empty,
+        "p_ring": p_ring,
     }
 
 
@@ -227,8 +224,7 @@ class _Smem:
     kv_full: Ref
     q_ring: Ring
     do_ring: Ring
-    p_full: Ref
-    p_empty: Ref
+    p_ring: Ring | None
 
 
 @dataclass(frozen=True)
@@ -266,8 +262,13 @@ class _Work:
 def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) -> None:
     q, k, v, d_out, lse, delta, *segments, d_k, d_v = refs
     kv_ids, q_ids, spans = segments or (None, None, None)
-    rings = {name: Ring(config.slots, *scratch.pop(name)) for name in ("q_ring", "do_ring")}
-    smem = _Smem(**scratch, **rings)
+    p_ring = scratch.pop("p_ring")
+    smem = _Smem(
+        q_ring=Ring(config.slots, *scratch.pop("q_ring")),
+        do_ring=Ring(config.slots, *scratch.pop("do_ring")),
+        p_ring=None if p_ring is None else Ring(_P_SLOTS, *p_ring),
+        **scratch,
+    )
     batch, head, index = (lax.axis_index(name) for name in ("batch", "head", "tile"))
     if problem.band.left is not None and problem.band.right is None:
         # Later keys are seen by more queries: those first, so that none is left for the end.
@@ -488,6 +489,8 @@ def _consume_gradients(
     work: _Work, smem: _Smem, me: jax.Array, kv_ids: Ref | None, d_k: Ref, d_v: Ref
 ) -> None:
     """Split.GRADIENTS: dV in the first consumer, dK in the second."""
+    p_ring = smem.p_ring
+    assert p_ring is not None
     keys = _keys(work, 0, kv_ids)
     plgpu.barrier_wait(smem.kv_full.at[0])
     zeros = gpu.zeros(work.config.block_kv, work.problem.head_dim)
@@ -495,17 +498,17 @@ def _consume_gradients(
 
     def of_values() -> None:
         def one_head(first_step: jax.Array, carry: jax.Array) -> jax.Array:
-            attend = partial(_attend_values, work, smem, keys, first_step)
+            attend = partial(_attend_values, work, smem, p_ring, keys, first_step)
             return gpu.for_blocks(work.tile, own, attend, _nothing, carry)
 
         gradient = _over_heads(work, one_head, zeros)
-        _drain_p(work, smem)
-        # The second consumer is still reading V's tile; K's is this one's alone.
+        p_ring.drain(work.steps)
+        # The second consumer may still read V's tile; K's is this one's alone.
         _store(work, smem.k.at[0], keys, gradient, d_v)
 
     def of_keys() -> None:
         def step(step: jax.Array, carry: jax.Array) -> jax.Array:
-            return _attend_keys(work, smem, step, carry)
+            return _attend_keys(work, smem, p_ring, step, carry)
 
         gradient = lax.fori_loop(0, work.steps, step, zeros)
         _store(work, smem.v.at[0], keys, gradient * work.problem.scale, d_k)
@@ -521,6 +524,7 @@ def _nothing(block: jax.Array) -> None:
 def _attend_values(
     work: _Work,
     smem: _Smem,
+    p_ring: Ring,
     keys: _Keys,
     first_step: jax.Array,
     masked: bool,
@@ -530,7 +534,7 @@ def _attend_values(
     """Split.GRADIENTS, first consumer: one block of queries."""
     problem, config = work.problem, work.config
     step = first_step + block - work.tile.blocks.start
-    slot, p_slot = smem.q_ring.slot(step), lax.rem(step, jnp.int32(_P_SLOTS))
+    slot = smem.q_ring.slot(step)
     mine = gpu.opaque(jnp.int32(0))
     smem.q_ring.await_full(step)
 
@@ -540,27 +544,28 @@ def _attend_values(
     scores = gpu.logits(problem, *gpu.accumulate(issue, gpu.zeros(config.block_kv, config.block_q)))
     weights = _weights(work, smem, keys, masked, block, slot, scores)
     smem.q_ring.release(step)
-
-    @pl.when(step >= _P_SLOTS)
-    def _() -> None:
-        plgpu.barrier_wait(smem.p_empty.at[p_slot])
-
-    smem.p[p_slot] = scores.through_cap(weights).astype(problem.dtype)
-    plgpu.barrier_arrive(smem.p_full.at[p_slot])
+    handed_over = scores.through_cap(weights).astype(problem.dtype)
+    # Neither is f32 for longer than need be.
+    rounded, handed_over = lax.optimization_barrier((weights.astype(problem.dtype), handed_over))
+    p_ring.await_empty(step)
+    smem.p[p_ring.slot(step)] = handed_over
+    p_ring.hand_over(step)
     smem.do_ring.await_full(step)
 
     def mix(gradient: Ref) -> None:
-        plgpu.wgmma(gradient, weights.astype(problem.dtype), smem.d_out.at[slot])
+        plgpu.wgmma(gradient, rounded, smem.d_out.at[slot])
 
     (gradient,) = gpu.accumulate(mix, gradient)
     smem.do_ring.release(step)
     return gradient
 
 
-def _attend_keys(work: _Work, smem: _Smem, step: jax.Array, gradient: jax.Array) -> jax.Array:
+def _attend_keys(
+    work: _Work, smem: _Smem, p_ring: Ring, step: jax.Array, gradient: jax.Array
+) -> jax.Array:
     """Split.GRADIENTS, second consumer: one block of gradients of the output."""
     problem, config = work.problem, work.config
-    slot, p_slot = smem.q_ring.slot(step), lax.rem(step, jnp.int32(_P_SLOTS))
+    slot = smem.q_ring.slot(step)
     mine = gpu.opaque(jnp.int32(0))
     smem.do_ring.await_full(step)
 
@@ -570,9 +575,9 @@ def _attend_keys(work: _Work, smem: _Smem, step: jax.Array, gradient: jax.Array)
     shape = (config.block_kv, config.block_q)
     (difference,) = gpu.accumulate(issue, _minus_delta(smem, slot, shape))
     smem.do_ring.release(step)
-    plgpu.barrier_wait(smem.p_full.at[p_slot])
-    weights = plgpu.load(smem.p.at[p_slot], layout=gpu.WGMMA).astype(jnp.float32)
-    plgpu.barrier_arrive(smem.p_empty.at[p_slot])
+    p_ring.await_full(step)
+    weights = plgpu.load(smem.p.at[p_ring.slot(step)], layout=gpu.WGMMA).astype(jnp.float32)
+    p_ring.release(step)
     rounded = (weights * difference).astype(problem.dtype)
     smem.q_ring.await_full(step)
 
@@ -582,11 +587,3 @@ def _attend_keys(work: _Work, smem: _Smem, step: jax.Array, gradient: jax.Array)
     (gradient,) = gpu.accumulate(mix, gradient)
     smem.q_ring.release(step)
     return gradient
-
-
-def _drain_p(work: _Work, smem: _Smem) -> None:
-    """Awaits the reads of the last P."""
-
-    @pl.loop(jnp.maximum(work.steps - _P_SLOTS, 0), work.steps)
-    def _(step: jax.Array) -> None:
-        plgpu.barrier_wait(smem.p_empty.at[lax.rem(step, jnp.int32(_P_SLOTS))])
