@@ -31,7 +31,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from hlo_passes import xla
-from hlo_passes.errors import CompilationError
+from hlo_passes.errors import KernelCompilationError
 from memplan.topologies import topology
 
 
@@ -90,13 +90,13 @@ def gpu_evidence(
       Of each kernel, sorted by name.
 
     Raises:
-      CompilationError: when it does not lower or compile; with what the compiler wrote.
+      KernelCompilationError: when it does not lower or compile.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as dump:
+        folder = Path(dump)
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "MOSAIC_GPU_DUMP_TO": name,
+            "MOSAIC_GPU_DUMP_TO": dump,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         done = subprocess.run(
@@ -107,9 +107,8 @@ def gpu_evidence(
             check=False,
         )
         if done.returncode != 0:
-            raise CompilationError(
-                getattr(function, "__name__", "function"), machine, done.stderr.decode()[-4000:]
-            )
+            name = getattr(function, "__name__", "function")
+            raise KernelCompilationError(name, machine, done.stderr.decode())
         return read_evidence(folder)
 
 

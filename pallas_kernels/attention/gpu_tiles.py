@@ -1,20 +1,4 @@
-"""What the Hopper kernels share: tiles in SMEM, rings of slots, scores and their masks.
-
-A ring is how the producer hands tiles to the consumers. Step i of a kernel's loop uses slot
-i mod `slots`. Each slot has two mbarriers, and each warpgroup waits for every phase of those
-it waits for, in order, once: Mosaic GPU keeps the parity of the next phase in a register of
-each warpgroup.
-
-    barrier     arrivals a phase                   waited for by
-    full[s]     one a copy: TMA, once it landed    each consumer, before it reads slot s
-    empty[s]    one a consumer, once its wgmmas    the producer, before it fills slot s again
-                that read slot s are done          and, of the last fills, before it ends
-
-Phase n of full[s] completes after phase n - 1 of empty[s], and that after each consumer saw
-phase n - 1 of full[s]. So nobody is ever two phases apart, which is as much as a parity tells.
-It is why a consumer that has no use for a step still waits for `full` before it arrives at
-`empty`: arriving early, it would count twice in one phase and stand in for the other.
-"""
+"""What the Hopper kernels share: a thread block's tile, its warpgroups, SMEM, scores and masks."""
 
 from __future__ import annotations
 
@@ -40,7 +24,8 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 CONSUMERS = 2
-# Per thread, after setmaxnreg: 128 * (2 * 232 + 40) is 63 Ki of the 64 Ki that an SM has.
+# Of a thread, after setmaxnreg: 128 * (2 * 240 + 24) registers are what the three warpgroups are
+# launched with, 168 each, the most that leave one block in the 65536 of an SM.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 
@@ -235,68 +220,6 @@ def specialise(
 def fits(smem: int, registers: int) -> bool:
     """Whether so many bytes of a thread block, and registers of a thread for tiles, are there."""
     return smem <= SMEM_CAPACITY and registers <= CONSUMER_REGISTERS - _OTHER_REGISTERS
-
-
-# --- rings --------------------------------------------------------------------------------
-
-
-def ring_barriers(slots: int, copies: int = 1, consumers: int = CONSUMERS) -> tuple[Any, Any]:
-    """Scratch types of `Ring.full` and `Ring.empty`, where `copies` fill one slot."""
-    return (
-        plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
-    )
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Slots that the producer fills and the consumers empty; the module has the protocol.
-
-    Attributes:
-      slots: how many.
-      full, empty: `slots` barriers each.
-    """
-
-    slots: int
-    full: Ref
-    empty: Ref
-
-    def slot(self, step: Scalar) -> jax.Array:
-        """Which slot a step uses."""
-        return lax.rem(jnp.int32(step), jnp.int32(self.slots))
-
-    def await_full(self, step: Scalar) -> None:
-        """Consumer: before it reads the slot of `step`."""
-        plgpu.barrier_wait(self.full.at[self.slot(step)])
-
-    def release(self, step: Scalar) -> None:
-        """Consumer: once it has read the slot of `step`."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
-
-    def await_empty(self, step: Scalar) -> None:
-        """Producer: before it writes to the slot of `step`."""
-
-        @pl.when(step >= self.slots)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[self.slot(step)])
-
-    def hand_over(self, step: Scalar) -> None:
-        """Producer: once it has written to the slot of `step` itself."""
-        plgpu.barrier_arrive(self.full.at[self.slot(step)])
-
-    def fill(self, step: Scalar, *copies: tuple[Ref, Ref]) -> None:
-        """Producer: has TMA write to the slot of `step`, from GMEM to slots each."""
-        self.await_empty(step)
-        slot = self.slot(step)
-        for source, slots in copies:
-            plgpu.copy_gmem_to_smem(source, slots.at[slot], self.full.at[slot])
-
-    def drain(self, steps: Scalar) -> None:
-        """Producer: awaits the releases of the last slots, of `steps` altogether."""
-
-        @pl.loop(jnp.maximum(steps - self.slots, 0), steps)
-        def _(step: jax.Array) -> None:
-            plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
 
 # --- registers ----------------------------------------------------------------------------

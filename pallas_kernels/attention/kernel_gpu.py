@@ -1,7 +1,7 @@
 """Attention forward on Hopper, after FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608).
 
 One thread block computes the output of two tiles of queries of one head, one a consumer, and
-streams the keys and values that either sees through a ring of slots (`gpu_tiles`).
+streams the keys and values that either sees through a ring of slots (`gpu_ring`).
 
     producer     fill Q, then for each block K[i mod slots], V[i mod slots]
     consumer w   for each block i:
@@ -23,7 +23,7 @@ one sees (`pass_by`).
 
     barrier    arrivals a phase    phases          waited for by
     q_full[w]  1 (TMA)             1               consumer w
-    k, v rings                     see `gpu_tiles`
+    k, v rings                     see `gpu_ring`
     turn       2 (consumers)       2 * blocks + 1  both consumers
 
 Where the band cuts a block some scores are masked, and where it does not, none; each is a loop
@@ -46,7 +46,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import gpu_tiles as gpu
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Ring, Tile
+from pallas_kernels.attention.gpu_ring import Ring, ring_barriers
+from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
 from pallas_kernels.attention.problem import Problem, Segments
 
 
@@ -149,8 +150,8 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
         "kv_ids": kv_ids,
         "lse": plgpu.SMEM((CONSUMERS, config.block_q), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
-        "k_ring": gpu.ring_barriers(slots, copies=2 if problem.segments else 1),
-        "v_ring": gpu.ring_barriers(slots),
+        "k_ring": ring_barriers(slots, copies=2 if problem.segments else 1),
+        "v_ring": ring_barriers(slots),
         "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
     }
 

@@ -5,7 +5,7 @@ One kernel for all three gradients would take five products in place of these tw
 its thread blocks add into one dQ: in f32 in memory, in whatever order they come.
 
 One thread block has two tiles of queries of one head, one a consumer, and streams the keys and
-values that either sees through rings of slots (`gpu_tiles`).
+values that either sees through rings of slots (`gpu_ring`).
 
     producer     fill Q, dO, then for each block K[i mod slots], V[i mod slots]
     consumer w   for each block i:
@@ -18,7 +18,7 @@ K is needed from the first to the last of a block and V for one product, so K ha
 
     barrier    arrivals a phase    phases    waited for by
     q_full[w]  2 (TMA: Q, dO)      1         consumer w
-    k, v rings                     see `gpu_tiles`
+    k, v rings                     see `gpu_ring`
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import gpu_tiles as gpu
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Ring, Tile
+from pallas_kernels.attention.gpu_ring import Ring, ring_barriers
+from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
 from pallas_kernels.attention.problem import Problem, Segments
 
 
@@ -142,8 +143,8 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
         "v": gpu.tiles(problem, config.v_slots, config.block_kv, width),
         "kv_ids": kv_ids,
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
-        "k_ring": gpu.ring_barriers(config.k_slots, copies=2 if problem.segments else 1),
-        "v_ring": gpu.ring_barriers(config.v_slots),
+        "k_ring": ring_barriers(config.k_slots, copies=2 if problem.segments else 1),
+        "v_ring": ring_barriers(config.v_slots),
     }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import (
-    gpu_tiles,
+    gpu_ring,
     kernel_gpu,
     kernel_gpu_dkv,
     kernel_gpu_dq,
@@ -21,6 +21,11 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.kernel_gpu_dkv import Split
 from pallas_kernels.attention.problem import Band, Problem, Segments
 from tests.pallas_kernels.interpreted import interpreting
+
+_FORWARD = kernel_gpu.Config(64, 64, 2)
+_D_QUERY = kernel_gpu_dq.Config(64, 64, 2, 1)
+_BY_KEYS = kernel_gpu_dkv.Config(64, 64, 2, Split.KEYS)
+_BY_GRADIENT = kernel_gpu_dkv.Config(64, 64, 2, Split.GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,9 @@ class Case:
     """
 
     problem: Problem
-    forward: kernel_gpu.Config = kernel_gpu.Config(64, 64, 2)
-    d_query: kernel_gpu_dq.Config = kernel_gpu_dq.Config(64, 64, 2, 1)
-    d_keys: kernel_gpu_dkv.Config = kernel_gpu_dkv.Config(64, 64, 2, Split.KEYS)
+    forward: kernel_gpu.Config = _FORWARD
+    d_query: kernel_gpu_dq.Config = _D_QUERY
+    d_keys: kernel_gpu_dkv.Config = _BY_KEYS
     sorted_ids: bool = True
 
 
@@ -54,12 +59,10 @@ def _problem(**fields: Any) -> Problem:
     return Problem(**(defaults | fields))
 
 
-_BY_GRADIENT = kernel_gpu_dkv.Config(64, 64, 2, Split.GRADIENTS)
-
 CASES = {
-    "full": Case(_problem()),
+    "full": Case(_problem(q_heads=1, kv_heads=1)),
     "causal, one key/value head": Case(
-        _problem(band=Band(right=0), kv_heads=1),
+        _problem(q_len=192, kv_len=192, band=Band(right=0), kv_heads=1),
         forward=kernel_gpu.Config(64, 64, 3),
         d_query=kernel_gpu_dq.Config(64, 64, 2, 2),
     ),
@@ -96,7 +99,7 @@ CASES = {
         d_keys=kernel_gpu_dkv.Config(64, 64, 3, Split.KEYS, 2),
     ),
     "by gradient": Case(
-        _problem(batch=2, q_len=200, kv_len=333, band=Band(70, 10), kv_heads=1),
+        _problem(q_len=200, kv_len=232, band=Band(70, 10), q_heads=1, kv_heads=1),
         d_keys=_BY_GRADIENT,
     ),
     "by gradient, group divided": Case(
@@ -201,17 +204,17 @@ def check_neighbours() -> None:
 # --- planted mistakes ---------------------------------------------------------------------
 
 
-def _nothing(ring: gpu_tiles.Ring, step: Any) -> None:
+def _nothing(ring: gpu_ring.Ring, step: Any) -> None:
     """No wait, or no release."""
 
 
-def _release_at_once(ring: gpu_tiles.Ring, step: Any) -> None:
+def _release_at_once(ring: gpu_ring.Ring, step: Any) -> None:
     _AWAIT_FULL(ring, step)
     _RELEASE(ring, step)
 
 
-_AWAIT_FULL = gpu_tiles.Ring.await_full
-_RELEASE = gpu_tiles.Ring.release
+_AWAIT_FULL = gpu_ring.Ring.await_full
+_RELEASE = gpu_ring.Ring.release
 
 MISTAKES: dict[str, dict[str, Callable[..., None]]] = {
     "reads without waiting": {"await_full": _nothing},
@@ -235,5 +238,5 @@ def make(mistake: str, kernel: str) -> None:
         "d_keys": lambda: kernel_gpu_dkv.key_gradients(case.problem, case.d_keys, *rest),
         "by gradient": lambda: kernel_gpu_dkv.key_gradients(case.problem, case.d_keys, *rest),
     }
-    with mock.patch.multiple(gpu_tiles.Ring, **MISTAKES[mistake]), interpreting():
+    with mock.patch.multiple(gpu_ring.Ring, **MISTAKES[mistake]), interpreting():
         jax.block_until_ready(runs[kernel]())

@@ -28,16 +28,33 @@ def problem(head_dim: int = 128, dtype: str = "bfloat16", **fields: object) -> P
     )
 
 
-@pytest.mark.parametrize("name", hopper_cases.CASES)
+QUICK = ("full", "causal, one key/value head", "by gradient")
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_numbers_are_the_references(name: str):
     isolated.run(hopper_cases.check, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in hopper_cases.CASES if name not in QUICK])
+def test_numbers_of_more_options_are_the_references(name: str):
+    isolated.run(hopper_cases.check, name)
+
+
+@pytest.mark.slow
 def test_a_tile_that_reaches_past_the_end_does_not_see_the_next_sequence():
     isolated.run(hopper_cases.check_neighbours)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "d_query", "d_keys", "by gradient"])
+@pytest.mark.parametrize("mistake", hopper_cases.MISTAKES)
+def test_a_race_planted_in_the_forward_kernel_is_found(mistake: str):
+    with pytest.raises(pytest.fail.Exception, match="RACE DETECTED"):
+        isolated.run(hopper_cases.make, mistake, "forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["d_query", "d_keys", "by gradient"])
 @pytest.mark.parametrize("mistake", hopper_cases.MISTAKES)
 def test_a_planted_race_is_found(mistake: str, kernel: str):
     with pytest.raises(pytest.fail.Exception, match="RACE DETECTED"):
