@@ -77,19 +77,16 @@ def _run_state(body: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 
 @contextlib.contextmanager
-def interpreting(**options: Any) -> Iterator[None]:
-    """Kernels that are traced meanwhile run on the CPU; races raise.
-
-    Args:
-      options: of `plgpu.InterpretGPUParams`.
-    """
-    params = plgpu.InterpretGPUParams(**({"detect_races": True} | options))
+def interpreting() -> Iterator[None]:
+    """Kernels that are traced meanwhile run on the CPU; races raise."""
     with (
         mock.patch.object(plgpu.WGMMAAccumulatorRef, "init", Accumulator),
         mock.patch.object(plgpu, "wgmma", _wgmma),
         mock.patch.object(plgpu, "wgmma_wait", _wgmma_wait),
         mock.patch.object(plgpu, "wgmma_accumulator_load", _wgmma_accumulator_load),
         mock.patch.object(pl, "run_state", _run_state),
-        plgpu.force_gpu_interpret_mode(params),
+        plgpu.force_gpu_interpret_mode(
+            plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
+        ),
     ):
         yield

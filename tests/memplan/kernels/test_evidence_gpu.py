@@ -82,5 +82,5 @@ def test_a_kernel_is_compiled_and_read():
 
 @pytest.mark.gpu
 def test_what_does_not_compile_says_why():
-    with pytest.raises(KernelCompilationError, match="double_too_much.*available shared memory"):
+    with pytest.raises(KernelCompilationError, match=r"double_too_much.*available shared memory"):
         gpu_evidence(double_too_much, jax.ShapeDtypeStruct((256,), jnp.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -121,9 +122,10 @@ class Arrays:
     d_out: jax.Array
     segments: Segments | None
 
-    def widened(self) -> Arrays:
-        wide = (x.astype(jnp.float32) for x in (self.q, self.k, self.v, self.d_out))
-        return Arrays(*wide, self.segments)
+    def each(self, change: Callable[[jax.Array], jax.Array]) -> Arrays:
+        """All but the segments, changed."""
+        q, k, v, d_out = map(change, (self.q, self.k, self.v, self.d_out))
+        return Arrays(q, k, v, d_out, self.segments)
 
 
 def arrays(case: Case) -> Arrays:
@@ -176,7 +178,7 @@ def check(name: str) -> None:
     """At most twice as far from f32 as the reference is in the same precision."""
     case = CASES[name]
     given = arrays(case)
-    exact = by_reference(case.problem, given.widened())
+    exact = by_reference(case.problem, given.each(lambda x: x.astype(jnp.float32)))
     rounded = by_reference(case.problem, given)
     with interpreting():
         found = by_kernels(case, given)
@@ -192,9 +194,7 @@ def check_neighbours() -> None:
     """One sequence is NaN all over: the other's tiles that reach past its end do not see it."""
     case = CASES["ragged band, two sequences"]
     given = arrays(case)
-    poisoned = Arrays(
-        *(x.at[1].set(jnp.nan) for x in (given.q, given.k, given.v, given.d_out)), given.segments
-    )
+    poisoned = given.each(lambda x: x.at[1].set(jnp.nan))
     with interpreting():
         clean, found = by_kernels(case, given), by_kernels(case, poisoned)
     for what, expected in clean.items():
@@ -238,5 +238,8 @@ def make(mistake: str, kernel: str) -> None:
         "d_keys": lambda: kernel_gpu_dkv.key_gradients(case.problem, case.d_keys, *rest),
         "by gradient": lambda: kernel_gpu_dkv.key_gradients(case.problem, case.d_keys, *rest),
     }
-    with mock.patch.multiple(gpu_ring.Ring, **MISTAKES[mistake]), interpreting():
+    with contextlib.ExitStack() as stack:
+        for method, mistaken in MISTAKES[mistake].items():
+            stack.enter_context(mock.patch.object(gpu_ring.Ring, method, mistaken))
+        stack.enter_context(interpreting())
         jax.block_until_ready(runs[kernel]())

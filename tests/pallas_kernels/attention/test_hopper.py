@@ -6,6 +6,9 @@ they take, is in `test_hopper_compiled`; layouts in SMEM and registers are check
 on a GPU.
 """
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from pallas_kernels.attention import hopper, kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
@@ -18,14 +21,9 @@ from tests.pallas_kernels.attention import hopper_cases
 HOPPER = Target("gpu", "NVIDIA H200", "sm90")
 
 
-def problem(head_dim: int = 128, dtype: str = "bfloat16", **fields: object) -> Problem:
-    return Problem(
-        **({"batch": 1, "q_len": 4096, "kv_len": 4096, "q_heads": 8, "kv_heads": 8} | fields),
-        head_dim=head_dim,
-        dtype=dtype,
-        band=Band(right=0),
-        scale=0.1,
-    )
+def problem(head_dim: int = 128, dtype: str = "bfloat16", **fields: Any) -> Problem:
+    whole = Problem(1, 4096, 4096, 8, 8, head_dim, dtype, Band(right=0), scale=0.1)
+    return dataclasses.replace(whole, **fields)
 
 
 QUICK = ("full", "causal, one key/value head", "by gradient")

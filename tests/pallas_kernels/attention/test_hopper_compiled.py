@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,30 +46,28 @@ def test_more_shapes_of_models(name: str):
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 80, 112, 160, 192, 224])
 def test_other_widths_of_heads(head_dim: int):
     shape = Shape("", 1, 1000, 1000, 8, 4, head_dim, {"causal": True})
-    is_clean(gpu_evidence(*_with_arguments(shape, jnp.float16)))
+    function, given = programs.gradient(shape, dtype=jnp.float16)
+    is_clean(gpu_evidence(function, *given))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [None, (1023, 0)])
 def test_soft_cap_and_segments_at_once(head_dim: int, window: tuple[int, int] | None):
     options = {"causal": True, "window": window, "soft_cap": 30.0}
     shape = Shape("", 1, 4096, 4096, 8, 4, head_dim, options, (4096,))
-    is_clean(gpu_evidence(*_with_arguments(shape, jnp.bfloat16)))
+    function, given = programs.gradient(shape)
+    is_clean(gpu_evidence(function, *given))
 
 
-def _with_arguments(shape: Shape, dtype: object) -> tuple[object, ...]:
-    function, arguments = programs.gradient(shape, dtype=dtype)
-    return function, *arguments
-
-
-def problem(**fields: object) -> Problem:
+def problem(**fields: Any) -> Problem:
     whole = Problem(1, 1024, 1024, 4, 2, 128, "bfloat16", Band(right=0), 0.1)
     return dataclasses.replace(whole, **fields)
 
 
 def forward(asked: Problem, config: kernel_gpu.Config, *arrays: jax.Array) -> object:
-    return kernel_gpu.forward(asked, config, *arrays, None)
+    q, k, v = arrays
+    return kernel_gpu.forward(asked, config, q, k, v, None)
 
 
 def query_gradient(asked: Problem, config: kernel_gpu_dq.Config, *arrays: jax.Array) -> object:

@@ -1,5 +1,6 @@
 """Which blocks a tile looks at, against every pair of a row and a column."""
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def test_blocks_of_segments_in_a_band(ids: list[int], is_sorted: bool, band: Ban
     row_ids = np.array([sorted(ids) if is_sorted else ids], np.int32)
     column_ids = np.repeat(row_ids, 2, axis=1)
     seen = visible(band, 16, 32) & (row_ids[0][:, None] == column_ids[0][None, :])
-    found = np.asarray(segment_spans(row_ids, column_ids, 4, 8))
+    found = np.asarray(segment_spans(jnp.asarray(row_ids), jnp.asarray(column_ids), 4, 8))
     for index in range(4):
         of_segments = Span(*map(int, found[0, index]))
         of_band = span(band, 4 * index, 4, 16, 8, 32)
