@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.attention import kernel_triton, reference, tpu
+from pallas_kernels.attention import hopper, kernel_triton, reference, tpu
 from pallas_kernels.attention.problem import Band, Problem, Segments
 from pallas_kernels.choosing import choose
 from pallas_kernels.errors import KernelArgumentError
@@ -60,7 +60,12 @@ class Implementation(Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"tpu": tpu, "triton": kernel_triton, "xla": reference}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "tpu": tpu,
+    "hopper": hopper,
+    "triton": kernel_triton,
+    "xla": reference,
+}
 """By name, the best first."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
