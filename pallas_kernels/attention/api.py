@@ -177,7 +177,8 @@ def _attention(
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     call = _batched(implementation.forward, problem, target)
-    return call(q, k, v, segments)
+    out, lse = call(q, k, v, segments)
+    return out, lse if problem.lse else None
 
 
 def _forward(

@@ -16,7 +16,7 @@ from pallas_kernels.attention.gpu_tiles import SMEM_CAPACITY
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.targets import Target
 from tests.pallas_kernels import isolated
-from tests.pallas_kernels.attention import hopper_cases
+from tests.pallas_kernels.attention import cases_hopper
 
 HOPPER = Target("gpu", "NVIDIA H200", "sm90")
 
@@ -31,32 +31,32 @@ QUICK = ("full", "causal, one key/value head", "by gradient")
 
 @pytest.mark.parametrize("name", QUICK)
 def test_numbers_are_the_references(name: str):
-    isolated.run(hopper_cases.check, name)
+    isolated.run(cases_hopper.check, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in hopper_cases.CASES if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in cases_hopper.CASES if name not in QUICK])
 def test_numbers_of_more_options_are_the_references(name: str):
-    isolated.run(hopper_cases.check, name)
+    isolated.run(cases_hopper.check, name)
 
 
 @pytest.mark.slow
 def test_a_tile_that_reaches_past_the_end_does_not_see_the_next_sequence():
-    isolated.run(hopper_cases.check_neighbours)
+    isolated.run(cases_hopper.check_neighbours)
 
 
-@pytest.mark.parametrize("mistake", hopper_cases.MISTAKES)
+@pytest.mark.parametrize("mistake", cases_hopper.MISTAKES)
 def test_a_race_planted_in_the_forward_kernel_is_found(mistake: str):
     with pytest.raises(pytest.fail.Exception, match="RACE DETECTED"):
-        isolated.run(hopper_cases.make, mistake, "forward")
+        isolated.run(cases_hopper.make, mistake, "forward")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["d_query", "d_keys", "by gradient"])
-@pytest.mark.parametrize("mistake", hopper_cases.MISTAKES)
+@pytest.mark.parametrize("mistake", cases_hopper.MISTAKES)
 def test_a_planted_race_is_found(mistake: str, kernel: str):
     with pytest.raises(pytest.fail.Exception, match="RACE DETECTED"):
-        isolated.run(hopper_cases.make, mistake, kernel)
+        isolated.run(cases_hopper.make, mistake, kernel)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])

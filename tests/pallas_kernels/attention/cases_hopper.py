@@ -155,7 +155,7 @@ def _delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
 
 def by_reference(problem: Problem, a: Arrays) -> dict[str, np.ndarray]:
     nowhere: Any = None
-    out, lse = reference.forward(problem, nowhere, a.q, a.k, a.v, a.segments)
+    out, lse = reference.attend(problem, a.q, a.k, a.v, a.segments)
     rest = (a.q, a.k, a.v, a.segments, lse, _delta(out, a.d_out), a.d_out)
     return _named(out, lse, *reference.backward(problem, nowhere, *rest))
 
