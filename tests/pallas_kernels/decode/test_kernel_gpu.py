@@ -28,7 +28,7 @@ def test_chosen_cases(what: str) -> None:
 
 @pytest.mark.slow
 def test_random_cases() -> None:
-    run(interpreted_gpu.check_random, examples=30, timeout_s=500)
+    run(interpreted_gpu.check_random, examples=20, timeout_s=500)
 
 
 def test_a_planted_race_is_found() -> None:

