@@ -146,8 +146,8 @@ def cases(draw: st.DrawFn) -> Case:
     soft_cap = draw(st.none() | st.just(3.0))
     problem = Problem(
         batch=draw(st.integers(1, 2)),
-        q_len=draw(st.integers(1, 600)),
-        kv_len=draw(st.integers(1, 600)),
+        q_len=draw(st.integers(1, 400)),
+        kv_len=draw(st.integers(1, 400)),
         q_heads=group * kv_heads,
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([64, 96, 128, 256])),
