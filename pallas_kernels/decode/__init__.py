@@ -1,1 +1,4 @@
-"""Attention of the last tokens of each sequence to a cache of keys and values, paged or not."""
+"""Attention of a few tokens to a long cache, paged or not: `decode_attention` (see `api`)."""
+
+from pallas_kernels.decode.api import IMPLEMENTATIONS as IMPLEMENTATIONS
+from pallas_kernels.decode.api import decode_attention as decode_attention

@@ -1,1 +1,4 @@
-"""A matrix product whose weights stay in host memory or HBM and come tile by tile."""
+"""Products with weights that come tile by tile, from the host or HBM: `streamed_matmul` (see `api`)."""
+
+from pallas_kernels.streamed_matmul.api import IMPLEMENTATIONS as IMPLEMENTATIONS
+from pallas_kernels.streamed_matmul.api import streamed_matmul as streamed_matmul

@@ -181,7 +181,8 @@ def test_what_fits_by_vmem_bytes_compiles(name: str, generation: str, tpu_compil
     largest = max(
         kernel_tpu.candidates(large, target), key=lambda c: kernel_tpu.vmem_bytes(large, c)
     )
-    cache = Cache(k, v, lengths, **named)
+    shapes: Any = (k, v, lengths)
+    cache = Cache(*shapes, **named)
     arguments = jax.tree.map(partial(placed, device), (q, cache))
     with abstract_device(device):
         call = jax.jit(partial(kernel_tpu.forward, large, target, config=largest))
@@ -213,5 +214,6 @@ def test_shard_map_compiles(tpu_compiler: Any) -> None:
         )(*arguments)
 
     text = call.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert text is not None
     assert "tpu_custom_call" in text
     assert "bf16[2048,2,64,128]" in text
