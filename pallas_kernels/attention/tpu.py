@@ -22,9 +22,13 @@ def refusal(problem: Problem, target: Target) -> str | None:
     if target.generation not in tuning.CHIPS:
         known = ", ".join(tuning.CHIPS)
         return f"its blocks are chosen for {known}; a {target.kind} is not known"
+    if problem.dtype == "float16":
+        return "dtype is float16, which its compiler has no registers for: takes bfloat16, float32"
     if problem.head_dim not in _HEAD_DIMS:
         widths = ", ".join(map(str, _HEAD_DIMS))
         return f"head_dim is {problem.head_dim}: takes {widths}. Pad the heads with zeros"
+    if problem.dtype == "float32" and problem.head_dim > 128:
+        return f"head_dim is {problem.head_dim} of float32, whose spills are not measured: takes 128"
     return None
 
 
