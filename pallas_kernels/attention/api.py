@@ -26,6 +26,7 @@ from pallas_kernels.attention import kernel_triton, reference, tpu
 from pallas_kernels.attention.problem import Band, Problem, Segments
 from pallas_kernels.choosing import choose
 from pallas_kernels.errors import KernelArgumentError
+from pallas_kernels.result_types import alike
 from pallas_kernels.targets import Target, current_target
 
 _OP = "attention"
@@ -156,7 +157,7 @@ def attention(
     chosen = choose(
         _OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, implementation
     )
-    out, lse = _attention(problem, target, chosen, q, k, v, segments)
+    out, lse = _attention(problem, target, chosen, *alike((q, k, v, segments)))
     return out if lse is None else (out, lse)
 
 
@@ -340,8 +341,8 @@ def _band(
         left = None
     if right is not None and right >= kv_len - 1 - offset:
         right = None
-    sides = (None if side is None else int(side) for side in (left, right))
-    return Band(*sides, offset)
+    left, right = (None if side is None else int(side) for side in (left, right))
+    return Band(left, right, offset)
 
 
 def _segments(

@@ -143,6 +143,18 @@ def test_shard_map_over_batch_and_heads() -> None:
         np.testing.assert_allclose(some, other, atol=3e-6)
 
 
+def test_shard_map_with_keys_that_all_devices_share() -> None:
+    q, k, v = arrays(batch=2)
+    k, v = k[:, :, :1], v[:, :, :1]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    split, shared = PartitionSpec("data", None, "model"), PartitionSpec("data")
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(split, shared, shared), out_specs=split)
+    gradient = jax.jit(jax.grad(lambda q, k, v: sharded(q, k, v).sum(), (0, 1, 2)))(q, k, v)
+    expected = jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))(q, k, v)
+    for some, other in zip(gradient, expected, strict=True):
+        np.testing.assert_allclose(some, other, atol=1e-5)
+
+
 Q, K, V = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays())
 
 
