@@ -1,10 +1,34 @@
-"""Types of a kernel's results."""
+"""Types of a kernel's arguments and results under `shard_map`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
+
+
+def alike[Arrays](arrays: Arrays) -> Arrays:
+    """The same arrays, which differ from device to device wherever one of them does.
+
+    A function with a gradient of its own needs that: jax then adds up, over devices, gradients
+    of what was the same on all, and does not accept one that differs for an argument that does not.
+    """
+    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(arrays)))
+
+    def widened(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(widened, arrays)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    kind: Any = jax.typeof(x)
+    # Of jax 0.12, and of 0.11.
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 def result_type(

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.attention import hopper, kernel_triton, reference, tpu
 from pallas_kernels.attention.problem import Band, Problem, Segments
 from pallas_kernels.choosing import choose
 from pallas_kernels.errors import KernelArgumentError
+from pallas_kernels.result_types import alike
 from pallas_kernels.targets import Target, current_target
 
 _OP = "attention"
@@ -138,7 +141,7 @@ def attention(
         that are the last tokens.
       q_segment_ids, kv_segment_ids: int32[batch, q_len] and int32[batch, kv_len]: a query sees
         keys of its own segment only. Of self-attention the first is enough.
-      scale: factor of the scores, 1/sqrt(head_dim) by default.
+      scale: factor of the scores, positive; 1/sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118).
       return_lse: also return the log-sum-exp of the scores.
       implementation: one of `IMPLEMENTATIONS`, or None for the first that takes the arguments.
@@ -159,7 +162,7 @@ def attention(
     chosen = choose(
         _OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, implementation
     )
-    out, lse = _attention(problem, target, chosen, q, k, v, segments)
+    out, lse = _attention(problem, target, chosen, *alike((q, k, v, segments)))
     return out if lse is None else (out, lse)
 
 
@@ -299,9 +302,14 @@ def _problem(
             f"a divisor of the {q_heads} heads of q",
             "Each key/value head serves equally many query heads.",
         )
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise KernelArgumentError(
             _OP, "soft_cap", soft_cap, "a positive number, or None", "None leaves scores alone."
+        )
+    # Kernels take the maximum of scores before they scale them.
+    if scale is not None and not 0 < scale < math.inf:
+        raise KernelArgumentError(
+            _OP, "scale", scale, "a positive number, or None", "Negate q for a negative one."
         )
     return Problem(
         batch=batch,
@@ -311,22 +319,36 @@ def _problem(
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=q.dtype.name,
-        band=_band(causal, window, q_offset),
+        band=_band(causal, window, q_offset, q_len, kv_len),
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
 
 
-def _band(causal: bool, window: int | tuple[int | None, int | None] | None, q_offset: int) -> Band:
+def _band(
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    q_offset: int,
+    q_len: int,
+    kv_len: int,
+) -> Band:
     left, right = window if isinstance(window, tuple) else (window, window)
     for side in (left, right):
-        if side is not None and side < 0:
+        if side is not None and not (isinstance(side, int | np.integer) and side >= 0):
             raise KernelArgumentError(
                 _OP, "window", window, "at least 0 keys on a side, or None", "0 is the key itself."
             )
     if causal:
         right = 0
-    return Band(left, right, int(q_offset))
+    offset = operator.index(q_offset)
+    # A side that no key lies beyond is no limit: kernels then need no mask for it, nor to count
+    # that far in 32 bits.
+    if left is not None and left >= q_len - 1 + offset:
+        left = None
+    if right is not None and right >= kv_len - 1 - offset:
+        right = None
+    left, right = (None if side is None else int(side) for side in (left, right))
+    return Band(left, right, offset)
 
 
 def _segments(

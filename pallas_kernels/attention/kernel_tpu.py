@@ -71,7 +71,8 @@ class Inputs(NamedTuple):
     """In HBM, heads before tokens and padded to whole blocks; ids where there are segments.
 
     Attributes:
-      ranges: in scalar memory, the key blocks that each query block sees.
+      ranges: in scalar memory, the key blocks that each query block sees, int32[batch or 1 times
+        query blocks]: of two axes each row would be filled up to 128 there.
       q: [batch, q_heads, q_len, head_dim].
       k, v: [batch, kv_heads, kv_len, head_dim].
       q_ids: int32[batch, q_len, LANES], each id in all lanes.
@@ -297,8 +298,10 @@ class Kernel:
     def _seen(self, step: Any) -> Ranges:
         """The key blocks that a step sees, scalars."""
         sequence, _, q_block = self._place(step)
-        shared = self.inputs.ranges.first.shape[0] == 1
-        return Ranges(*(r[0 if shared else sequence, q_block] for r in self.inputs.ranges))
+        q_blocks = pl.cdiv(self.problem.q_len, self.config.block_q)
+        shared = self.inputs.ranges.first.shape[0] == q_blocks
+        row = q_block if shared else sequence * q_blocks + q_block
+        return Ranges(*(r[row] for r in self.inputs.ranges))
 
     def _after(self, item: Item) -> Item:
         """The next item. After the last of all come some of a step that is not there: so that no
@@ -340,7 +343,7 @@ def forward(
     q_len, kv_len = pad_up(problem.q_len, config.block_q), pad_up(problem.kv_len, config.block_kv)
     ranges = key_ranges(problem, segments, config.block_q, config.block_kv)
     inputs = Inputs(
-        Ranges(*map(jnp.asarray, ranges)),
+        Ranges(*(jnp.ravel(r) for r in ranges)),
         heads_first(q, q_len),
         heads_first(k, kv_len),
         heads_first(v, kv_len),

@@ -70,9 +70,10 @@ class Inputs(NamedTuple):
     """In HBM, heads before tokens and padded to whole blocks; ids where there are segments.
 
     Attributes:
-      seen_by: in scalar memory, the query blocks that see each key block.
-      sees: in scalar memory, int32[batch or 1, 2, query blocks]: the first and the last key block
-        whose step visits each.
+      seen_by: in scalar memory, the query blocks that see each key block, int32[batch or 1 times
+        key blocks].
+      sees: in scalar memory, int32[batch or 1 times 2 times query blocks]: the first and the last
+        key block whose step visits each.
       q, d_out: [batch, q_heads, q_len, head_dim].
       k, v: [batch, kv_heads, kv_len, head_dim].
       lse, delta: f32[batch, q_heads, 1, q_len]; lse in base 2.
@@ -310,14 +311,15 @@ class Kernel:
     def _seen_by(self, step: Any) -> Ranges:
         """The query blocks that see a step's keys, scalars."""
         sequence, _, k_block = self._place(step)
-        shared = self.inputs.seen_by.first.shape[0] == 1
-        return Ranges(*(r[0 if shared else sequence, k_block] for r in self.inputs.seen_by))
+        shared = self.inputs.seen_by.first.shape[0] == self._key_blocks()
+        row = k_block if shared else sequence * self._key_blocks() + k_block
+        return Ranges(*(r[row] for r in self.inputs.seen_by))
 
     def _sees(self, item: Item) -> tuple[Any, Any]:
         """The first and the last key block whose steps visit an item's queries, scalars."""
-        sees = self.inputs.sees
-        sequence = 0 if sees.shape[0] == 1 else self._place(item.step)[0]
-        return sees[sequence, 0, item.block], sees[sequence, 1, item.block]
+        sees, q_blocks = self.inputs.sees, pl.cdiv(self.problem.q_len, self.config.block_q)
+        first = 0 if sees.shape[0] == 2 * q_blocks else self._place(item.step)[0] * 2 * q_blocks
+        return sees[first + item.block], sees[first + q_blocks + item.block]
 
     def _after(self, item: Item) -> Item:
         """The next item; after the last of all one of a step that is not there, for which what
@@ -364,8 +366,8 @@ def backward(
     lse = jnp.where(jnp.isneginf(lse), -MASKED, lse * LOG2_E)
     ids = segments and columns_and_rows(segments.kv, segments.q, kv_len, q_len)
     inputs = Inputs(
-        Ranges(*map(jnp.asarray, seen_by)),
-        sees,
+        Ranges(*(jnp.ravel(r) for r in seen_by)),
+        sees.ravel(),
         heads_first(q, q_len),
         heads_first(k, kv_len),
         heads_first(v, kv_len),

@@ -22,9 +22,15 @@ def refusal(problem: Problem, target: Target) -> str | None:
     if target.generation not in tuning.CHIPS:
         known = ", ".join(tuning.CHIPS)
         return f"its blocks are chosen for {known}; a {target.kind} is not known"
+    if problem.dtype == "float16":
+        return "dtype is float16, which its compiler has no registers for: takes bfloat16, float32"
     if problem.head_dim not in _HEAD_DIMS:
         widths = ", ".join(map(str, _HEAD_DIMS))
         return f"head_dim is {problem.head_dim}: takes {widths}. Pad the heads with zeros"
+    if problem.dtype == "float32" and problem.head_dim > 128:
+        return (
+            f"head_dim is {problem.head_dim} of float32, whose spills are not measured: takes 128"
+        )
     return None
 
 
@@ -39,7 +45,9 @@ def forward(
     """See `reference.forward`."""
     chip = tuning.CHIPS[target.generation]
     config, launch = tuning.forward_choice(problem, chip)
-    return kernel_tpu.forward(problem, config, launch, q, k, v, segments)
+    # The kernels count in 32 bits, whatever the program around them does.
+    with jax.enable_x64(False):
+        return kernel_tpu.forward(problem, config, launch, q, k, v, segments)
 
 
 def backward(
@@ -62,26 +70,28 @@ def backward(
     parts = tuning.backward_parts(problem, chip)
     if parts == 1:
         config, launch = tuning.backward_choice(problem, chip)
-        return kernel_tpu_backward.backward(
-            problem, config, launch, q, k, v, segments, lse, delta, d_out
-        )
+        with jax.enable_x64(False):
+            return kernel_tpu_backward.backward(
+                problem, config, launch, q, k, v, segments, lse, delta, d_out
+            )
     d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     for part, queries, keys in _rectangles(problem, parts):
         ids = segments and Segments(segments.q[:, queries], segments.kv[:, keys])
         config, launch = tuning.backward_choice(part, chip)
-        some_q, some_k, some_v = kernel_tpu_backward.backward(
-            part,
-            config,
-            launch,
-            q[:, queries],
-            k[:, keys],
-            v[:, keys],
-            ids,
-            lse[:, :, queries],
-            delta[:, :, queries],
-            d_out[:, queries],
-            result=jnp.float32,
-        )
+        with jax.enable_x64(False):
+            some_q, some_k, some_v = kernel_tpu_backward.backward(
+                part,
+                config,
+                launch,
+                q[:, queries],
+                k[:, keys],
+                v[:, keys],
+                ids,
+                lse[:, :, queries],
+                delta[:, :, queries],
+                d_out[:, queries],
+                result=jnp.float32,
+            )
         d_q = d_q.at[:, queries].add(some_q)
         d_k = d_k.at[:, keys].add(some_k)
         d_v = d_v.at[:, keys].add(some_v)

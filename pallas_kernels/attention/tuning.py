@@ -9,7 +9,7 @@ counted exactly, item by item, and the least is chosen:
     bundles = full items (turn + full) + masked items (turn + masked) + ends close
 
 A bundle is a clock cycle where no copy is waited for; copies are hidden as long as the blocks are
-larger than `_LEAST_ROWS`.
+large enough.
 """
 
 from __future__ import annotations
@@ -168,12 +168,14 @@ def predictor(
     generation: str, kernel: str, width: int, dtype: str
 ) -> Callable[[int, int], Bundles]:
     """Bundles of any blocks, by least squares over those that were compiled."""
-    rows = [
+    alike = [
         row
         for row in _table()
-        if (row["chip"], row["kernel"], row["head_dim"]) == (generation, kernel, width)
-        and row["dtype"] == ("float32" if dtype == "float32" else "bfloat16")
+        if (row["chip"], row["kernel"], row["dtype"]) == (generation, kernel, dtype)
     ]
+    # Not every width is measured in every type.
+    nearest = min((row["head_dim"] for row in alike), key=lambda w: abs(w - width))
+    rows = [row for row in alike if row["head_dim"] == nearest]
     terms = np.array([_terms(row["block_q"], row["block_kv"]) for row in rows])
     parts = ("full", "masked", "turn", "close", "spills")
     fits = {}

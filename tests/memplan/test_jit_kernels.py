@@ -55,6 +55,23 @@ def test_attention_is_planned_around() -> None:
 
 
 @pytest.mark.tpu
+@pytest.mark.parametrize(("batch", "is_64_bit"), [(2048, False), (1, True)])
+def test_gradients_of_packed_sequences_compile(batch: int, is_64_bit: bool) -> None:
+    """The ranges of blocks of each sequence are in scalar memory, which is 1 MiB."""
+
+    def loss(q: jax.Array, ids: jax.Array) -> jax.Array:
+        out = attention(q, q, q, q_segment_ids=ids, implementation="tpu")
+        return out.astype(jnp.float32).sum()
+
+    q = jax.ShapeDtypeStruct((batch, 256, 1, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
+    with jax.enable_x64(is_64_bit):
+        step = memplan.jit(jax.grad(loss), machine=memplan.topology("v6e"))
+        text = step.lower(q, ids).compile().as_text()
+    assert "attention_backward" in text
+
+
+@pytest.mark.tpu
 def test_what_is_not_materialised_is_not_held() -> None:
     """The scores alone would be 512 MiB."""
     machine = memplan.topology("v6e")

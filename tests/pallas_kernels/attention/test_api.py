@@ -1,5 +1,6 @@
 """The front door of attention: what it computes, what it refuses, and in which words."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,14 @@ def test_offset_moves_the_band() -> None:
     whole = jnp.concatenate([jnp.zeros_like(q[:, :7]), q], axis=1)
     expected = attention(whole, k, v, causal=True)[:, 7:]
     np.testing.assert_allclose(attention(q, k, v, causal=True, q_offset=7), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [39, 2**31 - 1, 2**40, np.int64(50)])
+def test_a_window_beyond_all_keys_is_none(side: int) -> None:
+    q, k, v = arrays()
+    assert (attention(q, k, v, window=side) == attention(q, k, v)).all()
+    moved = attention(q, k, v, window=(32 + 5, None), q_offset=5)
+    assert (moved == attention(q, k, v)).all()
 
 
 def test_soft_cap_bounds_scores() -> None:
@@ -134,6 +143,18 @@ def test_shard_map_over_batch_and_heads() -> None:
         np.testing.assert_allclose(some, other, atol=3e-6)
 
 
+def test_shard_map_with_keys_that_all_devices_share() -> None:
+    q, k, v = arrays(batch=2)
+    k, v = k[:, :, :1], v[:, :, :1]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    split, shared = PartitionSpec("data", None, "model"), PartitionSpec("data")
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(split, shared, shared), out_specs=split)
+    gradient = jax.jit(jax.grad(lambda q, k, v: sharded(q, k, v).sum(), (0, 1, 2)))(q, k, v)
+    expected = jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))(q, k, v)
+    for some, other in zip(gradient, expected, strict=True):
+        np.testing.assert_allclose(some, other, atol=1e-5)
+
+
 Q, K, V = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays())
 
 
@@ -160,6 +181,8 @@ def like(struct: jax.ShapeDtypeStruct, *shape: int, dtype: Any = None) -> jax.Sh
         ((Q, like(K, dtype=jnp.bfloat16), V), {}, "k is of type bfloat16: expected float32"),
         ((Q, like(K, 1, 0, 2, 16), like(V, 1, 0, 2, 16)), {}, "expected no empty axis"),
         ((Q, K, V), {"window": -1}, "window is -1: expected at least 0 keys on a side"),
+        ((Q, K, V), {"window": (4, 0.5)}, r"window is \(4, 0\.5\): expected at least 0 keys"),
+        ((Q, K, V), {"scale": -0.1}, r"scale is -0\.1: expected a positive number"),
         ((Q, K, V), {"soft_cap": 0.0}, r"soft_cap is 0\.0: expected a positive number"),
         ((Q, K, V), {"q_segment_ids": Q_IDS}, "kv_segment_ids is None: expected ids of 40 keys"),
         ((Q, K, V), {"kv_segment_ids": KV_IDS}, "q_segment_ids is None: expected ids"),
@@ -188,10 +211,13 @@ def test_each_that_refuses_says_why() -> None:
     assert caught.value.reasons == {"tpu": "needs a TPU"}
 
 
-def test_a_head_that_no_tpu_kernel_takes() -> None:
+def test_what_no_tpu_kernel_takes() -> None:
     problem = Problem(1, 8, 8, 1, 1, 80, "bfloat16", Band(), 1.0)
     reason = tpu.refusal(problem, target_of("tpu", "TPU v6 lite"))
     assert reason == "head_dim is 80: takes 64, 96, 128, 256. Pad the heads with zeros"
+    for changed in ({"dtype": "float16"}, {"dtype": "float32", "head_dim": 256}):
+        problem = dataclasses.replace(problem, **{"head_dim": 128, **changed})
+        assert "takes" in (tpu.refusal(problem, target_of("tpu", "TPU v6 lite")) or "")
     assert "not known" in (tpu.refusal(problem, target_of("tpu", "TPU v99")) or "")
 
 

@@ -19,6 +19,10 @@ def test_many_random_problems(dma: str) -> None:
     run(cases_tpu.check_random, timeout_s=590, dma=dma, examples=50)
 
 
+def test_through_attention() -> None:
+    run(cases_tpu.check_through_attention, dma="eager")
+
+
 @pytest.mark.parametrize("dma", ["eager", "on_wait"])
 def test_without_a_mistake_nothing_is_noticed(dma: str) -> None:
     run(cases_tpu.check_plain, dma=dma)

@@ -45,6 +45,15 @@ def test_choices_fit(generation: str, shape: Any) -> None:
     assert launch.vmem_limit <= chip.vmem_bytes
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("generation", sorted({row["chip"] for row in ROWS}))
+def test_choices_of_float32(generation: str, head_dim: int) -> None:
+    problem = Problem(1, 1500, 1500, 2, 1, head_dim, "float32", Band(), 0.1)
+    for choose in (tuning.forward_choice, tuning.backward_choice):
+        _, launch = choose(problem, tuning.CHIPS[generation])
+        assert launch.cycles > 0
+
+
 def test_long_sequences_are_taken_in_parts() -> None:
     problem = Problem(1, 1 << 17, 1 << 17, 1, 1, 128, "bfloat16", Band(None, 0, 0), 0.1)
     parts = tuning.backward_parts(problem, V6E)
