@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,8 +104,7 @@ def contenders(problem: Problem) -> Iterator[tuple[str, Callable[..., jax.Array]
     if jax.devices()[0].platform == "gpu":
         yield "cudnn", partial(jax.nn.dot_product_attention, implementation="cudnn", **theirs)
     if find_spec("tokamax") is not None:
-        import tokamax
-
+        tokamax = import_module("tokamax")
         yield "tokamax", partial(tokamax.dot_product_attention, **theirs)
     if jax.devices()[0].platform == "tpu" and "window" not in options:
         yield "splash", partial(_splash, problem)
@@ -127,7 +127,8 @@ def _splash(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.A
     blocks = kernel.BlockSizes(block_q=1024, block_kv=2048, block_kv_compute=1024)
     run = make(mask, head_shards=1, q_seq_shards=1, block_sizes=blocks)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * problem.head_dim**-0.5, k, v))
-    return jnp.swapaxes(jax.vmap(run)(q, k, v), 1, 2)
+    mixed: Any = jax.vmap(run)(q, k, v)
+    return jnp.swapaxes(mixed, 1, 2)
 
 
 def seconds(function: Callable[..., Any], *args: Any) -> float:
@@ -142,9 +143,7 @@ def seconds(function: Callable[..., Any], *args: Any) -> float:
     samples = []
     for _ in range(5):
         started = time.perf_counter()
-        for _ in range(_CALLS):
-            done = function(*args)
-        jax.block_until_ready(done)
+        jax.block_until_ready([function(*args) for _ in range(_CALLS)][-1])
         samples.append((time.perf_counter() - started) / _CALLS)
     return statistics.median(samples)
 

@@ -109,7 +109,7 @@ def attention_shape(
     ids = None
     if shape.segment_lens:
         one = np.repeat(np.arange(len(shape.segment_lens)), shape.segment_lens)
-        ids = np.broadcast_to(one, (shape.batch, shape.q_len)).astype(np.int32)
+        ids = jnp.broadcast_to(jnp.asarray(one, jnp.int32), (shape.batch, shape.q_len))
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attention(q, k, v, q_segment_ids=ids, **shape.options)
@@ -155,7 +155,7 @@ def attention_parts(evidence: Evidence) -> dict[str, int]:
 
 def tune(chips: Iterable[str]) -> None:
     """Measures blocks on chips, and replaces their rows in the file that the kernels read."""
-    table = json.loads(TUNED.read_text()) if TUNED.exists() else {"rows": []}
+    table: dict[str, Any] = json.loads(TUNED.read_text()) if TUNED.exists() else {"rows": []}
     for chip in chips:
         rows = []
         for head_dim, dtype in _WIDTHS:

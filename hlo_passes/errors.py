@@ -164,6 +164,22 @@ class CompilationError(MemplanError, RuntimeError):
         )
 
 
+class KernelCompilationError(MemplanError, RuntimeError):
+    """A function whose kernels were to be looked at does not lower or compile.
+
+    Attributes:
+      output: all that the process that compiled it wrote.
+    """
+
+    def __init__(self, function: str, machine: str, output: str) -> None:
+        self.output = output
+        reason = output.strip().rpartition("\n")[2] or "it wrote nothing"
+        super().__init__(
+            f"{function}: it does not compile for {machine!r}: {reason}. All that was written is "
+            "this error's .output."
+        )
+
+
 class TopologyError(MemplanError, ValueError):
     """A topology that cannot be had."""
 

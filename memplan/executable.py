@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,7 +91,7 @@ class Target:
         return [as_shape(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
 
     @contextmanager
-    def seen_by_kernels(self) -> Iterator[None]:
+    def seen_by_kernels(self) -> Generator[None]:
         """Pallas kernels that ask, while traced or lowered, what they are for, are told this."""
         mesh = jax.sharding.get_abstract_mesh()
         if self.absent is None or mesh.abstract_device is not None:

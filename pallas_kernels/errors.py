@@ -37,6 +37,18 @@ class ImplementationNameError(MemplanError, ValueError):
         )
 
 
+class NotDifferentiableError(MemplanError, NotImplementedError):
+    """An op for inference is differentiated.
+
+    Args:
+      op: the public function, as the user called it.
+      hint: what to use instead, a sentence.
+    """
+
+    def __init__(self, op: str, hint: str) -> None:
+        super().__init__(f"{op} has no gradient. {hint}")
+
+
 class NotSupportedError(MemplanError, NotImplementedError):
     """No implementation, or not the one asked for, takes arguments that are well formed.
 

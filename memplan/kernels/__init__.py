@@ -1,1 +1,1 @@
-"""What the real compilers make of kernels, on a machine without their hardware."""
+"""What the real compilers make of kernels, for hardware that need not be there."""

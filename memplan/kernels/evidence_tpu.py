@@ -31,18 +31,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from hlo_passes.errors import MemplanError
+from hlo_passes.errors import KernelCompilationError
 from memplan.topologies import Topology, topology
 
 _TIMEOUT_S = 1200
 _FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
-
-
-class KernelCompilationError(MemplanError, RuntimeError):
-    """The compiler, or the process that it ran in, failed."""
-
-    def __init__(self, what: str, output: str) -> None:
-        super().__init__(f"{what} was not compiled:\n{output[-3000:]}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,7 @@ def collect(name: str, jobs: Sequence[Job]) -> list[Evidence]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or len(lines) != len(jobs):
         failed = jobs[len(lines)] if len(lines) < len(jobs) else jobs[-1]
-        raise KernelCompilationError(f"{failed} for {name}", done.stdout + done.stderr)
+        raise KernelCompilationError(failed.build, name, done.stdout + done.stderr)
     return [_from_json(line) for line in lines]
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.attention import kernel_triton, reference, tpu
+from pallas_kernels.attention import hopper, kernel_triton, reference, tpu
 from pallas_kernels.attention.problem import Band, Problem, Segments
 from pallas_kernels.choosing import choose
 from pallas_kernels.errors import KernelArgumentError
@@ -63,7 +63,12 @@ class Implementation(Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"tpu": tpu, "triton": kernel_triton, "xla": reference}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "tpu": tpu,
+    "hopper": hopper,
+    "triton": kernel_triton,
+    "xla": reference,
+}
 """By name, the best first."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -175,7 +180,8 @@ def _attention(
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     call = _batched(implementation.forward, problem, target)
-    return call(q, k, v, segments)
+    out, lse = call(q, k, v, segments)
+    return out, lse if problem.lse else None
 
 
 def _forward(

@@ -84,10 +84,10 @@ def forward(
     v: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`attend`, with the signature that all implementations have: lse only if it is asked for."""
+    """`attend`, with the signature that all implementations have. The log-sum-exp is only looked
+    at where `problem.lse` asks for it, and may be None otherwise."""
     del target
-    out, lse = attend(problem, q, k, v, segments)
-    return out, lse if problem.lse else None
+    return attend(problem, q, k, v, segments)
 
 
 def backward(

@@ -3,17 +3,16 @@
 In an interpreted kernel a semaphore that nobody signals is waited for without end, and what is
 wrong with a DMA may end the process.
 
-    run(cases.check_ring, mode="eager")      # a function of an importable module, JSON arguments
+    run(cases.check_ring, "causal", mode="eager")     # what is called and given can be pickled
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +20,43 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 
+# Each interpreted thread of a kernel holds one of XLA's while it waits for another of them.
+_XLA_FLAGS = "--xla_force_host_platform_device_count=16"
 
-def run(function: Callable[..., object], *, timeout_s: float = 100, **arguments: Any) -> None:
-    """Calls `function(**arguments)` in a fresh interpreter, on the CPU.
+
+def run(
+    function: Callable[..., object], *arguments: Any, timeout_s: float = 120, **named: Any
+) -> None:
+    """Calls a function of an importable module in a fresh interpreter, on the CPU.
 
     Raises:
-      pytest.fail.Exception: with the end of what it printed, if it raises, aborts, or takes
+      pytest.fail.Exception: with the ends of what it printed, if it raises, aborts, or takes
         longer than `timeout_s` seconds.
     """
-    command = [sys.executable, "-m", __name__, function.__module__, function.__qualname__]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
-    name = f"{function.__qualname__}({arguments})"
+    path = os.pathsep.join((str(_ROOT), *sys.path))
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": _XLA_FLAGS}
+    call = f"{function.__qualname__}{arguments or ''}{named or ''}"
     try:
         done = subprocess.run(
-            [*command, json.dumps(arguments)],
+            [sys.executable, "-m", __name__],
+            input=pickle.dumps((function, arguments, named)),
             cwd=_ROOT,
-            env=environment,
+            env={**os.environ, **environment},
             capture_output=True,
-            text=True,
             timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         printed = (error.stderr or b"").decode(errors="replace")
-        pytest.fail(f"{name} hangs: not done after {timeout_s} s\n{printed[-4000:]}")
+        pytest.fail(f"{call} hangs: not done after {timeout_s} s\n{printed[-4000:]}")
     if done.returncode:
-        pytest.fail(f"{name}: exit {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
+        printed = (done.stdout + done.stderr).decode(errors="replace")
+        pytest.fail(f"{call}: exit {done.returncode}\n{printed[:4000]}\n...\n{printed[-4000:]}")
 
 
 if __name__ == "__main__":
-    module, qualname, arguments = sys.argv[1:]
-    getattr(import_module(module), qualname)(**json.loads(arguments))
+    called, passed, by_name = pickle.load(sys.stdin.buffer)
+    called(*passed, **by_name)
+    sys.stdout.flush()
+    # Without waiting for threads of a kernel that raised.
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""Blocks are chosen by numbers that hold: bundles as compiled, bytes as the compiler counts."""
+"""Blocks are chosen by numbers that hold: bundles as compiled, bytes as the compiler has them."""
 
 import dataclasses
 import json
