@@ -148,7 +148,8 @@ class _PlannedFunction:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(...).eval_shape``."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        with find_target(self._function.options.machine).seen_by_kernels():
+            return self._jitted.eval_shape(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan for these arguments (arrays or ``jax.ShapeDtypeStruct``) without
