@@ -126,8 +126,9 @@ def attention(
     """Softmax attention without scores in memory (Dao et al., 2022, arXiv:2205.14135).
 
     Differentiable once in `q`, `k` and `v`, also through the returned log-sum-exp; works under
-    `vmap` and `shard_map`. Which implementation runs is decided while tracing, by the device
-    that is traced for (`pallas_kernels.targets.current_target`).
+    `vmap` and `shard_map`. What a mask hides has to be finite: it is multiplied by zero. Which
+    implementation runs is decided while tracing, by the device that is traced for
+    (`pallas_kernels.targets.current_target`).
 
     Args:
       q: [batch, q_len, q_heads, head_dim], bfloat16, float16 or float32.

@@ -155,7 +155,12 @@ def _fastest[Config: (kernel_tpu.Config, kernel_tpu_backward.Config)](
     config, size = best = min(candidates, key=cost)
     spills = predict(config.block_q, config.block_kv).spills
     limit = size + int(_SPILL_MARGIN * spills) + _SPILL_LEAST
-    return config, Launch(chip.cores, limit, int(cost(best) / chip.cores))
+    # What is dealt to the cores: steps forward, whole key/value heads backward.
+    units = problem.batch * problem.kv_heads
+    if kernel == "forward":
+        units = problem.batch * problem.q_heads * -(-problem.q_len // config.block_q)
+    most = -(-units // chip.cores) / units
+    return config, Launch(chip.cores, limit, int(cost(best) * most))
 
 
 def _width(head_dim: int) -> int:

@@ -86,7 +86,13 @@ def test_vision_transformer() -> None:
     np.testing.assert_allclose(fused, plain, atol=2e-2)
 
 
-def test_diffusion_transformer_takes_it() -> None:
-    config = dataclasses.replace(dit.TINY_DIT, attention="fused")
-    assert config.attention == "fused"
-    nnx.split(nnx.eval_shape(lambda: dit.DiffusionTransformer(config, rngs=nnx.Rngs(0))))
+def test_diffusion_transformer() -> None:
+    batch = dit.empty_batch(dit.TINY_DIT, 2)
+    found = []
+    for kind in ("plain", "fused"):
+        config = dataclasses.replace(dit.TINY_DIT, attention=kind, dtype=jnp.float32)
+        graphdef, params = nnx.split(dit.DiffusionTransformer(config, rngs=nnx.Rngs(0)))
+        # Gates start at zero: what attention computes would not be seen.
+        params = jax.tree.map(lambda x: x + 0.01 * jnp.ones_like(x), params)
+        found.append(dit.loss_fn(graphdef, params, batch))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 from experiments.kernels import TUNED, own_bytes, shape_problem
@@ -103,4 +102,3 @@ def test_padding_to_registers_is_counted() -> None:
     assert vmem_total(kernel_tpu.scratch(problem, config)) == vmem_total(
         kernel_tpu.scratch(same, config)
     )
-    assert jnp.dtype(problem.dtype).itemsize == 2
