@@ -25,6 +25,15 @@ def alike[Arrays](arrays: Arrays) -> Arrays:
     return jax.tree.map(widened, arrays)
 
 
+def summed_like(gradient: jax.Array, argument: jax.Array) -> jax.Array:
+    """A gradient of an argument, added up over devices that all have the same argument.
+
+    Where `alike` cannot be used: jax copies no array that is in host memory.
+    """
+    same = tuple(_varying_axes(gradient) - _varying_axes(argument))
+    return lax.psum(gradient, same) if same else gradient
+
+
 def _varying_axes(x: jax.Array) -> frozenset[str]:
     kind: Any = jax.typeof(x)
     # Of jax 0.12, and of 0.11.

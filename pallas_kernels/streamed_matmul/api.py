@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.choosing import choose
 from pallas_kernels.errors import KernelArgumentError
+from pallas_kernels.result_types import summed_like
 from pallas_kernels.streamed_matmul import kernel_tpu, reference
 from pallas_kernels.streamed_matmul.problem import Problem
 from pallas_kernels.targets import Target, current_target
@@ -161,6 +162,7 @@ def _backward(
         problem, k=problem.n, n=problem.k, out_dtype=problem.dtype, scaled=False, transposed=True
     )
     d_x = _product(back, target, _choose(back, target, None), d_sums, w, None)
+    d_x = summed_like(d_x, x)
 
     if problem.w_dtype == "int8":
         d_w = np.zeros(w.shape, jax.dtypes.float0)
@@ -171,14 +173,15 @@ def _backward(
             (((0,), (0,)), ((), ())),
             precision=reference.precision(problem.dtype),
             preferred_element_type=jnp.float32,
-        ).astype(w.dtype)
+        )
+        d_w = summed_like(d_w, w).astype(w.dtype)
         if problem.on_host:
             d_w = jax.device_put(d_w, jax.memory.Space.Host)
     if w_scales is None:
         return d_x, d_w, None
     plain = dataclasses.replace(problem, scaled=False, out_dtype="float32")
     unscaled = _product(plain, target, _choose(plain, target, None), x, w, None)
-    return d_x, d_w, (wide * unscaled).sum(axis=0)
+    return d_x, d_w, summed_like((wide * unscaled).sum(axis=0), w_scales)
 
 
 _product.defvjp(_forward, _backward)

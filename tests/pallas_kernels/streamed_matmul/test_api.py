@@ -97,3 +97,23 @@ def test_bad_arguments(arguments, options, sentence: str):
 def test_the_kernel_says_why_it_is_not_for_the_cpu():
     with pytest.raises(NotSupportedError, match="tpu: it needs a TPU, which CPU is not"):
         streamed_matmul(X, W, implementation="tpu")
+
+
+def test_gradients_under_shard_map_are_those_without() -> None:
+    """Rows are split, weights and their scales are the same everywhere."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 16), (16, 24)))
+    scales = jnp.asarray(rng.uniform(1, 2, 24), jnp.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, same = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def product(x: jax.Array, w: jax.Array, scales: jax.Array) -> jax.Array:
+        return streamed_matmul(x, w, w_scales=scales)
+
+    split = jax.shard_map(product, mesh=mesh, in_specs=(rows, same, same), out_specs=rows)
+    found, expected = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2)))(x, w, scales)
+        for f in (split, product)
+    )
+    for some, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(some, other, rtol=1e-4, atol=1e-5)
