@@ -1,6 +1,6 @@
 """What the compilers make of the kernels, as a table, without their hardware.
 
-python -m experiments.kernels --shapes v6e      every shape on a chip, a table in Markdown
+python -m experiments.kernels --shapes v6e      every shape on a chip (h200), a table in Markdown
 python -m experiments.kernels --splash v6e      beside jax's splash attention
 python -m experiments.kernels --tune v6e        compiles blocks, writes tpu_bundles.json
 """
@@ -23,12 +23,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
+from experiments import kernel_programs
 from hlo_passes.machine import load_machine
 from hlo_passes.units import format_bytes
+from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import Evidence, Job, collect
 from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
-from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES, Shape
 from pallas_kernels.attention.tuning import CHIPS, backward_choice, forward_choice
@@ -99,27 +100,14 @@ def attention_shape(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], str]:
     """A shape of `shapes.py`, through the public function, and its gradient for the backward."""
     shape = next(shape for shape in SHAPES if shape.name == name)
-    sharding = target.sharding()
-
-    def struct(length: int, heads: int) -> jax.ShapeDtypeStruct:
-        dims = (shape.batch, length, heads, shape.head_dim)
-        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=sharding)
-
-    q, k = struct(shape.q_len, shape.q_heads), struct(shape.kv_len, shape.kv_heads)
-    ids = None
-    if shape.segment_lens:
-        one = np.repeat(np.arange(len(shape.segment_lens)), shape.segment_lens)
-        ids = jnp.broadcast_to(jnp.asarray(one, jnp.int32), (shape.batch, shape.q_len))
-
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, k, v, q_segment_ids=ids, **shape.options)
-
-    def backward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        return jax.vjp(forward, q, k, v)[1](d_out)
-
-    if kernel == "forward":
-        return forward, (q, k, k), "attention_forward"
-    return backward, (q, k, k, q), "attention_backward"
+    backward, specs = kernel_programs.gradient(shape, "tpu")
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target.sharding()), specs
+    )
+    if kernel == "backward":
+        return backward, placed, "attention_backward"
+    forward = partial(kernel_programs.forward, shape.options | {"implementation": "tpu"})
+    return forward, placed[:-1], "attention_forward"
 
 
 def splash(
@@ -297,6 +285,20 @@ def shape_rows(chip: str) -> Iterator[str]:
             )
 
 
+def hopper_rows() -> Iterator[str]:
+    """Every shape of attention on an H200: lines of a table in Markdown."""
+    yield "| shape | kernel | registers | spilled, bytes | SMEM, bytes | asynchronous |"
+    yield "|---|---|---|---|---|---|"
+    for shape in SHAPES:
+        function, arguments = kernel_programs.gradient(shape)
+        for kernel in gpu_evidence(function, *arguments):
+            yield (
+                f"| {shape.name} | {kernel.name} | {kernel.registers} "
+                f"| {kernel.spill_store_bytes + kernel.spill_load_bytes} "
+                f"| {kernel.smem_bytes:,} | {'no' if kernel.serialised else 'yes'} |"
+            )
+
+
 def shape_problem(shape: Shape) -> Problem:
     """The problem that `attention` makes of a shape."""
     options = dict(shape.options)
@@ -334,7 +336,7 @@ def main() -> None:
     options = parser.parse_args()
     for chip in options.shapes or ():
         print(f"\n{chip}\n")
-        for row in shape_rows(chip):
+        for row in hopper_rows() if chip == "h200" else shape_rows(chip):
             print(row, flush=True)
     if options.tune is not None:
         tune(options.tune or CHIPS)

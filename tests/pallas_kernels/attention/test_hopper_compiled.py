@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import kernel_programs as programs
 from memplan.kernels.evidence_gpu import KernelEvidence, gpu_evidence
 from pallas_kernels.attention import kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES, Shape
-from tests.pallas_kernels.attention import programs
 
 pytestmark = pytest.mark.gpu
 
