@@ -32,8 +32,9 @@ from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES, Shape
-from pallas_kernels.attention.tuning import CHIPS, backward_choice, forward_choice
+from pallas_kernels.attention.tuning import backward_choice, forward_choice
 from pallas_kernels.onchip import vmem_total
+from pallas_kernels.targets import TPUS
 from pallas_kernels.tpu import Launch
 
 TUNED = Path(kernel_tpu.__file__).parent / "tpu_bundles.json"
@@ -70,7 +71,7 @@ def attention_blocks(
     length = 2 * max(block_q, block_kv)
     band = Band(None, 0, 0)
     problem = Problem(1, length, length, 1, 1, head_dim, dtype, band, head_dim**-0.5)
-    chip = CHIPS[target.machine.name.removeprefix("tpu-")]
+    chip = TPUS[target.machine.name.removeprefix("tpu-")]
     sharding = target.sharding()
     whole = jax.ShapeDtypeStruct((1, length, 1, head_dim), dtype, sharding=sharding)
     row = jax.ShapeDtypeStruct((1, 1, length), jnp.float32, sharding=sharding)
@@ -161,7 +162,7 @@ def tune(chips: Iterable[str]) -> None:
 def _measured(chip: str, kernel: str, head_dim: int, dtype: str) -> list[dict[str, Any]]:
     scale = max(1, head_dim // 128) * (2 if dtype == "float32" else 1)
     blocks = [(q, kv) for q, kv in _BLOCKS if q * kv * scale <= 1 << 21]
-    build, capacity = "experiments.kernels:attention_blocks", int(0.9 * CHIPS[chip].vmem_bytes)
+    build, capacity = "experiments.kernels:attention_blocks", int(0.9 * TPUS[chip].vmem_bytes)
     arguments = [
         {"kernel": kernel, "block_q": q, "block_kv": kv, "head_dim": head_dim, "dtype": dtype}
         for q, kv in blocks
@@ -247,7 +248,7 @@ def full_head(
     """The forward kernel of one head of 128 that sees everything."""
     problem = Problem(1, length, length, 1, 1, 128, "bfloat16", Band(), 128**-0.5)
     config = kernel_tpu.Config(block_q, block_kv)
-    chip = CHIPS[target.machine.name.removeprefix("tpu-")]
+    chip = TPUS[target.machine.name.removeprefix("tpu-")]
     size = int(0.9 * chip.vmem_bytes)
     head = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16, sharding=target.sharding())
 
@@ -273,7 +274,7 @@ def shape_rows(chip: str) -> Iterator[str]:
             job = Job(build, {"name": shape.name, "kernel": kernel})
             (evidence,) = collect(chip, [job])
             choose, scratch, products = _KERNELS[kernel]
-            config, launch = choose(problem, CHIPS[chip])
+            config, launch = choose(problem, TPUS[chip])
             flops = products * 2 * problem.head_dim * visible_pairs(problem)
             least = flops / dict(machine.peak_flops)["bf16"] * machine.clock_hz
             fill = f"{format_bytes(vmem_total(scratch(problem, config)))} "
@@ -339,7 +340,7 @@ def main() -> None:
         for row in hopper_rows() if chip == "h200" else shape_rows(chip):
             print(row, flush=True)
     if options.tune is not None:
-        tune(options.tune or CHIPS)
+        tune(options.tune or TPUS)
     for chip in options.splash or ():
         for row in against_splash(chip):
             print(chip, *row)

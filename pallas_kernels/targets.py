@@ -65,6 +65,30 @@ class Target:
         return f"{self.kind} ({self.generation})" if self.platform != "cpu" else "CPU"
 
 
+@dataclass(frozen=True)
+class Chip:
+    """What the kernels know of a TPU.
+
+    Attributes:
+      generation: as of `Target`.
+      cores: TensorCores of a jax device.
+      vmem_bytes: of each; what `jax.experimental.pallas.tpu.get_tpu_info` says.
+    """
+
+    generation: str
+    cores: int
+    vmem_bytes: int
+
+
+TPUS = {
+    "v5e": Chip("v5e", 1, 128 << 20),
+    "v5p": Chip("v5p", 2, 64 << 20),
+    "v6e": Chip("v6e", 1, 128 << 20),
+    "tpu7x": Chip("tpu7x", 1, 64 << 20),
+}
+"""The TPUs that the kernels are made for, by generation."""
+
+
 def target_of(platform: str, kind: str) -> Target:
     """The target of a device, from its platform and kind as jax names them."""
     known: dict[str, Platform] = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}

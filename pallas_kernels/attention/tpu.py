@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward, tuning
 from pallas_kernels.attention.problem import Problem, Segments
-from pallas_kernels.targets import Target
+from pallas_kernels.targets import TPUS, Target
 
 _HEAD_DIMS = (64, 96, 128, 256)
 
@@ -19,8 +19,8 @@ def refusal(problem: Problem, target: Target) -> str | None:
     """Takes problems on TPUs whose heads fill registers well enough."""
     if target.platform != "tpu":
         return "needs a TPU"
-    if target.generation not in tuning.CHIPS:
-        known = ", ".join(tuning.CHIPS)
+    if target.generation not in TPUS:
+        known = ", ".join(TPUS)
         return f"its blocks are chosen for {known}; a {target.kind} is not known"
     if problem.dtype == "float16":
         return "dtype is float16, which its compiler has no registers for: takes bfloat16, float32"
@@ -43,7 +43,7 @@ def forward(
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `reference.forward`."""
-    chip = tuning.CHIPS[target.generation]
+    chip = TPUS[target.generation]
     config, launch = tuning.forward_choice(problem, chip)
     # The kernels count in 32 bits, whatever the program around them does.
     with jax.enable_x64(False):
@@ -66,7 +66,7 @@ def backward(
     The kernel holds the sums of whole sequences in VMEM. Where these are too long for that, it
     runs for parts of queries and of keys, and its results are added up as float32.
     """
-    chip = tuning.CHIPS[target.generation]
+    chip = TPUS[target.generation]
     parts = tuning.backward_parts(problem, chip)
     if parts == 1:
         config, launch = tuning.backward_choice(problem, chip)

@@ -29,30 +29,8 @@ from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.blocks import Counts, count_items
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.onchip import vmem_total
+from pallas_kernels.targets import Chip
 from pallas_kernels.tpu import LANES, Launch, pad_up
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What the kernels know of a TPU.
-
-    Attributes:
-      generation: as of `Target`.
-      cores: TensorCores of a jax device.
-      vmem_bytes: of each; what `jax.experimental.pallas.tpu.get_tpu_info` says.
-    """
-
-    generation: str
-    cores: int
-    vmem_bytes: int
-
-
-CHIPS = {
-    "v5e": Chip("v5e", 1, 128 << 20),
-    "v5p": Chip("v5p", 2, 64 << 20),
-    "v6e": Chip("v6e", 1, 128 << 20),
-    "tpu7x": Chip("tpu7x", 1, 64 << 20),
-}
 
 # Of VMEM, for a kernel's buffers; XLA holds what it prefetches for others in the rest.
 _SHARE = 0.6

@@ -36,16 +36,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_query
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
-from pallas_kernels.targets import Target
+from pallas_kernels.targets import TPUS, Target
 
 _LANES = 128
 _SMEM_BYTES = 1 << 20
-_VMEM_BYTES = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
 _BLOCK_BYTES = 4 << 20
 # Generations whose matrix unit is 256 wide, two heads of 128.
 _WIDE_MXU = ("v6e", "tpu7x")
-# Of a generation whose cores XLA gives one program, and so one set of arguments.
-_CORES = {"v5p": 2}
 # Below every score, and a start of the running maximum between the two: a masked score's
 # exponential is 0 also in a row that has seen nothing yet.
 _MASKED, _LOWEST = -3e38, -1e30
@@ -86,8 +83,8 @@ def refusal(problem: Problem, target: Target) -> str | None:
     """Why this kernel does not take a problem, or None."""
     if target.platform != "tpu":
         return "it takes a TPU"
-    if target.generation not in _VMEM_BYTES:
-        return f"it takes one of {', '.join(_VMEM_BYTES)}"
+    if target.generation not in TPUS:
+        return f"it takes one of {', '.join(TPUS)}"
     if problem.dtype == "float16":
         return "TPUs have no float16: it takes bfloat16 or float32"
     tile = _sublanes(problem.kv_dtype)
@@ -134,7 +131,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
                 groups = heads // pack
                 for interleave in sorted({math.gcd(groups, n) for n in (4, 8, 2, 1)}, reverse=True):
                     config = Config(block, slots, interleave, pack, head_splits, key_splits)
-                    if vmem_bytes(problem, config) <= _VMEM_BYTES[target.generation] * 3 // 4:
+                    if vmem_bytes(problem, config) <= TPUS[target.generation].vmem_bytes * 3 // 4:
                         yield config
 
 
@@ -176,7 +173,7 @@ def _smem_bytes(problem: Problem) -> int:
 
 
 def _splits(problem: Problem, target: Target) -> tuple[int, int]:
-    cores = _CORES.get(target.generation, 1)
+    cores = TPUS[target.generation].cores
     return (cores, 1) if problem.kv_heads % cores == 0 else (1, cores)
 
 
@@ -568,7 +565,7 @@ def forward(
             # clamped the pages and the caller the lengths.
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
-            vmem_limit_bytes=_VMEM_BYTES[target.generation] * 7 // 8,
+            vmem_limit_bytes=TPUS[target.generation].vmem_bytes * 7 // 8,
         ),
         name="decode_attention",
     )(*operands)

@@ -6,7 +6,7 @@ import pytest
 from experiments.kernels import full_head_bundles
 from memplan.kernels.evidence_tpu import Evidence, Job, collect
 from pallas_kernels.attention.shapes import SHAPES
-from pallas_kernels.attention.tuning import CHIPS
+from pallas_kernels.targets import TPUS
 
 pytestmark = pytest.mark.tpu
 
@@ -25,14 +25,14 @@ def compiled(chip: str, names: list[str]) -> list[Evidence]:
     return collect(chip, jobs)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", TPUS)
 def test_small_shapes(chip: str) -> None:
     for evidence in compiled(chip, ["whisper-large-cross"]):
         assert evidence.vmem_bytes is None, f"takes {evidence.vmem_bytes} bytes of VMEM"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", TPUS)
 def test_every_shape(chip: str) -> None:
     for evidence in compiled(chip, [shape.name for shape in SHAPES]):
         assert evidence.vmem_bytes is None, f"takes {evidence.vmem_bytes} bytes of VMEM"

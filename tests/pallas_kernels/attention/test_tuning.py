@@ -12,9 +12,10 @@ from pallas_kernels.attention import kernel_tpu, tuning
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.onchip import vmem_total
+from pallas_kernels.targets import TPUS
 
 ROWS = json.loads(TUNED.read_text(encoding="utf-8"))["rows"]
-V6E = tuning.CHIPS["v6e"]
+V6E = TPUS["v6e"]
 
 
 @pytest.mark.parametrize("chip", sorted({row["chip"] for row in ROWS}))
@@ -28,13 +29,13 @@ def test_interpolated_bundles_are_near_the_compiled(chip: str) -> None:
 
 
 def test_each_chip_has_its_own() -> None:
-    assert {row["chip"] for row in ROWS} == set(tuning.CHIPS)
+    assert {row["chip"] for row in ROWS} == set(TPUS)
 
 
-@pytest.mark.parametrize("generation", tuning.CHIPS)
+@pytest.mark.parametrize("generation", TPUS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_choices_fit(generation: str, shape: Any) -> None:
-    problem, chip = shape_problem(shape), tuning.CHIPS[generation]
+    problem, chip = shape_problem(shape), TPUS[generation]
     config, launch = tuning.forward_choice(problem, chip)
     size = vmem_total(kernel_tpu.scratch(problem, config))
     assert size < launch.vmem_limit <= chip.vmem_bytes
@@ -49,7 +50,7 @@ def test_choices_fit(generation: str, shape: Any) -> None:
 def test_choices_of_float32(generation: str, head_dim: int) -> None:
     problem = Problem(1, 1500, 1500, 2, 1, head_dim, "float32", Band(), 0.1)
     for choose in (tuning.forward_choice, tuning.backward_choice):
-        _, launch = choose(problem, tuning.CHIPS[generation])
+        _, launch = choose(problem, TPUS[generation])
         assert launch.cycles > 0
 
 
