@@ -27,7 +27,7 @@ from experiments import kernel_programs
 from hlo_passes.machine import load_machine
 from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_gpu import gpu_evidence
-from memplan.kernels.evidence_tpu import Evidence, Job, collect
+from memplan.kernels.evidence_tpu import Evidence, Job, Region, collect
 from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.problem import Band, Problem
@@ -129,7 +129,7 @@ def attention_parts(evidence: Evidence) -> dict[str, int]:
 
     The items are the two regions with matrix products; the one without a mask comes first.
     """
-    loop = max(evidence.loops(), key=lambda region: region.bundles)
+    loop = outermost(evidence)
     inside = [r for r in evidence.inside(loop) if r.bundles > 30]
     if sum(r.use["MATMUL"] > 0 for r in inside) == 1:
         # A condition around all of a turn.
@@ -206,40 +206,54 @@ _KERNELS: dict[str, tuple[Any, Any, int]] = {
 
 # Blocks of splash attention, of which the best is compared with.
 _SPLASH = ((1024, 2048, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 2048, 512))
+_OURS = ((1024, 1024), (1024, 2048), (2048, 2048))
 
 
-def against_splash(chip: str) -> list[tuple[str, str, int, int]]:
-    """Bundles of one head of 2048 x 2048 x 128, all of it seen: kernel, blocks, bundles, spills.
+def against_splash(chip: str) -> Iterator[str]:
+    """A head of 2048 x 2048 x 128, all of it seen, by both: lines of a table in Markdown.
 
-    Of each kernel the bundles of its outermost loop, as often as it turns.
+    Bundles are those of the kernel's outermost loop, as often as it turns for a head. What is
+    outside of it runs once for all heads; ours makes the first scores there, those of all other
+    heads in the loop. What stands at the end of a step is counted with each of its items.
     """
+    yield "| kernel | blocks | bundles | matrix unit | outside | spills |"
+    yield "|---|---|---|---|---|---|"
     build = "experiments.kernels:"
     peers = [
         Job(build + "splash", {"length": 2048, "block_q": q, "block_kv": kv, "block_kv_compute": c})
         for q, kv, c in _SPLASH
     ]
-    rows = []
-    for (q, kv, compute), evidence in zip(_SPLASH, collect(chip, peers), strict=True):
-        turns = (2048 // q) * (2048 // kv)
-        loops = evidence.loops()
-        bundles = turns * loops[0].bundles if turns > 1 else evidence.bundles
-        rows.append(("splash", f"{q}x{kv}/{compute}", bundles, evidence.spills))
-    for q, kv in ((1024, 1024), (1024, 2048), (2048, 2048)):
-        rows.append(("memplan", f"{q}x{kv}", *full_head_bundles(chip, q, kv)))
-    return rows
+    ours = [
+        Job(build + "full_head", {"length": 2048, "block_q": q, "block_kv": kv}) for q, kv in _OURS
+    ]
+    found = collect(chip, [*peers, *ours])
+    for (q, kv, compute), evidence in zip(_SPLASH, found, strict=False):
+        yield _head_row(f"| splash | {q} x {kv}, {compute} at once", evidence, q, kv)
+    for (q, kv), evidence in zip(_OURS, found[len(peers) :], strict=True):
+        yield _head_row(f"| memplan | {q} x {kv}", evidence, q, kv)
+
+
+def _head_row(label: str, evidence: Evidence, block_q: int, block_kv: int) -> str:
+    turns, loop = (2048 // block_q) * (2048 // block_kv), outermost(evidence)
+    busy = loop.use["MATMUL"] / evidence.capacity["MATMUL"] / loop.bundles
+    outside = evidence.bundles - loop.bundles
+    return f"{label} | {turns * loop.bundles:,} | {busy:.0%} | {outside:,} | {evidence.spills:,} |"
+
+
+def outermost(evidence: Evidence) -> Region:
+    """The loop that a kernel's time is spent in; the whole kernel if it turns but once."""
+    return max(evidence.loops(), key=lambda region: region.bundles, default=evidence.regions[0])
 
 
 def full_head_bundles(chip: str, block_q: int, block_kv: int) -> tuple[int, int]:
     """Bundles of our loop for the same head, and registers spilled.
 
-    Pessimistic where a step has several items: what stands at its end is counted with each.
+    Counted as by `against_splash`.
     """
-    job = Job(
-        "experiments.kernels:full_head", {"length": 2048, "block_q": block_q, "block_kv": block_kv}
-    )
-    (evidence,) = collect(chip, [job])
-    loop = max(evidence.loops(), key=lambda region: region.bundles)
-    return (2048 // block_q) * (2048 // block_kv) * loop.bundles, evidence.spills
+    arguments = {"length": 2048, "block_q": block_q, "block_kv": block_kv}
+    (evidence,) = collect(chip, [Job("experiments.kernels:full_head", arguments)])
+    turns = (2048 // block_q) * (2048 // block_kv)
+    return turns * outermost(evidence).bundles, evidence.spills
 
 
 def full_head(
@@ -261,9 +275,9 @@ def full_head(
 def shape_rows(chip: str) -> Iterator[str]:
     """Every shape of attention on a TPU, forward and backward: lines of a table in Markdown.
 
-    Bytes are what the kernel's buffers take, spills those of registers that the compiler keeps in
-    VMEM besides; cycles are what `tuning` predicts for the problem, the share that of the least
-    that its matrix products could take at the machine's peak.
+    Bytes are what the kernel's buffers take, and what is stored of spilled registers, each time
+    it is; cycles are what `tuning` predicts for the problem, the share that of the least that its
+    matrix products could take at the machine's peak.
     """
     yield "| shape | kernel | blocks | cycles, predicted | of peak | VMEM | spilled | bundles |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -342,8 +356,9 @@ def main() -> None:
     if options.tune is not None:
         tune(options.tune or TPUS)
     for chip in options.splash or ():
+        print(f"\n{chip}\n")
         for row in against_splash(chip):
-            print(chip, *row)
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
