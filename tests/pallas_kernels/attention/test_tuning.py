@@ -103,3 +103,11 @@ def test_padding_to_registers_is_counted() -> None:
     assert vmem_total(kernel_tpu.scratch(problem, config)) == vmem_total(
         kernel_tpu.scratch(same, config)
     )
+
+
+def test_a_head_that_is_alone_leaves_a_core_idle() -> None:
+    """Backward a core takes whole key/value heads."""
+    one = Problem(1, 2048, 2048, 8, 1, 128, "bfloat16", Band(), 0.1)
+    two = dataclasses.replace(one, batch=2)
+    cycles = [tuning.backward_choice(p, TPUS["v5p"])[1].cycles for p in (one, two)]
+    assert cycles[0] == pytest.approx(cycles[1], rel=1e-6)
