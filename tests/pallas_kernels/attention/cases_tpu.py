@@ -217,6 +217,24 @@ def check_through_attention(dma: str) -> None:
         np.testing.assert_allclose(some, other, atol=2e-5)
 
 
+def check_padding() -> None:
+    """Keys that only fill a block have a score of 0, which here is far above all others."""
+    case = plain(q_len=256, kv_len=200, q_heads=1, band=Band())
+    q, k, v, d_out, _ = case.arrays()
+    q, k = jnp.full_like(q, 3), jnp.full_like(k, -3)
+    out, lse = reference.attend(case.problem, q, k, v, None)
+    assert float(lse.max()) < -100
+    delta = jnp.einsum("bthd,bthd->bht", _f32(out), _f32(d_out))
+    launch = Launch(1, VMEM, 0)
+    expected = reference.backward(case.problem, TARGET, q, k, v, None, lse, delta, d_out)
+    with interpreted("eager"):
+        found = kernel_tpu_backward.backward(
+            case.problem, case.backward, launch, q, k, v, None, lse, delta, d_out
+        )
+    for some, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(_f32(some), _f32(other), rtol=0.05, atol=0.05)
+
+
 def check_plain(dma: str) -> None:
     """That the problem that mistakes are planted into passes without."""
     plain().check(dma)

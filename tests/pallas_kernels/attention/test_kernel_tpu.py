@@ -28,6 +28,10 @@ def test_without_a_mistake_nothing_is_noticed(dma: str) -> None:
     run(cases_tpu.check_plain, dma=dma)
 
 
+def test_what_fills_a_block_takes_no_part() -> None:
+    run(cases_tpu.check_padding)
+
+
 @pytest.mark.parametrize("mistakes", [MISTAKES[start::4] for start in range(4)], ids="abcd")
 def test_mistakes_are_noticed(mistakes: list[str]) -> None:
     run(cases_tpu.check_caught, mistakes=mistakes)
