@@ -8,6 +8,7 @@ python -m experiments.kernels --tune v6e        compiles blocks, writes tpu_bund
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -30,6 +31,7 @@ from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import Evidence, Job, Region, collect
 from memplan.topologies import Topology
 from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
+from pallas_kernels.attention.api import problem_of
 from pallas_kernels.attention.problem import Band, Problem
 from pallas_kernels.attention.shapes import SHAPES, Shape
 from pallas_kernels.attention.tuning import backward_choice, forward_choice
@@ -316,22 +318,9 @@ def hopper_rows() -> Iterator[str]:
 
 def shape_problem(shape: Shape) -> Problem:
     """The problem that `attention` makes of a shape."""
-    options = dict(shape.options)
-    window = options.get("window") or (None, None)
-    right = 0 if options.get("causal") else window[1]
-    return Problem(
-        shape.batch,
-        shape.q_len,
-        shape.kv_len,
-        shape.q_heads,
-        shape.kv_heads,
-        shape.head_dim,
-        "bfloat16",
-        Band(window[0], right, options.get("q_offset", 0)),
-        options.get("scale", shape.head_dim**-0.5),
-        options.get("soft_cap"),
-        bool(shape.segment_lens),
-    )
+    _, (q, k, v, *_) = kernel_programs.gradient(shape)
+    problem = problem_of(q, k, v, **shape.options)
+    return dataclasses.replace(problem, segments=bool(shape.segment_lens))
 
 
 def visible_pairs(problem: Problem) -> int:

@@ -156,7 +156,7 @@ def attention(
       ImplementationNameError: when `implementation` names none.
       NotSupportedError: when each implementation, or the one asked for, refuses.
     """
-    problem = _problem(q, k, v, causal, window, q_offset, scale, soft_cap)
+    problem = problem_of(q, k, v, causal, window, q_offset, scale, soft_cap)
     segments = _segments(problem, q_segment_ids, kv_segment_ids)
     problem = dataclasses.replace(problem, segments=segments is not None, lse=return_lse)
     target = current_target()
@@ -245,16 +245,21 @@ def _batched(function: Callable[..., Any], problem: Problem, target: Target) -> 
 # --- arguments ----------------------------------------------------------------------------
 
 
-def _problem(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    causal: bool,
-    window: int | tuple[int | None, int | None] | None,
-    q_offset: int,
-    scale: float | None,
-    soft_cap: float | None,
+def problem_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    q_offset: int = 0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Problem:
+    """What `attention` makes of its arguments, without segments.
+
+    Raises:
+      KernelArgumentError: as `attention`.
+    """
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim != 4:
             raise KernelArgumentError(
