@@ -20,7 +20,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 AttentionKind = Literal["plain", "fused"]
-"""With the scores in memory, or by the kernels of `pallas_kernels.attention`."""
+"""With the scores in memory, or by the kernels of `pallas_kernels`."""
+
+CacheLayout = Literal["by_token", "by_head"]
+"""Of keys or values: [batch, max_len, num_kv_heads, head_dim], or the middle axes exchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class LlamaConfig:
       norm_eps: added to the mean square inside RMSNorm.
       tie_embeddings: whether the output head is the transposed embedding table.
       dtype: of parameters, activations and cache alike.
-      attention: how tokens that have no past attend to each other: see `AttentionKind`.
+      attention: see `AttentionKind`; it decides about the cache's layout, too.
 
     Raises:
       ValueError: when built with heads that do not divide what they share, or with an odd
@@ -92,6 +95,11 @@ class LlamaConfig:
     def param_bytes(self) -> int:
         """Bytes of all parameters in `dtype`."""
         return self.param_count * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Where `pallas_kernels.decode` reads a cache, each head is one run of memory."""
+        return "by_head" if self.attention == "fused" else "by_token"
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -19,7 +19,7 @@ float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Sharding
 
-from models.attending import fused_attention
-from models.configs import LlamaConfig
+from models.attending import cached_attention, fused_attention
+from models.configs import CacheLayout, LlamaConfig
 from models.sharding import AnyMesh
 
 # The `initializer_range` of the published configurations.
@@ -41,15 +41,17 @@ class Cache:
     """Keys and values of the tokens seen so far.
 
     Attributes:
-      keys: one array a layer, [batch, max_len, num_kv_heads, head_dim], already rotated; or
-        those of all layers in one array, on a leading axis (`models.scanned`).
+      keys: one array a layer, in `layout`, already rotated; or those of all layers in one
+        array, on a leading axis (`models.scanned`).
       values: likewise, not rotated.
       position: int32 scalar, how many tokens the cache holds; the next one goes there.
+      layout: of each layer's array.
     """
 
     keys: tuple[jax.Array, ...] | jax.Array
     values: tuple[jax.Array, ...] | jax.Array
     position: jax.Array
+    layout: CacheLayout = dataclasses.field(default="by_token", metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -59,7 +61,7 @@ class Cache:
     @property
     def max_len(self) -> int:
         """How many tokens of each sequence there is room for."""
-        return jax.tree.leaves(self.keys)[0].shape[-3]
+        return jax.tree.leaves(self.keys)[0].shape[-3 if self.layout == "by_token" else -2]
 
 
 def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
@@ -67,13 +69,25 @@ def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
 
     It takes `batch * max_len * config.cache_bytes_per_token` bytes, and 4 for the position.
     """
-    shape = (batch, max_len, config.num_kv_heads, config.head_dim)
+    shape = cache_shape(config, batch, max_len)
 
     # One buffer an array: two arguments that share a buffer cannot both be donated.
     def empty() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
 
-    return Cache(keys=empty(), values=empty(), position=jnp.zeros((), jnp.int32))
+    return Cache(
+        keys=empty(),
+        values=empty(),
+        position=jnp.zeros((), jnp.int32),
+        layout=config.cache_layout,
+    )
+
+
+def cache_shape(config: LlamaConfig, batch: int, max_len: int) -> tuple[int, int, int, int]:
+    """Of one layer's keys or values, in `config.cache_layout`."""
+    if config.cache_layout == "by_token":
+        return batch, max_len, config.num_kv_heads, config.head_dim
+    return batch, config.num_kv_heads, max_len, config.head_dim
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -143,9 +157,18 @@ def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> 
     return nnx.Param(jax.random.normal(rngs.params(), shape, config.dtype) * stddev)
 
 
-def write(buffer: jax.Array, new: jax.Array, position: jax.Array | int) -> jax.Array:
-    """`buffer` [batch, max_len, heads, width] with `new` [batch, len, ...] from `position` on."""
-    return lax.dynamic_update_slice_in_dim(buffer, new, position, axis=1)
+def write(
+    buffer: jax.Array, new: jax.Array, position: jax.Array | int, layout: CacheLayout
+) -> jax.Array:
+    """A layer's keys or values with `new` ones from `position` on.
+
+    Args:
+      buffer: in `layout`.
+      new: [batch, len, heads, width].
+    """
+    if layout == "by_token":
+        return lax.dynamic_update_slice_in_dim(buffer, new, position, axis=1)
+    return lax.dynamic_update_slice_in_dim(buffer, new.swapaxes(1, 2), position, axis=2)
 
 
 class Attention(nnx.Module):
@@ -157,6 +180,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, mesh: AnyMesh | None = None):
         self.is_fused = config.attention == "fused"
+        self.layout: CacheLayout = config.cache_layout
         self.mesh = mesh
         embed, width = config.embed_dim, config.head_dim
         self.query = init_weight(rngs, (embed, config.num_heads, width), config)
@@ -174,19 +198,22 @@ class Attention(nnx.Module):
         """Attends from `x` [batch, len, embed_dim] to itself or, given one, to the past.
 
         `past` is a layer's (keys, values, position) of a `Cache`; `x` is written into it
-        first. Also returns the keys and values that were attended to.
+        first. Also returns the keys and values that were attended to: in the layout of the
+        cache, or without one by token.
         """
         query = apply_rope(jnp.einsum("bte,ehd->bthd", x, self.query[...]), rotation)
         keys = apply_rope(jnp.einsum("bte,ehd->bthd", x, self.key[...]), rotation)
         values = jnp.einsum("bte,ehd->bthd", x, self.value[...])
         if past is not None:
             old_keys, old_values, position = past
-            keys = write(old_keys, keys, position)
-            values = write(old_values, values, position)
-        if self.is_fused and past is None:
+            keys = write(old_keys, keys, position, self.layout)
+            values = write(old_values, values, position, self.layout)
+        if not self.is_fused:
+            mixed = grouped_attention(query, keys, values, mask)
+        elif past is None:
             mixed = fused_attention(query, keys, values, self.mesh)
         else:
-            mixed = grouped_attention(query, keys, values, mask)
+            mixed = cached_attention(query, keys, values, past[2] + x.shape[1], self.mesh)
         return jnp.einsum("bthd,hde->bte", mixed, self.output[...]), (keys, values)
 
 
@@ -254,7 +281,7 @@ class Decoder(nnx.Module):
 
         Returns:
           [batch, len, embed_dim], and the cache that holds every token attended to: `past`
-          with the new tokens written into it, or one of exactly `len` entries.
+          with the new tokens written into it, or one of exactly `len` entries, by token.
         """
         raise NotImplementedError
 
@@ -323,17 +350,18 @@ class Llama(Decoder):
             x, (layer_keys, layer_values) = layer(x, rotation, mask, layer_past)
             keys.append(layer_keys)
             values.append(layer_values)
-        return x, Cache(tuple(keys), tuple(values), position + length)
+        layout = "by_token" if past is None else past.layout
+        return x, Cache(tuple(keys), tuple(values), position + length, layout)
 
     def fill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """See `Decoder.fill`."""
         hidden, prompt = self.hidden(tokens)
-        filled = Cache(
-            keys=tuple(write(*pair, 0) for pair in zip(cache.keys, prompt.keys, strict=True)),
-            values=tuple(write(*pair, 0) for pair in zip(cache.values, prompt.values, strict=True)),
-            position=prompt.position,
-        )
-        return hidden, filled
+
+        def filled(old: Sequence[jax.Array], new: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            return tuple(write(*pair, 0, cache.layout) for pair in zip(old, new, strict=True))
+
+        keys, values = filled(cache.keys, prompt.keys), filled(cache.values, prompt.values)
+        return hidden, Cache(keys, values, prompt.position, cache.layout)
 
 
 def forward[Model: Decoder](
@@ -398,10 +426,11 @@ def prefill[Model: Decoder](
       position `len`.
 
     Raises:
-      ValueError: if the prompts are longer than the cache, or not one for each of its rows.
+      ValueError: if the prompts are longer than the cache, or not one for each of its rows; if
+        the cache was made for another kind of attention.
     """
-    _check_fits(tokens, cache)
     model = nnx.merge(graphdef, params)
+    _check_fits(model.config, tokens, cache)
     hidden, cache = model.fill(tokens, cache)
     return model.logits(hidden[:, -1:]), cache
 
@@ -423,15 +452,21 @@ def decode_step[Model: Decoder](
       axis is the next step's `tokens`), and the cache with the tokens appended.
 
     Raises:
-      ValueError: if a row is longer than the whole cache, or rows are not as many as its.
+      ValueError: if a row is longer than the whole cache, or rows are not as many as its; if
+        the cache was made for another kind of attention.
     """
-    _check_fits(tokens, cache)
     model = nnx.merge(graphdef, params)
+    _check_fits(model.config, tokens, cache)
     hidden, cache = model.hidden(tokens, cache)
     return model.logits(hidden[:, -1:]), cache
 
 
-def _check_fits(tokens: jax.Array, cache: Cache) -> None:
+def _check_fits(config: LlamaConfig, tokens: jax.Array, cache: Cache) -> None:
+    if cache.layout != config.cache_layout:
+        raise ValueError(
+            f"a cache {cache.layout} does not fit attention={config.attention!r}, whose cache is "
+            f"{config.cache_layout}: build it with init_cache(config, batch, max_len)"
+        )
     if tokens.shape[0] != cache.batch or tokens.shape[1] > cache.max_len:
         raise ValueError(
             f"tokens of shape {tokens.shape} do not fit a cache for {cache.batch} sequences of "

@@ -25,8 +25,17 @@ from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 
 from models.configs import LlamaConfig
-from models.llama import Block, Cache, Decoder, with_sharding, write
-from models.sharding import LOGITS, STREAM, AnyMesh, constrained, gathered
+from models.llama import Block, Cache, Decoder, cache_shape, with_sharding, write
+from models.sharding import (
+    CACHE,
+    CACHE_BY_HEAD,
+    LOGITS,
+    STREAM,
+    AnyMesh,
+    constrained,
+    gathered,
+    named,
+)
 
 Remat = Literal["none", "layer"]
 """What the backward pass computes again: nothing, or each layer from its input."""
@@ -76,7 +85,8 @@ class ScannedLlama(Decoder):
 
         old = None if past is None else (past.keys, past.values)
         x, (keys, values) = self._scan(append, x, old)
-        return x, Cache(keys, values, position + length)
+        layout = "by_token" if past is None else past.layout
+        return x, Cache(keys, values, position + length, layout)
 
     def fill(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """See `Decoder.fill`."""
@@ -86,10 +96,13 @@ class ScannedLlama(Decoder):
 
         def fill(layer: Block, x: jax.Array, old: _Memory) -> tuple[jax.Array, _Memory]:
             x, (keys, values) = layer(x, rotation, mask, None)
-            return x, (write(old[0], keys, 0), write(old[1], values, 0))
+            return x, (
+                write(old[0], keys, 0, cache.layout),
+                write(old[1], values, 0, cache.layout),
+            )
 
         x, (keys, values) = self._scan(fill, x, (cache.keys, cache.values))
-        return x, Cache(keys, values, start + length)
+        return x, Cache(keys, values, start + length, cache.layout)
 
     def _scan(
         self,
@@ -133,14 +146,21 @@ class ScannedLlama(Decoder):
 def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
     """An empty cache for `batch` sequences of at most `max_len` tokens.
 
-    Its keys and values are [num_layers, batch, max_len, num_kv_heads, head_dim] each.
+    Its keys and values are one array each, [num_layers, ...], as of `models.llama.cache_shape`.
     """
-    shape = (config.num_layers, batch, max_len, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, *cache_shape(config, batch, max_len))
     return Cache(
         keys=jnp.zeros(shape, config.dtype),
         values=jnp.zeros(shape, config.dtype),
         position=jnp.zeros((), jnp.int32),
+        layout=config.cache_layout,
     )
+
+
+def cache_shardings(cache: Cache, mesh: AnyMesh) -> Cache:
+    """A `NamedSharding` for each array of a cache, as `models.sharding` splits it."""
+    spec = CACHE if cache.layout == "by_token" else CACHE_BY_HEAD
+    return jax.tree.map(lambda leaf: named(leaf.shape, spec, mesh), cache)
 
 
 def stack_params(params: nnx.State) -> nnx.State:

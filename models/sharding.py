@@ -45,7 +45,10 @@ LOGITS = P("fsdp", None, "model")
 """[batch, len, vocab_size]."""
 
 CACHE = P(None, "fsdp", None, "model", None)
-"""Stacked keys or values, [num_layers, batch, max_len, num_kv_heads, head_dim]."""
+"""Stacked keys or values by token, [num_layers, batch, max_len, num_kv_heads, head_dim]."""
+
+CACHE_BY_HEAD = P(None, "fsdp", "model", None, None)
+"""Likewise by head, [num_layers, batch, num_kv_heads, max_len, head_dim]."""
 
 
 def weight_shardings[Tree](weights: Tree, mesh: AnyMesh) -> Tree:

@@ -20,7 +20,7 @@ import models.unet as unet
 import models.vit as vit
 from models.configs import CONFIGS, MOE_CONFIGS, LlamaConfig, MoeConfig
 from models.dit import DitConfig
-from models.sharding import CACHE, TOKENS, AnyMesh, named, placed, weight_shardings
+from models.sharding import TOKENS, AnyMesh, named, placed, weight_shardings
 from models.training import (
     Loss,
     TrainOptions,
@@ -243,7 +243,7 @@ def _scanned(
     cache = scanned.abstract_cache(config, batch, cache_length)
     if mesh is not None:
         params = placed(params, weight_shardings(params, mesh))
-        cache = placed(cache, jax.tree.map(lambda leaf: named(leaf.shape, CACHE, mesh), cache))
+        cache = placed(cache, scanned.cache_shardings(cache, mesh))
     return graphdef, params, _ids(batch, tokens, mesh), cache
 
 

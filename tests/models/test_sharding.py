@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import models.llama as llama
 import models.scanned as scanned
 from models.configs import CONFIGS, TINY
-from models.sharding import CACHE, TOKENS, gathered, named, weight_shardings
+from models.sharding import TOKENS, gathered, named, weight_shardings
 from models.training import TrainOptions, abstract_state, init_state, train_step
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
@@ -75,9 +75,7 @@ def test_a_split_step_computes_what_one_device_does(mesh: Mesh):
 def test_a_split_decode_computes_what_one_device_does(mesh: Mesh):
     params, tokens = build()
     cache = scanned.init_cache(CONFIG, batch=4, max_len=16)
-    split_cache = jax.device_put(
-        cache, jax.tree.map(lambda leaf: named(leaf.shape, CACHE, mesh), cache)
-    )
+    split_cache = jax.device_put(cache, scanned.cache_shardings(cache, mesh))
     split_params = jax.device_put(params, weight_shardings(params, mesh))
     found, expected = (
         jax.jit(functools.partial(llama.prefill, nnx.graphdef(model)))(p, tokens, c)
