@@ -1,13 +1,19 @@
 """Programs with kernels: traced for the device that they are compiled for, and planned."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import memplan
+from hlo_passes.ir import HOST_MEMORY_SPACE
+from models import llama, scanned
+from models.configs import LlamaConfig
 from pallas_kernels.attention.api import attention
+from pallas_kernels.decode.api import decode_attention
 from pallas_kernels.targets import current_target
 
 
@@ -89,3 +95,101 @@ def test_what_is_not_materialised_is_not_held() -> None:
     ]
     assert temps[0] <= 64 << 20
     assert temps[1] >= 128 << 20
+
+
+# --- decoding -----------------------------------------------------------------------------
+
+DECODER = LlamaConfig(
+    vocab_size=1024,
+    num_layers=4,
+    embed_dim=512,
+    mlp_dim=1024,
+    num_heads=4,
+    num_kv_heads=2,
+    attention="fused",
+)
+BATCH, CACHE_LENGTH = 8, 1024
+ONE_DEVICE = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("v6e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+
+
+def decode(module: Any, machine: str, hbm: str | None = None) -> Any:
+    """A step of a decoder whose cache is 32 MiB, compiled."""
+    graphdef, params = nnx.split(module.abstract_model(DECODER))
+    cache = module.abstract_cache(DECODER, BATCH, CACHE_LENGTH)
+    step = memplan.jit(
+        functools.partial(llama.decode_step, graphdef),
+        hbm=hbm,
+        machine=memplan.topology(machine),
+        donate_argnames="cache",
+    )
+    return step.lower(params, jax.ShapeDtypeStruct((BATCH, 1), jnp.int32), cache).compile()
+
+
+def spaces_read_by_kernels(compiled: Any) -> list[list[int]]:
+    """Of each call of a kernel, the memory spaces of its operands."""
+    module = compiled.module
+    return [
+        [module.instructions[operand].shape.memory_space for operand in call.operand_ids]
+        for call in module.instructions.values()
+        if call.opcode == "custom-call" and "decode_attention" in call.op_name
+        if call.custom_call_target in ("tpu_custom_call", "mosaic_gpu_v2")
+    ]
+
+
+@pytest.mark.parametrize("machine", ONE_DEVICE)
+def test_decoders_read_their_cache_in_place(machine: str) -> None:
+    compiled = decode(llama, machine)
+    assert len(spaces_read_by_kernels(compiled)) == DECODER.num_layers
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 32 << 20
+    # The cache of one layer is 8 MiB: none is copied, transposed or padded.
+    assert memory.temp_size_in_bytes < 4 << 20
+
+
+@pytest.mark.parametrize("machine", ONE_DEVICE)
+def test_decoders_are_planned_around(machine: str) -> None:
+    compiled = decode(llama, machine, hbm="42MiB")
+    assert compiled.plan.transfers
+    assert compiled.followed.exactly
+    kernels = spaces_read_by_kernels(compiled)
+    assert len(kernels) == DECODER.num_layers
+    assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
+
+
+@pytest.mark.tpu
+def test_a_cache_on_the_host_goes_through_a_ring() -> None:
+    compiled = decode(scanned, "v6e", hbm="32MiB")
+    memory = compiled.memory_analysis()
+    assert memory.host_argument_size_in_bytes >= 16 << 20
+    kernels = spaces_read_by_kernels(compiled)
+    assert kernels
+    assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
+
+
+@pytest.mark.parametrize("machine", ONE_DEVICE)
+def test_what_is_on_the_host_is_brought_to_the_kernel(machine: str) -> None:
+    """Caches that are only read are arguments like weights: they are fetched in time."""
+    topology = memplan.topology(machine)
+    host = topology.sharding().with_memory_kind("pinned_host")
+    cache = jax.ShapeDtypeStruct((8, 2, 4096, 128), jnp.bfloat16, sharding=host)
+
+    def layers(q: jax.Array, caches: list[Any], lengths: jax.Array) -> jax.Array:
+        for k, v in caches:
+            q = q + decode_attention(q, k, v, lengths)
+        return q
+
+    q = jax.ShapeDtypeStruct((8, 1, 8, 128), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+    step = memplan.jit(layers, hbm="80MiB", machine=topology)
+    compiled = step.lower(q, [(cache, cache)] * 6, lengths).compile()
+    assert compiled.plan.transfers
+    assert compiled.followed.exactly
+    kernels = spaces_read_by_kernels(compiled)
+    assert len(kernels) == 6
+    assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
+    # 6 pairs of 32 MiB.
+    assert compiled.memory_analysis().host_argument_size_in_bytes >= 112 << 20
