@@ -39,3 +39,20 @@ def choose[Implementation](
             return implementation
         reasons[name] = reason
     raise NotSupportedError(op, target, reasons)
+
+
+def kept_or_chosen[Implementation](
+    op: str,
+    implementations: Mapping[str, Implementation],
+    refusal: Callable[[Implementation], str | None],
+    target: Target,
+    chosen: Implementation,
+) -> Implementation:
+    """The implementation of a problem that `vmap` has made larger: `chosen`, unless that refuses.
+
+    Raises:
+      NotSupportedError: as `choose`.
+    """
+    if refusal(chosen) is None:
+        return chosen
+    return choose(op, implementations, refusal, target, None)

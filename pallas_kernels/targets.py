@@ -104,5 +104,7 @@ def current_target() -> Target:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return target_of(abstract.platform or "cpu", abstract.device_kind)
-    device = jax.devices()[0]
+    # The name of a platform, or one of its devices; None where `jax.default_device` sets none.
+    default = jax.config.jax_default_device
+    device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
     return target_of(device.platform, device.device_kind)

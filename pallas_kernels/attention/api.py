@@ -12,19 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels.arguments import (
+    check_filled,
+    check_float,
+    check_groups,
+    check_ints,
+    check_rank,
+    positive,
+    whole,
+    window_side,
+)
 from pallas_kernels.attention import hopper, kernel_triton, reference, tpu
 from pallas_kernels.attention.problem import Band, Problem, Segments
-from pallas_kernels.choosing import choose
+from pallas_kernels.choosing import choose, kept_or_chosen
 from pallas_kernels.errors import KernelArgumentError
 from pallas_kernels.result_types import alike
 from pallas_kernels.targets import Target, current_target
@@ -71,7 +80,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 """By name, the best first."""
 
-_DTYPES = ("bfloat16", "float16", "float32")
+OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
+"""Of what the backward pass needs besides the inputs, for the policies of `jax.checkpoint`."""
 
 type Residuals = tuple[jax.Array, jax.Array, jax.Array, Segments | None, jax.Array, jax.Array]
 
@@ -125,10 +135,16 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention without scores in memory (Dao et al., 2022, arXiv:2205.14135).
 
-    Differentiable once in `q`, `k` and `v`, also through the returned log-sum-exp; works under
-    `vmap` and `shard_map`. What a mask hides has to be finite: it is multiplied by zero. Which
-    implementation runs is decided while tracing, by the device that is traced for
+    Differentiable in `q`, `k` and `v` in reverse mode, also through the returned log-sum-exp;
+    second derivatives are XLA's, with the scores in memory. Works under `vmap` and `shard_map`.
+    What a mask hides has to be finite: it is multiplied by zero. Which implementation runs is
+    decided while tracing, by the device that is traced for
     (`pallas_kernels.targets.current_target`).
+
+    Under `jax.checkpoint` a backward pass runs the forward kernel again, unless the policy
+    keeps what it gave:
+
+        jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 
     Args:
       q: [batch, q_len, q_heads, head_dim], bfloat16, float16 or float32.
@@ -160,11 +176,13 @@ def attention(
     segments = _segments(problem, q_segment_ids, kv_segment_ids)
     problem = dataclasses.replace(problem, segments=segments is not None, lse=return_lse)
     target = current_target()
-    chosen = choose(
-        _OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, implementation
-    )
+    chosen = choose(_OP, IMPLEMENTATIONS, _refusal(problem, target), target, implementation)
     out, lse = _attention(problem, target, chosen, *alike((q, k, v, segments)))
     return out if lse is None else (out, lse)
+
+
+def _refusal(problem: Problem, target: Target) -> Callable[[Implementation], str | None]:
+    return lambda implementation: implementation.refusal(problem, target)
 
 
 # --- differentiation ----------------------------------------------------------------------
@@ -180,8 +198,7 @@ def _attention(
     v: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    call = _batched(implementation.forward, problem, target)
-    out, lse = call(q, k, v, segments)
+    out, lse = _batched("forward", implementation, problem, target)(q, k, v, segments)
     return out, lse if problem.lse else None
 
 
@@ -197,6 +214,7 @@ def _forward(
     with_lse = dataclasses.replace(problem, lse=True)
     out, lse = _attention(with_lse, target, implementation, q, k, v, segments)
     assert lse is not None
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse if problem.lse else None), (q, k, v, segments, out, lse)
 
 
@@ -213,29 +231,58 @@ def _backward(
     if d_lse is not None:
         # d score = weight * (d_weight - delta), and lse adds weight * d_lse to it.
         delta -= d_lse
-    call = _batched(implementation.backward, problem, target)
-    d_q, d_k, d_v = call(q, k, v, segments, lse, delta, d_out)
-    return d_q, d_k, d_v, None
+    arrays = (q, k, v, segments, lse, delta, d_out)
+    return *_gradients(problem, target, implementation, *arrays), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _batched(function: Callable[..., Any], problem: Problem, target: Target) -> Callable[..., Any]:
-    """`function` of a problem, whose mapped axes join the batch."""
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _gradients(
+    problem: Problem, target: Target, implementation: Implementation, *arrays: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Implementation.backward`, that can be differentiated again."""
+    return _batched("backward", implementation, problem, target)(*arrays)
+
+
+@_gradients.defjvp
+def _second_derivatives(
+    problem: Problem,
+    target: Target,
+    implementation: Implementation,
+    arrays: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+) -> tuple[Any, Any]:
+    _, changes = jax.jvp(partial(reference.backward, problem, target), arrays, tangents)
+    return _gradients(problem, target, implementation, *arrays), changes
+
+
+def _batched(
+    stage: Literal["forward", "backward"],
+    implementation: Implementation,
+    problem: Problem,
+    target: Target,
+) -> Callable[..., Any]:
+    """A stage of a problem, whose mapped axes join the batch."""
+    # A kernel has no grid of nothing.
+    run = getattr(implementation if problem.batch else reference, stage)
 
     @custom_vmap
     def call(*arrays: Any) -> Any:
-        return function(problem, target, *arrays)
+        return run(problem, target, *arrays)
 
     @call.def_vmap
     def _(size: int, mapped: Any, *arrays: Any) -> tuple[Any, Any]:
         def joined(array: jax.Array, is_mapped: bool) -> jax.Array:
-            whole = array if is_mapped else jnp.broadcast_to(array, (size, *array.shape))
-            return whole.reshape(size * problem.batch, *whole.shape[2:])
+            stacked = array if is_mapped else jnp.broadcast_to(array, (size, *array.shape))
+            return stacked.reshape(size * problem.batch, *stacked.shape[2:])
 
         larger = dataclasses.replace(problem, batch=size * problem.batch)
-        results = _batched(function, larger, target)(*jax.tree.map(joined, arrays, tuple(mapped)))
+        refusal = _refusal(larger, target)
+        chosen = kept_or_chosen(_OP, IMPLEMENTATIONS, refusal, target, implementation)
+        given = jax.tree.map(joined, arrays, tuple(mapped))
+        results = _batched(stage, chosen, larger, target)(*given)
         apart = jax.tree.map(lambda x: x.reshape(size, problem.batch, *x.shape[1:]), results)
         return apart, jax.tree.map(lambda _: True, apart)
 
@@ -260,19 +307,10 @@ def problem_of(
     Raises:
       KernelArgumentError: as `attention`.
     """
+    layout = "[batch, len, heads, head_dim]"
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 4:
-            raise KernelArgumentError(
-                _OP,
-                name,
-                f"of shape {array.shape}",
-                "[batch, len, heads, head_dim]",
-                "Add the axes that are missing, of length 1.",
-            )
-    if q.dtype.name not in _DTYPES:
-        raise KernelArgumentError(
-            _OP, "q", f"of type {q.dtype}", ", ".join(_DTYPES), "Convert it first."
-        )
+        check_rank(_OP, name, array, 4, layout, "Add the axes that are missing, of length 1.")
+    check_float(_OP, "q", q)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise KernelArgumentError(
@@ -296,27 +334,11 @@ def problem_of(
         raise KernelArgumentError(
             _OP, "v", f"of shape {v.shape}", f"{k.shape}, the shape of k", "They are paired."
         )
-    if 0 in q.shape or 0 in k.shape:
-        raise KernelArgumentError(
-            _OP, "q or k", f"of shapes {q.shape} and {k.shape}", "no empty axis", "Skip the call."
-        )
-    if q_heads % kv_heads:
-        raise KernelArgumentError(
-            _OP,
-            "k",
-            f"of {kv_heads} heads",
-            f"a divisor of the {q_heads} heads of q",
-            "Each key/value head serves equally many query heads.",
-        )
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise KernelArgumentError(
-            _OP, "soft_cap", soft_cap, "a positive number, or None", "None leaves scores alone."
-        )
+    check_filled(_OP, ("q", "k"), q, k)
+    check_groups(_OP, q_heads, kv_heads, "Each key/value head serves equally many query heads.")
     # Kernels take the maximum of scores before they scale them.
-    if scale is not None and not 0 < scale < math.inf:
-        raise KernelArgumentError(
-            _OP, "scale", scale, "a positive number, or None", "Negate q for a negative one."
-        )
+    scale = positive(_OP, "scale", scale, "Scale q for a negative factor, or a traced one.")
+    soft_cap = positive(_OP, "soft_cap", soft_cap, "None leaves scores alone.")
     return Problem(
         batch=batch,
         q_len=q_len,
@@ -326,8 +348,8 @@ def problem_of(
         head_dim=head_dim,
         dtype=q.dtype.name,
         band=_band(causal, window, q_offset, q_len, kv_len),
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        soft_cap=soft_cap,
     )
 
 
@@ -338,22 +360,18 @@ def _band(
     q_len: int,
     kv_len: int,
 ) -> Band:
-    left, right = window if isinstance(window, tuple) else (window, window)
-    for side in (left, right):
-        if side is not None and not (isinstance(side, int | np.integer) and side >= 0):
-            raise KernelArgumentError(
-                _OP, "window", window, "at least 0 keys on a side, or None", "0 is the key itself."
-            )
+    sides = window if isinstance(window, tuple) else (window, window)
+    expected = "at least 0 keys on a side, or None"
+    left, right = (window_side(_OP, side, window, expected) for side in sides)
     if causal:
         right = 0
-    offset = operator.index(q_offset)
+    offset = whole(_OP, "q_offset", q_offset, "It is a constant of the kernel.")
     # A side that no key lies beyond is no limit: kernels then need no mask for it, nor to count
     # that far in 32 bits.
     if left is not None and left >= q_len - 1 + offset:
         left = None
     if right is not None and right >= kv_len - 1 - offset:
         right = None
-    left, right = (None if side is None else int(side) for side in (left, right))
     return Band(left, right, offset)
 
 
@@ -376,16 +394,6 @@ def _segments(
                 "Only where both have the same length may one stand for both.",
             )
         kv_ids = q_ids
-    for name, ids, length in (
-        ("q_segment_ids", q_ids, problem.q_len),
-        ("kv_segment_ids", kv_ids, problem.kv_len),
-    ):
-        if ids.shape != (problem.batch, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise KernelArgumentError(
-                _OP,
-                name,
-                f"{ids.dtype}{list(ids.shape)}",
-                f"int32[{problem.batch}, {length}]",
-                "One id a token.",
-            )
+    check_ints(_OP, "q_segment_ids", q_ids, (problem.batch, problem.q_len), "One id a token.")
+    check_ints(_OP, "kv_segment_ids", kv_ids, (problem.batch, problem.kv_len), "One id a token.")
     return Segments(q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32))

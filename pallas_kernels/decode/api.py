@@ -21,7 +21,16 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.choosing import choose
+from pallas_kernels.arguments import (
+    check_filled,
+    check_float,
+    check_groups,
+    check_ints,
+    check_rank,
+    positive,
+    window_side,
+)
+from pallas_kernels.choosing import choose, kept_or_chosen
 from pallas_kernels.decode import kernel_gpu, kernel_tpu, reference
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.errors import KernelArgumentError, NotDifferentiableError
@@ -47,8 +56,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 """By name, the best first."""
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _NARROW_DTYPES = ("int8", "float8_e4m3fn")
+
+# Hints of several errors.
+_OUTSIDE = "The heads are outside the tokens: [.., kv_heads, page_size, head_dim]."
+_ROWS = "One row a sequence of q."
 
 
 @overload
@@ -150,9 +162,7 @@ def decode_attention(
     problem = _problem(q, k, v, lengths, block_tables, window, scale, soft_cap)
     _check_scales(problem, k, k_scales, v_scales)
     target = current_target()
-    chosen = choose(
-        _OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, implementation
-    )
+    chosen = choose(_OP, IMPLEMENTATIONS, _refusal(problem, target), target, implementation)
     lengths = lengths.astype(jnp.int32)
     block_tables = None if block_tables is None else block_tables.astype(jnp.int32)
     if checked:
@@ -163,6 +173,10 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
+def _refusal(problem: Problem, target: Target) -> Callable[[Implementation], str | None]:
+    return lambda implementation: implementation.refusal(problem, target)
+
+
 # --- transformations ----------------------------------------------------------------------
 
 
@@ -170,7 +184,7 @@ def decode_attention(
 def _decode(
     problem: Problem, target: Target, implementation: Implementation, q: jax.Array, cache: Cache
 ) -> tuple[jax.Array, jax.Array]:
-    return _batched(implementation.forward, problem, target)(q, cache)
+    return _batched(implementation, problem, target)(q, cache)
 
 
 @_decode.defjvp
@@ -179,13 +193,15 @@ def _refuse_derivative(*_: Any) -> NoReturn:
 
 
 def _batched(
-    function: Callable[..., Any], problem: Problem, target: Target
+    implementation: Implementation, problem: Problem, target: Target
 ) -> Callable[[jax.Array, Cache], Any]:
-    """`function` of a problem, whose mapped axes join the batch."""
+    """The forward pass of a problem, whose mapped axes join the batch."""
+    # A kernel has no grid of nothing.
+    run = implementation.forward if problem.batch else reference.forward
 
     @custom_vmap
     def call(q: jax.Array, cache: Cache) -> Any:
-        return function(problem, target, q, cache)
+        return run(problem, target, q, cache)
 
     @call.def_vmap
     def _(size: int, mapped: Any, q: jax.Array, cache: Cache) -> tuple[Any, Any]:
@@ -210,7 +226,9 @@ def _batched(
         larger = dataclasses.replace(problem, batch=size * problem.batch, num_pages=num_pages)
         lengths = joined(cache.lengths, cache_mapped.lengths)
         whole = Cache(lengths=lengths, block_tables=tables, **pools)
-        results = _batched(function, larger, target)(joined(q, q_mapped), whole)
+        refusal = _refusal(larger, target)
+        chosen = kept_or_chosen(_OP, IMPLEMENTATIONS, refusal, target, implementation)
+        results = _batched(chosen, larger, target)(joined(q, q_mapped), whole)
         apart = jax.tree.map(lambda x: x.reshape(size, problem.batch, *x.shape[1:]), results)
         return apart, jax.tree.map(lambda _: True, apart)
 
@@ -234,18 +252,8 @@ def _problem(
     pool += "[batch, kv_heads, max_len, head_dim]"
     layouts = (("q", q, "[batch, q_len, q_heads, head_dim]"), ("k", k, pool), ("v", v, pool))
     for name, array, layout in layouts:
-        if array.ndim != 4:
-            raise KernelArgumentError(
-                _OP,
-                name,
-                f"of shape {array.shape}",
-                layout,
-                "Add the axes that are missing, of length 1.",
-            )
-    if q.dtype.name not in _DTYPES:
-        raise KernelArgumentError(
-            _OP, "q", f"of type {q.dtype}", ", ".join(_DTYPES), "Convert it first."
-        )
+        check_rank(_OP, name, array, 4, layout, "Add the axes that are missing, of length 1.")
+    check_float(_OP, "q", q)
     if k.dtype != q.dtype and k.dtype.name not in _NARROW_DTYPES:
         raise KernelArgumentError(
             _OP,
@@ -270,21 +278,11 @@ def _problem(
             "k",
             f"of shape {k.shape}",
             f"heads {head_dim} wide, as of q {q.shape}",
-            "The heads are outside the tokens: [.., kv_heads, page_size, head_dim].",
+            _OUTSIDE,
         )
-    if 0 in q.shape or 0 in k.shape:
-        raise KernelArgumentError(
-            _OP, "q or k", f"of shapes {q.shape} and {k.shape}", "no empty axis", "Skip the call."
-        )
-    if q_heads % kv_heads:
-        raise KernelArgumentError(
-            _OP,
-            "k",
-            f"of {kv_heads} heads",
-            f"a divisor of the {q_heads} heads of q",
-            "The heads are outside the tokens: [.., kv_heads, page_size, head_dim].",
-        )
-    _check_ints("lengths", lengths, (batch,))
+    check_filled(_OP, ("q", "k"), q, k)
+    check_groups(_OP, q_heads, kv_heads, _OUTSIDE)
+    check_ints(_OP, "lengths", lengths, (batch,), _ROWS)
     if block_tables is None and num_pages != batch:
         raise KernelArgumentError(
             _OP,
@@ -294,23 +292,13 @@ def _problem(
             "Pass block_tables if these are pages.",
         )
     if block_tables is not None:
-        if block_tables.ndim != 2 or block_tables.shape[1] == 0:
-            raise KernelArgumentError(
-                _OP,
-                "block_tables",
-                f"of shape {block_tables.shape}",
-                f"int32[{batch}, max_pages]",
-                "One row a sequence.",
-            )
-        _check_ints("block_tables", block_tables, (batch, block_tables.shape[1]))
-    if window is not None and window < 0:
-        raise KernelArgumentError(
-            _OP, "window", window, "at least 0 keys, or None", "0 is the query's own key."
-        )
-    if soft_cap is not None and not soft_cap > 0:
-        raise KernelArgumentError(
-            _OP, "soft_cap", soft_cap, "a positive number, or None", "None leaves scores alone."
-        )
+        layout = f"int32[{batch}, max_pages]"
+        check_rank(_OP, "block_tables", block_tables, 2, layout, _ROWS)
+        max_pages = max(1, block_tables.shape[1])
+        check_ints(_OP, "block_tables", block_tables, (batch, max_pages), _ROWS)
+    window = window_side(_OP, window, window, "at least 0 keys, or None")
+    scale = positive(_OP, "scale", scale, "Scale q for a negative factor, or a traced one.")
+    soft_cap = positive(_OP, "soft_cap", soft_cap, "None leaves scores alone.")
     return Problem(
         batch=batch,
         q_len=q_len,
@@ -324,20 +312,9 @@ def _problem(
         dtype=q.dtype.name,
         kv_dtype=k.dtype.name,
         window=window,
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        soft_cap=soft_cap,
     )
-
-
-def _check_ints(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise KernelArgumentError(
-            _OP,
-            name,
-            f"{array.dtype}{list(array.shape)}",
-            f"int32{list(shape)}",
-            "One row a sequence of q.",
-        )
 
 
 def _check_scales(

@@ -9,6 +9,7 @@ documents.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,8 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from pallas_kernels.choosing import choose
+from pallas_kernels.arguments import FLOATS, check_filled, check_float, check_rank
+from pallas_kernels.choosing import choose, kept_or_chosen
 from pallas_kernels.errors import KernelArgumentError
 from pallas_kernels.result_types import summed_like
 from pallas_kernels.streamed_matmul import kernel_tpu, reference
@@ -46,8 +48,6 @@ class Implementation(Protocol):
 
 IMPLEMENTATIONS: dict[str, Implementation] = {"tpu": kernel_tpu, "xla": reference}
 """By name, the best first."""
-
-_DTYPES = ("bfloat16", "float16", "float32")
 
 type Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
 
@@ -89,13 +89,19 @@ def streamed_matmul(
       ImplementationNameError: when `implementation` names none.
       NotSupportedError: when each implementation, or the one asked for, refuses.
     """
-    problem = _problem(x, w, w_scales, x.dtype if out_dtype is None else out_dtype)
+    problem = _problem(x, w, w_scales, out_dtype)
     target = current_target()
-    return _product(problem, target, _choose(problem, target, implementation), x, w, w_scales)
+    chosen = choose(_OP, IMPLEMENTATIONS, _refusal(problem, target), target, implementation)
+    return _product(problem, target, chosen, x, w, w_scales)
 
 
-def _choose(problem: Problem, target: Target, asked: str | None) -> Implementation:
-    return choose(_OP, IMPLEMENTATIONS, lambda i: i.refusal(problem, target), target, asked)
+def _refusal(problem: Problem, target: Target) -> Callable[[Implementation], str | None]:
+    return lambda implementation: implementation.refusal(problem, target)
+
+
+def _kept(problem: Problem, target: Target, implementation: Implementation) -> Implementation:
+    refusal = _refusal(problem, target)
+    return kept_or_chosen(_OP, IMPLEMENTATIONS, refusal, target, implementation)
 
 
 # --- differentiation ----------------------------------------------------------------------
@@ -110,9 +116,12 @@ def _product(
     w: jax.Array,
     w_scales: jax.Array | None,
 ) -> jax.Array:
+    # A kernel has no grid of nothing.
+    run = implementation.forward if problem.m else reference.forward
+
     @custom_vmap
     def call(x: jax.Array, w: jax.Array, w_scales: jax.Array | None) -> jax.Array:
-        return implementation.forward(problem, target, x, w, w_scales)
+        return run(problem, target, x, w, w_scales)
 
     @call.def_vmap
     def _(size: int, mapped: Any, x: jax.Array, w: jax.Array, w_scales: jax.Array | None) -> Any:
@@ -127,7 +136,7 @@ def _product(
             )
         assert x_mapped, "something is mapped"
         larger = dataclasses.replace(problem, m=size * problem.m)
-        chosen = _choose(larger, target, None)
+        chosen = _kept(larger, target, implementation)
         joined = x.reshape(larger.m, problem.k)
         out = _product(larger, target, chosen, joined, w, w_scales)
         return out.reshape(size, problem.m, problem.n), True
@@ -153,23 +162,26 @@ def _backward(
     residuals: Residuals,
     d_out: jax.Array,
 ) -> tuple[Any, Any, Any]:
-    del implementation
     x, w, w_scales = residuals
     wide = d_out.astype(jnp.float32)
     d_sums = (wide if w_scales is None else wide * w_scales).astype(x.dtype)
 
     back = dataclasses.replace(
-        problem, k=problem.n, n=problem.k, out_dtype=problem.dtype, scaled=False, transposed=True
+        problem,
+        k=problem.n,
+        n=problem.k,
+        out_dtype=problem.dtype,
+        scaled=False,
+        transposed=not problem.transposed,
     )
-    d_x = _product(back, target, _choose(back, target, None), d_sums, w, None)
+    d_x = _product(back, target, _kept(back, target, implementation), d_sums, w, None)
     d_x = summed_like(d_x, x)
 
     if problem.w_dtype == "int8":
         d_w = np.zeros(w.shape, jax.dtypes.float0)
     else:
         d_w = jax.lax.dot_general(
-            x,
-            d_sums,
+            *((d_sums, x) if problem.transposed else (x, d_sums)),
             (((0,), (0,)), ((), ())),
             precision=reference.precision(problem.dtype),
             preferred_element_type=jnp.float32,
@@ -180,7 +192,7 @@ def _backward(
     if w_scales is None:
         return d_x, d_w, None
     plain = dataclasses.replace(problem, scaled=False, out_dtype="float32")
-    unscaled = _product(plain, target, _choose(plain, target, None), x, w, None)
+    unscaled = _product(plain, target, _kept(plain, target, implementation), x, w, None)
     return d_x, d_w, summed_like((wide * unscaled).sum(axis=0), w_scales)
 
 
@@ -191,30 +203,18 @@ _product.defvjp(_forward, _backward)
 
 
 def _problem(
-    x: jax.Array, w: jax.Array, w_scales: jax.Array | None, out_dtype: DTypeLike
+    x: jax.Array, w: jax.Array, w_scales: jax.Array | None, asked: DTypeLike | None
 ) -> Problem:
+    layout = "[m, k] of x and [k, n] of w"
     for name, array in (("x", x), ("w", w)):
-        if array.ndim != 2:
-            raise KernelArgumentError(
-                _OP,
-                name,
-                f"of shape {array.shape}",
-                "[m, k] of x and [k, n] of w",
-                "Join the axes that are not contracted.",
-            )
-    if 0 in x.shape or 0 in w.shape:
-        raise KernelArgumentError(
-            _OP, "x or w", f"of shapes {x.shape} and {w.shape}", "no empty axis", "Skip the call."
-        )
+        check_rank(_OP, name, array, 2, layout, "Join the axes that are not contracted.")
+    check_filled(_OP, ("x", "w"), x, w)
     (m, k), n = x.shape, w.shape[1]
     if w.shape[0] != k:
         raise KernelArgumentError(
             _OP, "w", f"of shape {w.shape}", f"[{k}, n], as of x {x.shape}", "k is contracted."
         )
-    if x.dtype.name not in _DTYPES:
-        raise KernelArgumentError(
-            _OP, "x", f"of type {x.dtype}", ", ".join(_DTYPES), "Convert it first."
-        )
+    check_float(_OP, "x", x)
     if w.dtype != x.dtype and w.dtype != jnp.int8:
         raise KernelArgumentError(
             _OP,
@@ -231,9 +231,10 @@ def _problem(
             f"float32[{n}]",
             "One factor a column.",
         )
-    if jnp.dtype(out_dtype).name not in _DTYPES:
+    out_dtype = x.dtype if asked is None else jnp.dtype(asked)
+    if out_dtype.name not in FLOATS:
         raise KernelArgumentError(
-            _OP, "out_dtype", jnp.dtype(out_dtype), ", ".join(_DTYPES), "Convert the result."
+            _OP, "out_dtype", out_dtype, ", ".join(FLOATS), "Convert the result."
         )
     for name, array in (("x", x), ("w_scales", w_scales)):
         if array is not None and _is_on_host(array):
@@ -246,7 +247,7 @@ def _problem(
         n=n,
         dtype=x.dtype.name,
         w_dtype=w.dtype.name,
-        out_dtype=jnp.dtype(out_dtype).name,
+        out_dtype=out_dtype.name,
         scaled=w_scales is not None,
         on_host=_is_on_host(w),
     )

@@ -1,6 +1,7 @@
 """The front door of attention: what it computes, what it refuses, and in which words."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -155,6 +156,44 @@ def test_shard_map_with_keys_that_all_devices_share() -> None:
         np.testing.assert_allclose(some, other, atol=1e-5)
 
 
+V6E = AbstractMesh((), (), abstract_device=AbstractDevice("TPU v6e", 1, "tpu"))
+
+
+def kernels_on_tpu(function: Callable[..., Any]) -> list[str]:
+    """By name, in a function of q, k and v."""
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(V6E):
+        lowered = jax.jit(function).trace(*[shape] * 3).lower(lowering_platforms=("tpu",))
+    return sorted(re.findall(r'kernel_name = "(attention_[a-z]+)', lowered.as_text()))
+
+
+def gradient_of(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *qkv: jnp.sin(layer(*qkv)).astype(jnp.float32).sum(), (0, 1, 2))
+
+
+def kernels_of_a_gradient(policy: Any) -> list[str]:
+    """In the gradient of a layer under `jax.checkpoint`."""
+    layer = jax.checkpoint(partial(attention, causal=True), policy=policy)
+    return kernels_on_tpu(gradient_of(layer))
+
+
+def test_a_checkpoint_may_keep_what_the_kernel_gave() -> None:
+    policies = jax.checkpoint_policies
+    again = ["attention_backward", "attention_forward", "attention_forward"]
+    assert kernels_of_a_gradient(policies.nothing_saveable) == again
+    assert kernels_of_a_gradient(policies.save_only_these_names("attention_out")) == again
+    both = policies.save_only_these_names("attention_out", "attention_lse")
+    assert kernels_of_a_gradient(both) == ["attention_backward", "attention_forward"]
+
+
+def test_second_derivatives_lower_for_a_tpu() -> None:
+    def slope(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        d_q, *_ = gradient_of(partial(attention, causal=True, implementation="tpu"))(q, k, v)
+        return d_q.astype(jnp.float32).sum()
+
+    assert "attention_backward" in kernels_on_tpu(jax.grad(slope, (0, 1, 2)))
+
+
 Q, K, V = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays())
 
 
@@ -180,6 +219,7 @@ def like(struct: jax.ShapeDtypeStruct, *shape: int, dtype: Any = None) -> jax.Sh
         ((like(Q, dtype=jnp.int8), K, V), {}, "q is of type int8: expected bfloat16, float16"),
         ((Q, like(K, dtype=jnp.bfloat16), V), {}, "k is of type bfloat16: expected float32"),
         ((Q, like(K, 1, 0, 2, 16), like(V, 1, 0, 2, 16)), {}, "expected no empty axis"),
+        ((Q, K, V), {"q_offset": 1.5}, r"q_offset is 1\.5: expected an int"),
         ((Q, K, V), {"window": -1}, "window is -1: expected at least 0 keys on a side"),
         ((Q, K, V), {"window": (4, 0.5)}, r"window is \(4, 0\.5\): expected at least 0 keys"),
         ((Q, K, V), {"scale": -0.1}, r"scale is -0\.1: expected a positive number"),

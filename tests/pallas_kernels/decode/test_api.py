@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels.decode import api
 from pallas_kernels.decode.api import decode_attention
@@ -89,6 +89,23 @@ def test_vmap_of_queries_shares_the_pool() -> None:
     jaxpr = str(jax.make_jaxpr(mapped)(queries))
     assert f"bf16[{made.problem.num_pages}," in jaxpr
     assert f"bf16[{2 * made.problem.num_pages}," not in jaxpr
+
+
+def test_what_vmap_makes_too_large_for_a_kernel_is_xlas() -> None:
+    """Block tables of 2 MiB, which are not what scalar memory has."""
+    q = abstract((8, 64, 1, 4, 128))
+    pool = abstract((4096, 2, 16, 128))
+    lengths, tables = abstract((8, 64), "int32"), abstract((8, 64, 1024), "int32")
+
+    def one(q: Any, k: Any, lengths: Any, tables: Any) -> Any:
+        return decode_attention(q, k, k, lengths, block_tables=tables)
+
+    first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q, lengths, tables)]
+    many = jax.vmap(one, (0, None, 0, 0))
+    device = AbstractDevice("TPU v6e", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert "pallas_call" in str(jax.make_jaxpr(one)(first[0], pool, *first[1:]))
+        assert "pallas_call" not in str(jax.make_jaxpr(many)(q, pool, lengths, tables))
 
 
 @pytest.mark.parametrize("what", ["batch", "heads"])
@@ -210,7 +227,10 @@ def good() -> dict[str, Any]:
         ({"v": abstract((7, _K, 8, _D))}, "v is bfloat16[7, 2, 8, 8]: expected bfloat16[7, 2, 16"),
         ({"q": abstract((_B, _T, 3, _D))}, "k is of 2 heads: expected a divisor of the 3 heads"),
         ({"q": abstract((_B, _T, _H, 16))}, "k is of shape (7, 2, 16, 8): expected heads 16 wide"),
-        ({"q": abstract((_B, 0, _H, _D))}, "expected no empty axis. Skip the call."),
+        (
+            {"q": abstract((_B, 0, _H, _D))},
+            "expected no empty axis, but for the first of both. Skip the call.",
+        ),
         ({"lengths": abstract((3,), "int32")}, "lengths is int32[3]: expected int32[2]"),
         ({"lengths": abstract((2,), "float32")}, "lengths is float32[2]: expected int32[2]"),
         ({"block_tables": None}, "k is of shape (7, 2, 16, 8): expected [2, kv_heads, max_len"),
