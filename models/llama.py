@@ -19,7 +19,7 @@ float32.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -357,7 +357,7 @@ class Llama(Decoder):
         """See `Decoder.fill`."""
         hidden, prompt = self.hidden(tokens)
 
-        def filled(old: Sequence[jax.Array], new: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def filled(old: Iterable[jax.Array], new: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
             return tuple(write(*pair, 0, cache.layout) for pair in zip(old, new, strict=True))
 
         keys, values = filled(cache.keys, prompt.keys), filled(cache.values, prompt.values)

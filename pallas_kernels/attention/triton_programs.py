@@ -14,6 +14,12 @@ the band can let it see, in three stretches:
                                                        stretches ask which ones do
 
 All axes are ragged: memory past the lengths is neither read nor written.
+
+Constants go from function to function in tuples:
+
+    HEAD    (elements from row to row, HEAD_DIM, WIDTH): where a head's rows are
+    MASK    (Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS): which keys a query sees
+    SCORES  (SCALE, SOFT_CAP): what scores are made of
 """
 
 import triton
@@ -28,13 +34,14 @@ def _load(
     base,
     first,
     length,
-    STRIDE: tl.constexpr,
+    HEAD: tl.constexpr,
     ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """[ROWS, WIDTH] of a head from row `first` on: zeros past the length and past HEAD_DIM."""
+    STRIDE: tl.constexpr = HEAD[0]
+    HEAD_DIM: tl.constexpr = HEAD[1]
+    WIDTH: tl.constexpr = HEAD[2]
     rows = first + tl.arange(0, ROWS)
     lanes = tl.arange(0, WIDTH)
     pointers = base + rows[:, None].to(tl.int64) * STRIDE + lanes[None, :]
@@ -50,16 +57,41 @@ def _load(
 
 
 @triton.jit
+def _load_pair(
+    one,
+    other,
+    first,
+    length,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """The same rows of keys and values, or of queries and the gradient of their output."""
+    a = _load(one, first, length, HEAD, ROWS, RAGGED)
+    b = _load(other, first, length, HEAD, ROWS, RAGGED)
+    return a, b
+
+
+@triton.jit
+def _load_sums(lse, delta, rows, length):
+    """What the backward pass has of each query in one number."""
+    seen = rows < length
+    return tl.load(lse + rows, mask=seen, other=0.0), tl.load(delta + rows, mask=seen, other=0.0)
+
+
+@triton.jit
 def _store(
     base,
     first,
     length,
     values,
-    STRIDE: tl.constexpr,
+    HEAD: tl.constexpr,
     ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
+    """`values` [ROWS, WIDTH] to the same."""
+    STRIDE: tl.constexpr = HEAD[0]
+    HEAD_DIM: tl.constexpr = HEAD[1]
+    WIDTH: tl.constexpr = HEAD[2]
     rows = first + tl.arange(0, ROWS)
     lanes = tl.arange(0, WIDTH)
     pointers = base + rows[:, None].to(tl.int64) * STRIDE + lanes[None, :]
@@ -74,8 +106,10 @@ def _dot(a, b):
 
 
 @triton.jit
-def _bend(raw, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
+def _bend(raw, SCORES: tl.constexpr):
     """Scores in units of log2, and the tanh that they went through if there is a cap."""
+    SCALE: tl.constexpr = SCORES[0]
+    SOFT_CAP: tl.constexpr = SCORES[1]
     if SOFT_CAP > 0:
         # Where exp2 overflows this is 1, where it underflows -1, as it should.
         bent = 1 - 2 / (tl.exp2(raw * (2 * SCALE / SOFT_CAP * LOG2_E)) + 1)
@@ -90,14 +124,15 @@ def _seen(
     kv_rows,
     q_ids,
     kv_ids,
-    Q_LEN: tl.constexpr,
-    KV_LEN: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
 ):
     """Which of the keys the queries see; the two broadcast against each other."""
+    Q_LEN: tl.constexpr = MASK[0]
+    KV_LEN: tl.constexpr = MASK[1]
+    LEFT: tl.constexpr = MASK[2]
+    RIGHT: tl.constexpr = MASK[3]
+    OFFSET: tl.constexpr = MASK[4]
+    SEGMENTS: tl.constexpr = MASK[5]
     seen = (q_rows < Q_LEN) & (kv_rows < KV_LEN)
     if LEFT >= 0:
         seen &= kv_rows >= q_rows + (OFFSET - LEFT)
@@ -149,6 +184,17 @@ def _stretches(
 
 
 @triton.jit
+def _stretch(NUMBER: tl.constexpr, low, full_low, full_high, high):
+    """Where one of the three begins and ends."""
+    if NUMBER == 0:
+        return low, full_low
+    elif NUMBER == 1:
+        return full_low, full_high
+    else:
+        return full_high, high
+
+
+@triton.jit
 def _attend(
     total,
     norm,
@@ -161,31 +207,22 @@ def _attend(
     first,
     low,
     high,
+    length,
     MASKED: tl.constexpr,
-    Q_LEN: tl.constexpr,
-    KV_LEN: tl.constexpr,
-    KV_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORES: tl.constexpr,
+    KV_HEAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """The running softmax over one stretch of keys."""
     q_rows = first + tl.arange(0, BLOCK_Q)[:, None]
     for start in tl.range(low, high, BLOCK_KV):
-        k = _load(k_base, start, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, MASKED)
-        scores, _ = _bend(_dot(q, k.T), SCALE, SOFT_CAP)
+        k = _load(k_base, start, length, KV_HEAD, BLOCK_KV, MASKED)
+        scores, _ = _bend(_dot(q, k.T), SCORES)
         if MASKED:
             kv_rows = start + tl.arange(0, BLOCK_KV)[None, :]
-            seen = _seen(
-                q_rows, kv_rows, q_ids, kv_ids, Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS
-            )
+            seen = _seen(q_rows, kv_rows, q_ids, kv_ids, MASK)
             scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # A row that has seen nothing so far: -inf - -inf would not be a number.
@@ -193,7 +230,7 @@ def _attend(
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(largest - finite)
         norm = norm * shrink + tl.sum(weights, 1)
-        v = _load(v_base, start, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, MASKED)
+        v = _load(v_base, start, length, KV_HEAD, BLOCK_KV, MASKED)
         total = total * shrink[:, None] + _dot(weights.to(v.dtype), v)
         largest = new_largest
     return total, norm, largest
@@ -229,14 +266,16 @@ def forward(
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     kv_head = head // (Q_HEADS // KV_HEADS)
-    Q_STRIDE: tl.constexpr = Q_HEADS * HEAD_DIM
-    KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
-    q_start = sequence * (Q_LEN * Q_STRIDE) + head * HEAD_DIM
-    kv_start = sequence * (KV_LEN * KV_STRIDE) + kv_head * HEAD_DIM
+    Q_HEAD: tl.constexpr = (Q_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    KV_HEAD: tl.constexpr = (KV_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    MASK: tl.constexpr = (Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS)
+    SCORES: tl.constexpr = (SCALE, SOFT_CAP)
+    q_start = sequence * (Q_LEN * Q_HEADS * HEAD_DIM) + head * HEAD_DIM
+    kv_start = sequence * (KV_LEN * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     q_ids += sequence * Q_LEN
     kv_ids += sequence * KV_LEN
 
-    q_block = _load(q + q_start, first, Q_LEN, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH, True)
+    q_block = _load(q + q_start, first, Q_LEN, Q_HEAD, BLOCK_Q, True)
     total = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     norm = tl.zeros([BLOCK_Q], tl.float32)
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -245,8 +284,7 @@ def forward(
         first, last, LEFT, RIGHT, OFFSET, KV_LEN, BLOCK_KV, SEGMENTS
     )
     for stretch in tl.static_range(3):
-        start = low if stretch == 0 else (full_low if stretch == 1 else full_high)
-        stop = full_low if stretch == 0 else (full_high if stretch == 1 else high)
+        start, stop = _stretch(stretch, low, full_low, full_high, high)
         total, norm, largest = _attend(
             total,
             norm,
@@ -259,25 +297,18 @@ def forward(
             first,
             start,
             stop,
-            stretch != 1,
-            Q_LEN,
             KV_LEN,
-            KV_STRIDE,
-            HEAD_DIM,
-            WIDTH,
-            LEFT,
-            RIGHT,
-            OFFSET,
-            SCALE,
-            SOFT_CAP,
-            SEGMENTS,
+            stretch != 1,
+            MASK,
+            SCORES,
+            KV_HEAD,
             BLOCK_Q,
             BLOCK_KV,
         )
 
     some = norm > 0
     safe = tl.where(some, norm, 1.0)
-    _store(out + q_start, first, Q_LEN, total / safe[:, None], Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH)
+    _store(out + q_start, first, Q_LEN, total / safe[:, None], Q_HEAD, BLOCK_Q)
     rows = first + tl.arange(0, BLOCK_Q)
     natural = tl.where(some, (largest + tl.log2(safe)) * LN_2, float("-inf"))
     tl.store(lse + (sequence * Q_HEADS + head) * Q_LEN + rows, natural, mask=rows < Q_LEN)
@@ -289,15 +320,24 @@ def _weights(
     d_weights,
     lse,
     delta,
-    seen,
+    q_rows,
+    kv_rows,
+    q_ids,
+    kv_ids,
     MASKED: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
-    """The weights of raw scores, and the gradient of the raw scores but for the factor SCALE."""
-    scores, bent = _bend(raw, SCALE, SOFT_CAP)
+    """The weights of raw scores, and the gradient of the raw scores but for the factor SCALE.
+
+    Queries may be the rows or the columns of a block: what is given of them, and of the keys,
+    broadcasts against the scores.
+    """
+    SOFT_CAP: tl.constexpr = SCORES[1]
+    scores, bent = _bend(raw, SCORES)
     weights = tl.exp2(scores - lse * LOG2_E)
     if MASKED:
+        seen = _seen(q_rows, kv_rows, q_ids, kv_ids, MASK)
         weights = tl.where(seen, weights, 0.0)
     d_raw = weights * (d_weights - delta)
     if SOFT_CAP > 0:
@@ -319,41 +359,30 @@ def _add_query_gradients(
     first,
     low,
     high,
+    length,
     MASKED: tl.constexpr,
-    Q_LEN: tl.constexpr,
-    KV_LEN: tl.constexpr,
-    KV_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORES: tl.constexpr,
+    KV_HEAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """Over one stretch of keys."""
     q_rows = first + tl.arange(0, BLOCK_Q)[:, None]
     for start in tl.range(low, high, BLOCK_KV):
-        k = _load(k_base, start, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, MASKED)
-        v = _load(v_base, start, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, MASKED)
-        seen = True
-        if MASKED:
-            kv_rows = start + tl.arange(0, BLOCK_KV)[None, :]
-            seen = _seen(
-                q_rows, kv_rows, q_ids, kv_ids, Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS
-            )
+        k, v = _load_pair(k_base, v_base, start, length, KV_HEAD, BLOCK_KV, MASKED)
         _, d_raw = _weights(
             _dot(q, k.T),
             _dot(d_out, v.T),
             lse[:, None],
             delta[:, None],
-            seen,
+            q_rows,
+            start + tl.arange(0, BLOCK_KV)[None, :],
+            q_ids,
+            kv_ids,
             MASKED,
-            SCALE,
-            SOFT_CAP,
+            MASK,
+            SCORES,
         )
         d_q += _dot(d_raw.to(k.dtype), k)
     return d_q
@@ -390,27 +419,28 @@ def query_gradients(
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     kv_head = head // (Q_HEADS // KV_HEADS)
-    Q_STRIDE: tl.constexpr = Q_HEADS * HEAD_DIM
-    KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
-    q_start = sequence * (Q_LEN * Q_STRIDE) + head * HEAD_DIM
-    kv_start = sequence * (KV_LEN * KV_STRIDE) + kv_head * HEAD_DIM
+    Q_HEAD: tl.constexpr = (Q_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    KV_HEAD: tl.constexpr = (KV_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    MASK: tl.constexpr = (Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS)
+    SCORES: tl.constexpr = (SCALE, SOFT_CAP)
+    q_start = sequence * (Q_LEN * Q_HEADS * HEAD_DIM) + head * HEAD_DIM
+    kv_start = sequence * (KV_LEN * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     q_ids += sequence * Q_LEN
     kv_ids += sequence * KV_LEN
     rows = first + tl.arange(0, BLOCK_Q)
     row_start = (sequence * Q_HEADS + head) * Q_LEN
 
-    q_block = _load(q + q_start, first, Q_LEN, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH, True)
-    d_out_block = _load(d_out + q_start, first, Q_LEN, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH, True)
-    lse_rows = tl.load(lse + row_start + rows, mask=rows < Q_LEN, other=0.0)
-    delta_rows = tl.load(delta + row_start + rows, mask=rows < Q_LEN, other=0.0)
+    q_block, d_out_block = _load_pair(
+        q + q_start, d_out + q_start, first, Q_LEN, Q_HEAD, BLOCK_Q, True
+    )
+    lse_rows, delta_rows = _load_sums(lse + row_start, delta + row_start, rows, Q_LEN)
     total = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     last = tl.minimum(first + BLOCK_Q, Q_LEN) - 1
     low, full_low, full_high, high = _stretches(
         first, last, LEFT, RIGHT, OFFSET, KV_LEN, BLOCK_KV, SEGMENTS
     )
     for stretch in tl.static_range(3):
-        start = low if stretch == 0 else (full_low if stretch == 1 else full_high)
-        stop = full_low if stretch == 0 else (full_high if stretch == 1 else high)
+        start, stop = _stretch(stretch, low, full_low, full_high, high)
         total = _add_query_gradients(
             total,
             q_block,
@@ -424,22 +454,15 @@ def query_gradients(
             first,
             start,
             stop,
-            stretch != 1,
-            Q_LEN,
             KV_LEN,
-            KV_STRIDE,
-            HEAD_DIM,
-            WIDTH,
-            LEFT,
-            RIGHT,
-            OFFSET,
-            SCALE,
-            SOFT_CAP,
-            SEGMENTS,
+            stretch != 1,
+            MASK,
+            SCORES,
+            KV_HEAD,
             BLOCK_Q,
             BLOCK_KV,
         )
-    _store(d_q + q_start, first, Q_LEN, total * SCALE, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH)
+    _store(d_q + q_start, first, Q_LEN, total * SCALE, Q_HEAD, BLOCK_Q)
 
 
 @triton.jit
@@ -457,18 +480,11 @@ def _add_key_gradients(
     first,
     low,
     high,
+    length,
     MASKED: tl.constexpr,
-    Q_LEN: tl.constexpr,
-    KV_LEN: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORES: tl.constexpr,
+    Q_HEAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -476,24 +492,20 @@ def _add_key_gradients(
     kv_rows = first + tl.arange(0, BLOCK_KV)[:, None]
     for start in tl.range(low, high, BLOCK_Q):
         rows = start + tl.arange(0, BLOCK_Q)
-        q = _load(q_base, start, Q_LEN, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH, MASKED)
-        d_out = _load(d_out_base, start, Q_LEN, Q_STRIDE, BLOCK_Q, HEAD_DIM, WIDTH, MASKED)
-        lse_rows = tl.load(lse + rows, mask=rows < Q_LEN, other=0.0)
-        delta_rows = tl.load(delta + rows, mask=rows < Q_LEN, other=0.0)
-        seen = True
-        if MASKED:
-            seen = _seen(
-                rows[None, :], kv_rows, q_ids, kv_ids, Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS
-            )
+        q, d_out = _load_pair(q_base, d_out_base, start, length, Q_HEAD, BLOCK_Q, MASKED)
+        lse_rows, delta_rows = _load_sums(lse, delta, rows, length)
         weights, d_raw = _weights(
             _dot(k, q.T),
             _dot(v, d_out.T),
             lse_rows[None, :],
             delta_rows[None, :],
-            seen,
+            rows[None, :],
+            kv_rows,
+            q_ids,
+            kv_ids,
             MASKED,
-            SCALE,
-            SOFT_CAP,
+            MASK,
+            SCORES,
         )
         d_v += _dot(weights.to(d_out.dtype), d_out)
         d_k += _dot(d_raw.to(q.dtype), q)
@@ -534,14 +546,17 @@ def key_gradients(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    Q_STRIDE: tl.constexpr = Q_HEADS * HEAD_DIM
-    KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
-    kv_start = sequence * (KV_LEN * KV_STRIDE) + kv_head * HEAD_DIM
+    Q_HEAD: tl.constexpr = (Q_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    KV_HEAD: tl.constexpr = (KV_HEADS * HEAD_DIM, HEAD_DIM, WIDTH)
+    MASK: tl.constexpr = (Q_LEN, KV_LEN, LEFT, RIGHT, OFFSET, SEGMENTS)
+    SCORES: tl.constexpr = (SCALE, SOFT_CAP)
+    kv_start = sequence * (KV_LEN * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     q_ids += sequence * Q_LEN
     kv_ids += sequence * KV_LEN
 
-    k_block = _load(k + kv_start, first, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, True)
-    v_block = _load(v + kv_start, first, KV_LEN, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH, True)
+    k_block, v_block = _load_pair(
+        k + kv_start, v + kv_start, first, KV_LEN, KV_HEAD, BLOCK_KV, True
+    )
     k_total = tl.zeros([BLOCK_KV, WIDTH], tl.float32)
     v_total = tl.zeros([BLOCK_KV, WIDTH], tl.float32)
     last = tl.minimum(first + BLOCK_KV, KV_LEN) - 1
@@ -551,11 +566,10 @@ def key_gradients(
     )
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        q_start = sequence * (Q_LEN * Q_STRIDE) + head * HEAD_DIM
+        q_start = sequence * (Q_LEN * Q_HEADS * HEAD_DIM) + head * HEAD_DIM
         row_start = (sequence * Q_HEADS + head) * Q_LEN
         for stretch in tl.static_range(3):
-            start = low if stretch == 0 else (full_low if stretch == 1 else full_high)
-            stop = full_low if stretch == 0 else (full_high if stretch == 1 else high)
+            start, stop = _stretch(stretch, low, full_low, full_high, high)
             k_total, v_total = _add_key_gradients(
                 k_total,
                 v_total,
@@ -570,20 +584,13 @@ def key_gradients(
                 first,
                 start,
                 stop,
-                stretch != 1,
                 Q_LEN,
-                KV_LEN,
-                Q_STRIDE,
-                HEAD_DIM,
-                WIDTH,
-                LEFT,
-                RIGHT,
-                OFFSET,
-                SCALE,
-                SOFT_CAP,
-                SEGMENTS,
+                stretch != 1,
+                MASK,
+                SCORES,
+                Q_HEAD,
                 BLOCK_Q,
                 BLOCK_KV,
             )
-    _store(d_k + kv_start, first, KV_LEN, k_total * SCALE, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH)
-    _store(d_v + kv_start, first, KV_LEN, v_total, KV_STRIDE, BLOCK_KV, HEAD_DIM, WIDTH)
+    _store(d_k + kv_start, first, KV_LEN, k_total * SCALE, KV_HEAD, BLOCK_KV)
+    _store(d_v + kv_start, first, KV_LEN, v_total, KV_HEAD, BLOCK_KV)

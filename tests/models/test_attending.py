@@ -127,11 +127,11 @@ def test_decoders_on_a_mesh(shape: tuple[int, int]) -> None:
 def test_decoding_on_a_mesh(shape: tuple[int, int], batch: int) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("fsdp", "model"))
     found = []
-    for config, options in ((CONFIG, {}), (FUSED, {"mesh": mesh})):
-        model = scanned.ScannedLlama(config, rngs=nnx.Rngs(0), **options)
+    for config, split in ((CONFIG, None), (FUSED, mesh)):
+        model = scanned.ScannedLlama(config, rngs=nnx.Rngs(0), mesh=split)
         graphdef, params = nnx.split(model)
         cache = scanned.init_cache(config, batch, 24)
-        if options:
+        if split is not None:
             params = jax.device_put(params, weight_shardings(params, mesh))
             cache = jax.device_put(cache, scanned.cache_shardings(cache, mesh))
         first, cache = jax.jit(llama.prefill, static_argnums=0)(

@@ -1,5 +1,7 @@
 """What kernels are compiled for: the abstract device, then the default one, then the first."""
 
+from typing import Any
+
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -26,7 +28,7 @@ def test_without_a_default_it_is_the_first_device() -> None:
 
 
 @pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[1]], ids=["platform", "device"])
-def test_the_default_device_goes_before_the_first(default: str | jax.Device) -> None:
+def test_the_default_device_goes_before_the_first(default: Any) -> None:
     with jax.default_device(default):
         assert current_target().platform == "cpu"
         traced = []
