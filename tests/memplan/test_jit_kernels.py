@@ -12,6 +12,7 @@ import memplan
 from hlo_passes.ir import HOST_MEMORY_SPACE
 from models import llama, scanned
 from models.configs import LlamaConfig
+from models.sharding import TOKENS, named, placed, weight_shardings
 from pallas_kernels.attention.api import attention
 from pallas_kernels.decode.api import decode_attention
 from pallas_kernels.targets import current_target
@@ -148,6 +149,22 @@ def test_decoders_read_their_cache_in_place(machine: str) -> None:
     assert memory.alias_size_in_bytes >= 32 << 20
     # The cache of one layer is 8 MiB: none is copied, transposed or padded.
     assert memory.temp_size_in_bytes < 4 << 20
+
+
+# Of 2 key/value heads, each device has one; of 4 devices, two share one.
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.tpu
+def test_decoders_on_a_mesh_run_the_kernel(shape: tuple[int, int]) -> None:
+    topology = memplan.topology("v6e:2x2")
+    mesh = topology.mesh(shape, ("fsdp", "model"))
+    graphdef, params = nnx.split(scanned.abstract_model(DECODER, mesh=mesh))
+    params = placed(params, weight_shardings(params, mesh))
+    cache = scanned.abstract_cache(DECODER, BATCH, CACHE_LENGTH)
+    cache = placed(cache, scanned.cache_shardings(cache, mesh))
+    token = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32, sharding=named((BATCH, 1), TOKENS, mesh))
+    step = memplan.jit(functools.partial(llama.decode_step, graphdef), machine=topology)
+    compiled = step.lower(params, token, cache).compile()
+    assert spaces_read_by_kernels(compiled)
 
 
 @pytest.mark.parametrize("machine", ONE_DEVICE)
