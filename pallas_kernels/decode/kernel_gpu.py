@@ -30,7 +30,6 @@ way from one SMEM tile to another, and scaled afterwards, a row or column of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import gpu
 from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_query
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
@@ -50,21 +50,14 @@ from pallas_kernels.targets import Target
 _ROWS = 64
 # Of others Mosaic GPU finds no layout for the tiles, as of 96.
 _HEAD_DIMS = (64, 128, 192, 256)
-_SMS = 132
-_SMEM_BYTES = 227 * 1024
-_SMEM_ALIGNMENT = 1024
 # That Mosaic GPU sets aside for reductions.
 _REDUCTION_BYTES = 2048
 # Elements of a tile of keys: with more ptxas was seen to spill.
 _TILE = 128 * 128
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 40
-_LOG2E = math.log2(math.e)
+_PRODUCER_REGISTERS = 40
 # As in kernel_tpu.
 _MASKED, _LOWEST = -3e38, -1e30
 _GRID = ("sequence", "head", "tile", "part")
-_WGMMA = plgpu.Layout.WGMMA
-_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclass(frozen=True)
@@ -110,22 +103,13 @@ def candidates(problem: Problem) -> Iterator[Config]:
             continue
         for slots in (4, 3, 2):
             config = Config(block, slots, _splits(problem, block))
-            if smem_bytes(problem, config) <= _SMEM_BYTES:
+            if smem_bytes(problem, config) <= gpu.SMEM_CAPACITY:
                 yield config
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of SMEM of one thread block."""
-
-    def one(leaf: Any) -> int:
-        if isinstance(leaf, plgpu.Barrier):
-            barriers = leaf.num_barriers
-            return 8 * (barriers if isinstance(barriers, int) else math.prod(barriers))
-        size = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-        return -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
-
-    scratch = sum(one(leaf) for leaf in jax.tree.leaves(_scratch(problem, config)))
-    return scratch + _REDUCTION_BYTES
+    return gpu.scratch_bytes(_scratch(problem, config)) + _REDUCTION_BYTES
 
 
 def _tiles(problem: Problem) -> int:
@@ -139,26 +123,11 @@ def _splits(problem: Problem, block: int) -> int:
     most = max(1, problem.capacity // (4 * block))
 
     def occupancy(splits: int) -> float:
-        waves = -(-tasks * splits // _SMS)
-        return tasks * splits / (waves * _SMS)
+        waves = -(-tasks * splits // gpu.SMS)
+        return tasks * splits / (waves * gpu.SMS)
 
     enough = (n for n in range(1, most + 1) if occupancy(n) >= 0.9)
-    return next(enough, max(range(1, min(most, _SMS) + 1), key=occupancy))
-
-
-def _swizzle_bytes(dtype: str, columns: int) -> int:
-    """The widest swizzle that divides a row."""
-    return next(n for n in (128, 64, 32) if columns * jnp.dtype(dtype).itemsize % n == 0)
-
-
-def _tile(dtype: str, *shape: int) -> Any:
-    """SMEM for tiles [..., rows, columns], laid out for TMA and wgmma."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = _swizzle_bytes(dtype, shape[-1])
-    # jax's own classes leave a method of their base abstract.
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
-    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(tiling, swizzling))
+    return next(enough, max(range(1, min(most, gpu.SMS) + 1), key=occupancy))
 
 
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
@@ -167,11 +136,11 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     ring = (config.slots, config.block, wide)
     copies = 2 if problem.is_quantized else 1
     scratch = {
-        "q": _tile(problem.dtype, _ROWS, wide),
-        "k": _tile(problem.kv_dtype, *ring),
-        "v": _tile(problem.kv_dtype, *ring),
-        "p": _tile(problem.dtype, _ROWS, config.block),
-        "out": _tile("float32", _ROWS, _columns(problem)[0].size),
+        "q": gpu.smem_tiles(problem.dtype, _ROWS, wide),
+        "k": gpu.smem_tiles(problem.kv_dtype, *ring),
+        "v": gpu.smem_tiles(problem.kv_dtype, *ring),
+        "p": gpu.smem_tiles(problem.dtype, _ROWS, config.block),
+        "out": gpu.smem_tiles("float32", _ROWS, _columns(problem)[0].size),
         "lse": plgpu.SMEM((_ROWS,), jnp.float32),
         "q_full": plgpu.Barrier(),
         "k_full": plgpu.Barrier(num_arrivals=copies * chunks, num_barriers=config.slots),
@@ -179,7 +148,7 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
         "empty": plgpu.Barrier(num_barriers=config.slots),
     }
     if problem.is_quantized:
-        scratch["wide"] = _tile(problem.dtype, config.block, wide)
+        scratch["wide"] = gpu.smem_tiles(problem.dtype, config.block, wide)
         for name in ("k_scale", "v_scale"):
             scratch[name] = plgpu.SMEM((config.slots, config.block), jnp.float32)
     return scratch
@@ -235,15 +204,12 @@ def _kernel(problem: Problem, config: Config, lengths: Any, *refs: Any, **smem: 
     *operands, out, lse = refs
     work = _Work.here(problem, config, lengths)
 
-    def consume() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        _consume(work, smem, out, lse)
-
-    def produce() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        _produce(work, smem, *operands)
-
-    lax.cond(lax.axis_index("warpgroup") == 0, consume, produce)
+    gpu.specialise(
+        1,
+        producer_registers=_PRODUCER_REGISTERS,
+        consumer=lambda _: _consume(work, smem, out, lse),
+        producer=lambda: _produce(work, smem, *operands),
+    )
 
 
 def _produce(
@@ -301,12 +267,8 @@ def _produce(
 
 def _consume(work: _Work, smem: dict[str, Any], out: Any, lse: Any) -> None:
     problem = work.problem
-    acc = tuple(
-        plgpu.layout_cast(jnp.zeros((_ROWS, columns.size), jnp.float32), _WGMMA)
-        for columns in _columns(problem)
-    )
-    top = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), _BY_ROW)
-    total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _BY_ROW)
+    acc = tuple(gpu.zeros(_ROWS, columns.size) for columns in _columns(problem))
+    top, total = gpu.per_row(_ROWS, _LOWEST), gpu.per_row(_ROWS, 0.0)
     plgpu.barrier_wait(smem["q_full"])
     acc, top, total = lax.fori_loop(
         work.first, work.stop, partial(_attend, work, smem), (acc, top, total)
@@ -315,11 +277,11 @@ def _consume(work: _Work, smem: dict[str, Any], out: Any, lse: Any) -> None:
     inverse = jnp.where(some, 1.0 / total, 0.0)
     here = (work.part, work.sequence, work.head, work.tile)
     rows = pl.ds(0, _rows_out(problem))
-    smem["lse"][...] = jnp.where(some, top / _LOG2E + jnp.log(total), -jnp.inf)
+    smem["lse"][...] = jnp.where(some, top * gpu.LN_2 + jnp.log(total), -jnp.inf)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem["lse"], lse.at[here])
     for tile, columns in zip(acc, _columns(problem), strict=True):
-        smem["out"][...] = tile * _over_columns(inverse, tile.shape)
+        smem["out"][...] = tile * gpu.over_columns(tile.shape, inverse)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem["out"].at[rows], out.at[(*here, rows, columns)])
         plgpu.wait_smem_to_gmem(0)
@@ -349,7 +311,9 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
         return smem["wide"]
 
     def scales(kind: str) -> jax.Array:
-        return _over_rows(plgpu.load(smem[f"{kind}_scale"].at[slot], layout=_BY_COLUMN), shape)
+        return gpu.over_rows(
+            shape, plgpu.load(smem[f"{kind}_scale"].at[slot], layout=gpu.BY_COLUMN)
+        )
 
     plgpu.barrier_wait(smem["k_full"].at[slot])
     keys = operand("k")
@@ -358,23 +322,19 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     score = _product(shape, smem["q"], keys.T)
     if problem.is_quantized:
         score *= scales("k")
-    if problem.soft_cap is None:
-        score *= problem.scale * _LOG2E
-    else:
-        # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's tanh is good to 2^-11 only.
-        doubled = score * (2 * problem.scale / problem.soft_cap * _LOG2E)
-        score = (1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(doubled)))) * (problem.soft_cap * _LOG2E)
+    logits = gpu.logits(problem, score)
+    score = logits.values * logits.factor
 
-    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA) + block * config.block
-    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_BY_ROW) + work.tile * _ROWS
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=gpu.WGMMA) + block * config.block
+    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=gpu.BY_ROW) + work.tile * _ROWS
     query = work.length - problem.q_len + lax.div(row, jnp.int32(problem.group))
-    seen = key <= _over_columns(query, shape)
+    seen = key <= gpu.over_columns(shape, query)
     if problem.window is not None:
-        seen &= key >= _over_columns(query - problem.window, shape)
+        seen &= key >= gpu.over_columns(shape, query - problem.window)
     score = jnp.where(seen, score, _MASKED)
 
     new = jnp.maximum(top, score.max(axis=1))
-    weight = jnp.exp2(score - _over_columns(new, shape))
+    weight = jnp.exp2(score - gpu.over_columns(shape, new))
     decay = jnp.exp2(top - new)
     total = total * decay + weight.sum(axis=1)
     plgpu.barrier_wait(smem["v_full"].at[slot])
@@ -389,7 +349,7 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     mixed: list[jax.Array] = []
     for tile, columns in zip(acc, _columns(problem), strict=True):
         product = _product((_ROWS, columns.size), smem["p"], values.at[:, columns])
-        mixed.append(tile * _over_columns(decay, tile.shape) + product)
+        mixed.append(tile * gpu.over_columns(tile.shape, decay) + product)
     plgpu.barrier_arrive(smem["empty"].at[slot])
     return tuple(mixed), new, total
 
@@ -412,15 +372,15 @@ def _clear(work: _Work, tile: Any, block: Any) -> None:
     @pl.when(rest < work.config.block)
     def _() -> None:
         for piece in _pieces(work.problem, work.config):
-            values = plgpu.load(tile.at[piece], layout=_WGMMA)
-            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_WGMMA)
+            values = plgpu.load(tile.at[piece], layout=gpu.WGMMA)
+            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=gpu.WGMMA)
             token += piece[0].start
             tile.at[piece][...] = jnp.where(token < rest, values, jnp.zeros_like(values))
 
 
 def _pieces(problem: Problem, config: Config) -> list[tuple[Any, Any]]:
     """Of a tile of keys or values, small enough to pass through registers beside O."""
-    swizzle = _swizzle_bytes(problem.kv_dtype, problem.head_dim)
+    swizzle = gpu.swizzle_bytes(problem.head_dim, problem.kv_dtype)
     width = swizzle // jnp.dtype(problem.kv_dtype).itemsize
     starts = (
         (row, column)
@@ -438,14 +398,6 @@ def _product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
         return accumulator[...]
 
     return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-
-def _over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [0])
-
-
-def _over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [1])
 
 
 def forward(
