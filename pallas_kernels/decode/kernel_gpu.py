@@ -30,6 +30,7 @@ way from one SMEM tile to another, and scaled afterwards, a row or column of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +47,9 @@ from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_q
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
 from pallas_kernels.targets import Target
+from pallas_kernels.tuned import Key, Tunable
 
-_ROWS = 64
+ROWS = 64
 # Of others Mosaic GPU finds no layout for the tiles, as of 96.
 _HEAD_DIMS = (64, 128, 192, 256)
 # That Mosaic GPU sets aside for reductions.
@@ -107,6 +109,27 @@ def candidates(problem: Problem) -> Iterator[Config]:
                 yield config
 
 
+def _key(problem: Problem) -> Key:
+    """What the choice of a configuration depends on."""
+    seen = problem.capacity
+    if problem.window is not None:
+        seen = min(seen, problem.q_len + problem.window)
+    return Key(
+        {
+            "head_dim": problem.head_dim,
+            "kv_dtype": problem.kv_dtype if problem.is_quantized else "as queries",
+            # All that blocks of 64 and of 128 keys have to do with pages.
+            "page": math.gcd(problem.page_size, 128),
+            "window": problem.window is not None,
+            "soft_cap": problem.soft_cap is not None,
+        },
+        {"tasks": problem.batch * problem.kv_heads * _tiles(problem), "keys": seen},
+    )
+
+
+TUNABLE = Tunable("sm90", "decode_attention", _key, candidates, derived=("splits",))
+
+
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of SMEM of one thread block."""
     return gpu.scratch_bytes(_scratch(problem, config)) + _REDUCTION_BYTES
@@ -114,7 +137,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 def _tiles(problem: Problem) -> int:
     """Of query rows that share a key/value head."""
-    return -(-problem.rows // _ROWS)
+    return -(-problem.rows // ROWS)
 
 
 def _splits(problem: Problem, block: int) -> int:
@@ -136,12 +159,12 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     ring = (config.slots, config.block, wide)
     copies = 2 if problem.is_quantized else 1
     scratch = {
-        "q": gpu.smem_tiles(problem.dtype, _ROWS, wide),
+        "q": gpu.smem_tiles(problem.dtype, ROWS, wide),
         "k": gpu.smem_tiles(problem.kv_dtype, *ring),
         "v": gpu.smem_tiles(problem.kv_dtype, *ring),
-        "p": gpu.smem_tiles(problem.dtype, _ROWS, config.block),
-        "out": gpu.smem_tiles("float32", _ROWS, _columns(problem)[0].size),
-        "lse": plgpu.SMEM((_ROWS,), jnp.float32),
+        "p": gpu.smem_tiles(problem.dtype, ROWS, config.block),
+        "out": gpu.smem_tiles("float32", ROWS, _columns(problem)[0].size),
+        "lse": plgpu.SMEM((ROWS,), jnp.float32),
         "q_full": plgpu.Barrier(),
         "k_full": plgpu.Barrier(num_arrivals=copies * chunks, num_barriers=config.slots),
         "v_full": plgpu.Barrier(num_arrivals=copies * chunks, num_barriers=config.slots),
@@ -267,8 +290,8 @@ def _produce(
 
 def _consume(work: _Work, smem: dict[str, Any], out: Any, lse: Any) -> None:
     problem = work.problem
-    acc = tuple(gpu.zeros(_ROWS, columns.size) for columns in _columns(problem))
-    top, total = gpu.per_row(_ROWS, _LOWEST), gpu.per_row(_ROWS, 0.0)
+    acc = tuple(gpu.zeros(ROWS, columns.size) for columns in _columns(problem))
+    top, total = gpu.per_row(ROWS, _LOWEST), gpu.per_row(ROWS, 0.0)
     plgpu.barrier_wait(smem["q_full"])
     acc, top, total = lax.fori_loop(
         work.first, work.stop, partial(_attend, work, smem), (acc, top, total)
@@ -296,7 +319,7 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     problem, config = work.problem, work.config
     acc, top, total = carry
     slot = work.slot(block)
-    shape = (_ROWS, config.block)
+    shape = (ROWS, config.block)
 
     def operand(kind: str) -> Any:
         tile = smem[kind].at[slot]
@@ -326,7 +349,7 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     score = logits.values * logits.factor
 
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=gpu.WGMMA) + block * config.block
-    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=gpu.BY_ROW) + work.tile * _ROWS
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=gpu.BY_ROW) + work.tile * ROWS
     query = work.length - problem.q_len + lax.div(row, jnp.int32(problem.group))
     seen = key <= gpu.over_columns(shape, query)
     if problem.window is not None:
@@ -348,7 +371,7 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     plgpu.commit_smem()
     mixed: list[jax.Array] = []
     for tile, columns in zip(acc, _columns(problem), strict=True):
-        product = _product((_ROWS, columns.size), smem["p"], values.at[:, columns])
+        product = _product((ROWS, columns.size), smem["p"], values.at[:, columns])
         mixed.append(tile * gpu.over_columns(tile.shape, decay) + product)
     plgpu.barrier_arrive(smem["empty"].at[slot])
     return tuple(mixed), new, total
@@ -362,7 +385,7 @@ def _columns(problem: Problem) -> list[Any]:
 
 def _rows_out(problem: Problem) -> int:
     """Rows of a tile that are written: not those that are padding, to whole swizzle tiles."""
-    return min(_ROWS, -(-problem.rows // 8) * 8)
+    return min(ROWS, -(-problem.rows // 8) * 8)
 
 
 def _clear(work: _Work, tile: Any, block: Any) -> None:
@@ -384,10 +407,10 @@ def _pieces(problem: Problem, config: Config) -> list[tuple[Any, Any]]:
     width = swizzle // jnp.dtype(problem.kv_dtype).itemsize
     starts = (
         (row, column)
-        for row in range(0, config.block, _ROWS)
+        for row in range(0, config.block, ROWS)
         for column in range(0, problem.head_dim, width)
     )
-    return [(pl.ds(row, _ROWS), pl.ds(column, width)) for row, column in starts]
+    return [(pl.ds(row, ROWS), pl.ds(column, width)) for row, column in starts]
 
 
 def _product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
@@ -403,14 +426,14 @@ def _product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
 def forward(
     problem: Problem, target: Target, q: jax.Array, cache: Cache, config: Config | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.forward`; `config` is the first of `candidates` by default."""
+    """See `reference.forward`; `config` is the one that `TUNABLE` chooses by default."""
     del target
-    config = next(candidates(problem)) if config is None else config
+    config = TUNABLE.choose(problem) if config is None else config
     tiles = _tiles(problem)
     queries = queries_by_kv_head(problem, q)
-    padding = tiles * _ROWS - problem.rows
+    padding = tiles * ROWS - problem.rows
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    tasks = (problem.batch, problem.kv_heads, tiles, _ROWS)
+    tasks = (problem.batch, problem.kv_heads, tiles, ROWS)
     queries = queries.reshape(*tasks, problem.head_dim)
     tables = jnp.zeros((1,), jnp.int32)
     if cache.block_tables is not None:
@@ -423,7 +446,7 @@ def forward(
         partial(_kernel, problem, config),
         out_type=(
             result_type((*parts, _rows_out(problem), problem.head_dim), jnp.float32, *operands),
-            result_type((*parts, _ROWS), jnp.float32, *operands),
+            result_type((*parts, ROWS), jnp.float32, *operands),
         ),
         scratch_types=_scratch(problem, config),
         grid=(*tasks[:3], config.splits),
