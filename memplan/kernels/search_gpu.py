@@ -80,10 +80,8 @@ def _decode_inputs(problem: DecodeProblem) -> tuple[Any, ...]:
     if problem.kv_dtype == "int8":
         k, v = (jax.random.randint(key, pool, -127, 128, jnp.int8) for key in keys[1:3])
     else:
-        k, v = (
-            jax.random.normal(key, pool, problem.dtype).astype(problem.kv_dtype)
-            for key in keys[1:3]
-        )
+        wide = (jax.random.normal(key, pool, problem.dtype) for key in keys[1:3])
+        k, v = (each.astype(problem.kv_dtype) for each in wide)
     scales = jnp.full(pool[:3], 0.01, jnp.float32) if problem.is_quantized else None
     tables = None
     if problem.paged:
@@ -181,11 +179,15 @@ _WORK: Mapping[str, Callable[[Any, Any], Work]] = {
 # --- the judge --------------------------------------------------------------------------------
 
 
+def versions() -> dict[str, str]:
+    """Of what makes the code."""
+    return {"jax": jax.__version__, "cuda": version("jax-cuda13-plugin"), "ptxas": _ptxas()}
+
+
 def by_evidence(machine: str = "h200") -> Method:
     """By what the compilers make of candidates, for a machine that need not be there."""
-    versions = {"jax": jax.__version__, "cuda": version("jax-cuda13-plugin"), "ptxas": _ptxas()}
     # What the model would have to be right to, to prefer another to the default.
-    return Method("evidence", partial(_judge, machine), versions, margin=0.1)
+    return Method("evidence", partial(_judge, machine), versions(), margin=0.1)
 
 
 def _judge(
