@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from pallas_kernels.decode.shapes import Shape as DecodeShape
 
 ROWS = Path(str(files("pallas_kernels") / "tuned.json"))
 
-_ATTENTION = (search_gpu.FORWARD, search_gpu.QUERY_GRADIENT, search_gpu.KEY_GRADIENTS)
+ATTENTION = (search_gpu.FORWARD, search_gpu.QUERY_GRADIENT, search_gpu.KEY_GRADIENTS)
 
 
 def attention_problem(shape: Shape) -> Any:
@@ -49,23 +49,24 @@ def decode_problem(shape: DecodeShape) -> Any:
     return decode_problem_of(*arguments, block_tables=tables, **shape.options)
 
 
-def jobs(only: str = "", kernel: str = "") -> Iterator[tuple[Search[Any, Any], Any]]:
+type Job = tuple[Search[Any, Any], Any]
+
+
+def jobs(only: str = "", kernel: str = "") -> Iterator[Job]:
     """Every kernel of every shape, or those whose names have that in them."""
-    for shape in SHAPES:
-        for search in _ATTENTION:
-            if only in shape.name and kernel in search.tunable.kernel:
-                yield search, attention_problem(shape)
-    search = search_gpu.DECODE
-    for shape in DECODE_SHAPES:
-        problem = decode_problem(shape)
-        if only in shape.name and kernel in search.tunable.kernel:
-            if next(iter(search.tunable.candidates(problem)), None) is not None:
+    for shape in (*SHAPES, *DECODE_SHAPES):
+        if only not in shape.name:
+            continue
+        is_decode = isinstance(shape, DecodeShape)
+        problem = decode_problem(shape) if is_decode else attention_problem(shape)
+        for search in (search_gpu.DECODE,) if is_decode else ATTENTION:
+            if kernel in search.tunable.kernel:
                 yield search, problem
 
 
-def run(method: Method, rows: Path, only: str = "", kernel: str = "", again: bool = False) -> None:
+def run(jobs: Iterable[Job], method: Method, rows: Path, again: bool = False) -> None:
     """Searches, and prints what was tried."""
-    for found in tune(jobs(only, kernel), method, rows, again=again):
+    for found in tune(jobs, method, rows, again=again):
         if isinstance(found, NoCandidateError):
             print(f"\n{found}", flush=True)
             continue
@@ -89,7 +90,7 @@ def main() -> None:
     if options.measure:
         jax.config.update("jax_platforms", "cuda,cpu")
         method = measured(search_gpu.versions())
-    run(method, options.rows, options.only, options.kernel, options.again)
+    run(jobs(options.only, options.kernel), method, options.rows, options.again)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ multiprocessors take thread blocks in order, each when it has room:
 
 The vector instructions are those of the PTX loops. Per cycle and multiprocessor: CUDA C++
 Programming Guide, arithmetic instructions, compute capability 9.0; 989 TFLOP/s in bfloat16 at
-1.83 GHz on 132 multiprocessors, NVIDIA H100 datasheet. Latencies, and what L2 gives, are
-estimates (Luo et al., 2024, arXiv:2402.13499, measured such figures on an H800).
+1.83 GHz on 132 multiprocessors, NVIDIA H100 datasheet. Estimates: L2 gives 5120 bytes a cycle, as
+an A100's (NVIDIA A100 whitepaper), HBM what a copy was measured to reach on an H200; latencies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Source:
     latency: int
 
 
-L2 = Source(24.0, 700)
+L2 = Source(5120 / SMS, 700)
 HBM = Source(4.3e12 / SMS / _CLOCK_HZ, 1000)
 
 

@@ -168,7 +168,7 @@ def _decode_work(problem: DecodeProblem, config: decode_gpu.Config) -> Work:
     return Work(turns, np.zeros_like(turns), 1, (ring, ring), HBM)
 
 
-_WORK: Mapping[str, Callable[[Any, Any], Work]] = {
+WORK: Mapping[str, Callable[[Any, Any], Work]] = {
     FORWARD.tunable.kernel: _forward_work,
     QUERY_GRADIENT.tunable.kernel: _query_gradient_work,
     KEY_GRADIENTS.tunable.kernel: _key_gradients_work,
@@ -200,7 +200,7 @@ def _judge(
             yield Score(math.inf, reason=_reason(found))
         else:
             (kernel,) = (each for each in found if each.name == search.tunable.kernel)
-            yield score(kernel, _WORK[search.tunable.kernel](problem, config))
+            yield score(kernel, WORK[search.tunable.kernel](problem, config))
 
 
 def score(kernel: KernelEvidence, work: Work) -> Score:

@@ -84,8 +84,7 @@ def registers(problem: Problem, config: Config) -> int:
 
 def candidates(problem: Problem) -> list[Config]:
     """Every configuration that fits; first those of 64 keys, with the most slots."""
-    slots = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2, 1) if v <= k]
-    slots.sort(key=sum, reverse=True)
+    slots = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))
     return gpu.fitting(
         (Config(64, block_kv, *each) for block_kv in (64, 128) for each in slots),
         partial(smem_bytes, problem),

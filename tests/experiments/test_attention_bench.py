@@ -47,7 +47,7 @@ def test_wrong_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         bench.compare(problem, bench.Out(None), timer)
     told = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert len(told) == 2
-    assert all(" wrong " in line for line in told)
+    assert all(" wrong " in line and "off by inf" in line for line in told)
 
 
 def test_flops_are_of_the_pairs_that_see_each_other() -> None:
