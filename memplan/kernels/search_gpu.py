@@ -193,14 +193,40 @@ def by_evidence(machine: str = "h200") -> Method:
 def _judge(
     machine: str, search: Search[Any, Any], problem: Any, candidates: Sequence[Any]
 ) -> Iterator[Score]:
+    """Of candidates that differ in slots alone, those after the first that is clean are not tried:
+
+    candidates have the most slots first, and with fewer nothing is predicted to be faster.
+    """
     arguments = jax.eval_shape(partial(search.inputs, problem))
-    jobs = [Job(partial(search.call, problem, config), arguments) for config in candidates]
-    for config, found in zip(candidates, each_gpu_evidence(jobs, machine), strict=True):
-        if isinstance(found, KernelCompilationError):
-            yield Score(math.inf, reason=_reason(found))
-        else:
-            (kernel,) = (each for each in found if each.name == search.tunable.kernel)
-            yield score(kernel, WORK[search.tunable.kernel](problem, config))
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, config in enumerate(candidates):
+        fields = search.tunable.tuned_fields(config)
+        tiles = tuple(value for name, value in fields.items() if not name.endswith("slots"))
+        groups.setdefault(tiles, []).append(number)
+    scores = [Score(math.inf, reason="not compiled: one with more slots is clean")] * len(
+        candidates
+    )
+    waiting = list(groups.values())
+    while waiting:
+        turn = [group.pop(0) for group in waiting]
+        jobs = [Job(partial(search.call, problem, candidates[n]), arguments) for n in turn]
+        for number, found in zip(turn, each_gpu_evidence(jobs, machine), strict=True):
+            scores[number] = _scored(search.tunable.kernel, problem, candidates[number], found)
+        waiting = [
+            group
+            for group, number in zip(waiting, turn, strict=True)
+            if group and math.isinf(scores[number].seconds)
+        ]
+    yield from scores
+
+
+def _scored(
+    name: str, problem: Any, config: Any, found: tuple[KernelEvidence, ...] | KernelCompilationError
+) -> Score:
+    if isinstance(found, KernelCompilationError):
+        return Score(math.inf, reason=_reason(found))
+    (kernel,) = (each for each in found if each.name == name)
+    return score(kernel, WORK[name](problem, config))
 
 
 def score(kernel: KernelEvidence, work: Work) -> Score:

@@ -29,9 +29,9 @@ way from one SMEM tile to another, and scaled afterwards, a row or column of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -89,22 +89,25 @@ def refusal(problem: Problem, target: Target) -> str | None:
         )
     if problem.page_size % 8:
         return f"pages are of {problem.page_size} tokens: it takes multiples of 8"
-    if next(candidates(problem), None) is None:
+    if not candidates(problem):
         return "no ring of two slots fits into SMEM: it takes narrower heads or smaller pages"
     return None
 
 
-def candidates(problem: Problem) -> Iterator[Config]:
+def candidates(problem: Problem) -> list[Config]:
     """The configurations that fit into SMEM, the default one first."""
     # float8_e4m3fn passes through registers twice as wide as int8.
     limit = _TILE // 2 if problem.kv_dtype == "float8_e4m3fn" else _TILE
-    for block in sorted((128, 64), key=lambda block: block * problem.head_dim > limit):
-        if max(block, problem.page_size) % min(block, problem.page_size):
-            continue
-        for slots in (4, 3, 2):
-            config = Config(block, slots, _splits(problem, block))
-            if smem_bytes(problem, config) <= gpu.SMEM_CAPACITY:
-                yield config
+    page = problem.page_size
+    return gpu.fitting(
+        (
+            Config(block, slots, _splits(problem, block))
+            for block, slots in product((128, 64), (4, 3, 2))
+            if max(block, page) % min(block, page) == 0
+        ),
+        partial(smem_bytes, problem),
+        preferred=lambda config: config.block * problem.head_dim <= limit,
+    )
 
 
 def _key(problem: Problem) -> Key:

@@ -13,17 +13,21 @@ from memplan.kernels import cost_gpu, search_gpu
 from memplan.kernels.autotune import measured, search
 from memplan.kernels.cost_gpu import HBM, L2, Ring, Work
 from memplan.kernels.evidence_gpu import KernelEvidence
-from memplan.kernels.ptx import Loop, Wgmma
+from memplan.kernels.ptx import Commit, Loop, Vector, Wait, Wgmma
 from memplan.kernels.timing import Call
 from pallas_kernels import tuned
 from pallas_kernels.gpu import SMS
 
-# Of 64 x 128 keys and a head of 128: two products, and an exponential of each score.
-FULL = Loop(
-    {"ex2": 66, "fma": 66, "mul": 68, "add": 98, "max": 70, "cvt": 34, "mov": 69},
-    {Wgmma(128, 16, False): 8, Wgmma(128, 16, True): 8},
-)
-MASKED = Loop({**FULL.opcodes, "setp": 66, "selp": 66}, FULL.products)
+SCORES, MIX = (Wgmma(128, 16, False),) * 8, (Wgmma(128, 16, True),) * 8
+SOFTMAX = {"ex2": 66, "fma": 66, "mul": 68, "add": 98, "max": 70, "cvt": 34, "mov": 69}
+
+
+def loop(softmax: dict[str, int]) -> Loop:
+    """Of 64 x 128 scores and a head of 128."""
+    return Loop((*SCORES, Commit(), Wait(0), Vector(softmax), *MIX, Commit(), Wait(0)))
+
+
+FULL, MASKED = loop(SOFTMAX), loop({**SOFTMAX, "setp": 66, "selp": 66})
 KERNEL = KernelEvidence("f", 168, 0, 0, 160 << 10, 384, False, (MASKED, FULL, MASKED), None)
 RING = Ring(2, 128 * 128 * 2)
 
@@ -43,6 +47,21 @@ def test_a_thousand_turns_take_what_the_tensor_cores_need_and_a_bit() -> None:
 def test_one_thread_block_too_many_takes_another_wave() -> None:
     one, more, two = (cost_gpu.seconds(KERNEL, work(n, 10)) for n in (SMS, SMS + 1, 2 * SMS))
     assert more == two == pytest.approx(2 * one)
+
+
+def test_what_is_computed_before_the_wait_is_hidden() -> None:
+    """With one consumer and nothing else to do."""
+    in_order, beside = (
+        Loop((*SCORES, Commit(), *middle))
+        for middle in ((Wait(0), Vector(SOFTMAX)), (Vector(SOFTMAX), Wait(0)))
+    )
+    one = work(SMS, 1000, consumers=1, rings=(Ring(3, 1024),))
+    slow, fast = (
+        cost_gpu.seconds(dataclasses.replace(KERNEL, loops=(each,)), one)
+        for each in (in_order, beside)
+    )
+    # 8 products of 64 cycles, and 66 exponentials of 8.
+    assert slow - fast == pytest.approx(SMS * 1000 * 512 / 1.755e9 / SMS, rel=0.2)
 
 
 def test_masks_take_time() -> None:
@@ -72,7 +91,7 @@ def test_two_thread_blocks_on_a_multiprocessor_share_it() -> None:
 
 
 def test_consumers_of_different_code_are_told_by_their_exponentials() -> None:
-    other = Loop({"mul": 30, "cvt": 16}, {Wgmma(128, 16, False): 24})
+    other = Loop((Vector({"mul": 30}), *SCORES * 3, Commit(), Wait(0)))
     two = dataclasses.replace(KERNEL, loops=(FULL, other))
     assert cost_gpu.seconds(two, work(SMS, 100)) > cost_gpu.seconds(KERNEL, work(SMS, 100))
 
