@@ -2,6 +2,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.kernels.evidence_gpu import gpu_evidence
 from pallas_kernels.decode import kernel_gpu
@@ -81,6 +83,24 @@ def test_candidates_fit() -> None:
     found = kernel_gpu.candidates(problem())
     assert Config(128, 2, 16) in found
     assert all(kernel_gpu.smem_bytes(problem(), config) <= 227 * 1024 for config in found)
+
+
+@given(
+    q_heads=st.sampled_from([8, 64, 142]),
+    head_dim=st.sampled_from([64, 96, 128, 256]),
+    page_size=st.sampled_from([8, 16, 64, 192, 4096]),
+    batch=st.integers(1, 300),
+    max_pages=st.integers(1, 2000),
+    kv_dtype=st.sampled_from(["bfloat16", "int8", "float8_e4m3fn"]),
+    window=st.none() | st.integers(0, 10000),
+    soft_cap=st.none() | st.just(30.0),
+)
+@settings(deadline=None, max_examples=60)
+def test_whatever_it_takes_a_candidate_is_chosen(**changes: Any) -> None:
+    """Rows serve problems that nobody has looked at."""
+    asked = problem(**changes)
+    if kernel_gpu.refusal(asked, H200) is None:
+        assert kernel_gpu.TUNABLE.choose(asked) in kernel_gpu.candidates(asked)
 
 
 def is_clean(shape: Shape) -> None:
