@@ -60,3 +60,35 @@ class NotSupportedError(MemplanError, NotImplementedError):
         self.reasons = dict(reasons)
         lines = "".join(f"\n  {name}: {reason}" for name, reason in self.reasons.items())
         super().__init__(f"{op}: no implementation for {target} takes these arguments.{lines}")
+
+
+class TunedFileError(MemplanError, ValueError):
+    """A file of tuned configurations that is none."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(
+            f"{path}: {problem}. Expected what `python -m experiments.autotune` writes; "
+            "pallas_kernels/tuned.py has the format."
+        )
+
+
+class TunedRowError(MemplanError, ValueError):
+    """A tuned configuration that the kernel no longer has."""
+
+    def __init__(
+        self,
+        path: str,
+        kernel: str,
+        target: str,
+        config: Mapping[str, object],
+        problem: Mapping[str, object],
+        size: Mapping[str, int],
+    ) -> None:
+        super().__init__(
+            f"{path}: {kernel} on {target} has no candidate {_fields(config)} for "
+            f"{_fields({**problem, **size})}. Tune it again, or take the row out."
+        )
+
+
+def _fields(fields: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -159,7 +159,7 @@ def decode_attention(
       NotSupportedError: when each implementation, or the one asked for, refuses.
       NotDifferentiableError: when it is differentiated.
     """
-    problem = _problem(q, k, v, lengths, block_tables, window, scale, soft_cap)
+    problem = problem_of(q, k, v, lengths, block_tables, window, scale, soft_cap)
     _check_scales(problem, k, k_scales, v_scales)
     target = current_target()
     chosen = choose(_OP, IMPLEMENTATIONS, _refusal(problem, target), target, implementation)
@@ -238,16 +238,24 @@ def _batched(
 # --- arguments ----------------------------------------------------------------------------
 
 
-def _problem(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    block_tables: jax.Array | None,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None,
+type _Array = jax.Array | jax.ShapeDtypeStruct
+
+
+def problem_of(
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    lengths: _Array,
+    block_tables: _Array | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Problem:
+    """What `decode_attention` makes of its arguments.
+
+    Raises:
+      KernelArgumentError: as `decode_attention`.
+    """
     pool = "[num_pages, kv_heads, page_size, head_dim], or without block_tables "
     pool += "[batch, kv_heads, max_len, head_dim]"
     layouts = (("q", q, "[batch, q_len, q_heads, head_dim]"), ("k", k, pool), ("v", v, pool))

@@ -60,6 +60,13 @@ def test_soft_cap_and_segments_at_once(head_dim: int, window: tuple[int, int] | 
     is_clean(gpu_evidence(function, *given))
 
 
+@pytest.mark.slow
+def test_soft_cap_of_wide_heads():
+    shape = Shape("", 1, 8192, 8192, 16, 8, 256, {"causal": True, "soft_cap": 50.0})
+    function, given = programs.gradient(shape)
+    is_clean(gpu_evidence(function, *given))
+
+
 def problem(**fields: Any) -> Problem:
     whole = Problem(1, 1024, 1024, 4, 2, 128, "bfloat16", Band(right=0), 0.1)
     return dataclasses.replace(whole, **fields)
@@ -98,7 +105,7 @@ def test_smem_is_what_was_said(head_dim: int):
         (kernel_gpu_dq, query_gradient, 4),
         (kernel_gpu_dkv, key_gradients, 4),
     ):
-        config = module.default(asked)
+        config = module.TUNABLE.default(asked)
         (kernel,) = gpu_evidence(partial(function, asked, config), *given[:n])
         assert kernel.smem_bytes == module.smem_bytes(asked, config)
 
