@@ -38,6 +38,13 @@ class SlotsError(MemplanError, ValueError):
         )
 
 
+class LayoutsError(MemplanError, ValueError):
+    """Layouts are asked for in a way that cannot be."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"layouts: {problem}.")
+
+
 class SearchTimeError(MemplanError, ValueError):
     """A time that no search can take."""
 

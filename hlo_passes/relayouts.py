@@ -4,8 +4,8 @@
     %b f32[8,16]{1,0} ──► transpose f32[16,8]{1,0} ──► ...      a transpose
     %state{0}         ──► copy (same layout) ──► while          a copy: who had it is still read
 
-A fusion that does nothing else counts like what is in it. Copies between memories are
-transfers, not relayouts.
+A fusion that does nothing else counts like what is in it; it may take a slice to move. Copies
+between memories that keep the order are transfers, not relayouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hlo_passes.traffic import traffic
 Reorder = Literal["relayout", "transpose", "copy"]
 
 _MOVING = frozenset({"copy", "transpose"})
-_STANDING = frozenset({"parameter", "bitcast", "reshape", "tuple", "get-tuple-element"})
+_STANDING = frozenset({"parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "constant"})
+_SLICING = frozenset({"dynamic-slice", "slice"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,12 @@ def _find(module: Module) -> Iterator[Relayout]:
                 continue
             before = module.instructions[mover.operand_ids[0]].shape.layout
             after = mover.shape.layout
-            if before.memory_space != after.memory_space or i.id not in moved:
+            kind = _kind(mover, before)
+            is_elsewhere = before.memory_space != after.memory_space
+            if i.id not in moved or (is_elsewhere and kind == "copy"):
                 continue
             size = sum(moved[i.id].read.values()) + sum(moved[i.id].written.values())
-            yield Relayout(i, _kind(mover, before), before, after, size, nest.executions)
+            yield Relayout(i, kind, before, after, size, nest.executions)
 
 
 def _mover(module: Module, i: Instruction) -> Instruction | None:
@@ -85,12 +88,14 @@ def _mover(module: Module, i: Instruction) -> Instruction | None:
         return None
     body = module.computations[i.called_computation_ids[0]].instructions
     movers = [b for b in body if b.opcode in _MOVING]
-    if not movers or any(b.opcode not in _MOVING | _STANDING for b in body):
+    if not movers or any(b.opcode not in _MOVING | _STANDING | _SLICING for b in body):
         return None
     changing = (
         b for b in movers if _kind(b, module.instructions[b.operand_ids[0]].shape.layout) != "copy"
     )
-    return next(changing, movers[0])
+    # Of a slice a copy is what it is anyway.
+    usual = None if any(b.opcode in _SLICING for b in body) else movers[0]
+    return next(changing, usual)
 
 
 def _kind(mover: Instruction, before: Layout) -> Reorder:

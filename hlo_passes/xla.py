@@ -273,6 +273,33 @@ def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
         main.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
+def set_layouts(
+    stablehlo: Any,
+    arguments: Mapping[int, Sequence[int] | None],
+    results: Mapping[int, Sequence[int] | None],
+) -> None:
+    """Says, in place, in which layouts a lowered module takes its parameters and gives its
+    results. Only for compile-only devices: jax itself is not told.
+
+    Args:
+      stablehlo: ``Lowered.compiler_ir("stablehlo")``.
+      arguments, results: by number, minor to major; None leaves it to XLA.
+
+    PJRT reads it from ``mhlo.layout_mode`` (0.11.2, 0.12.0.1). ``jax.experimental.layout.Format``
+    says the same, but not of a device of an ``AbstractMesh``, as GPUs that are not here have.
+    """
+    with stablehlo.context:
+        main: Any = ir.SymbolTable(stablehlo.operation)["main"]
+        for name, layouts in (("arg_attrs", arguments), ("result_attrs", results)):
+            attributes = list(getattr(main, name))
+            for n, order in layouts.items():
+                mode = "auto" if order is None else "{" + ",".join(map(str, order)) + "}"
+                kept = {a.name: a.attr for a in attributes[n]}
+                kept["mhlo.layout_mode"] = ir.StringAttr.get(mode)
+                attributes[n] = ir.DictAttr.get(kept)
+            setattr(main, name, ir.ArrayAttr.get(attributes))
+
+
 def scan_layout(constants: int, carried: int, stacks: int, results: int) -> dict[str, Any]:
     """The parameters of a ``scan`` equation that say how many of its operands and results are
     constants, carry and stacks; ``jaxpr``, ``length``, ``reverse`` and ``unroll`` say the rest.

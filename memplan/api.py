@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 
 from hlo_passes import xla
 from hlo_passes.budget import parse_bytes
-from hlo_passes.errors import SearchTimeError, SlotsError
+from hlo_passes.errors import LayoutsError, SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
 from memplan.function import Function, Options
+from memplan.layouts import Relaid
 from memplan.out_of_memory import note
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Compiled, Lowered, PlacementWarning, Traced
@@ -41,6 +43,7 @@ def jit(
     offload: str | Iterable[str] | None = None,
     slots: int | None = None,
     search_s: float | None = None,
+    layouts: Relaid | None = None,
     **jit_options: Any,
 ) -> Any:
     """Compiles `fun` so that it keeps to `hbm` bytes of device memory.
@@ -58,6 +61,9 @@ def jit(
       search_s: seconds to search for a faster plan than the first one found, where temporaries
         are evicted or computed again. By default 5 % of what XLA takes to compile. What the
         search finds may depend on the machine's speed where it is cut off.
+      layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
+        a step converts the fewest bytes, ``"all"`` to give all results in such, too. Conversions
+        then happen once, in ``place``. By default all layouts are those of ``jax.jit``.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning.
 
     Returns:
@@ -66,6 +72,7 @@ def jit(
 
     Raises:
       BudgetSyntaxError: when `hbm` cannot be read.
+      LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       SearchTimeError: when `search_s` is negative.
       SlotsError: when `slots` is no positive int.
       UnknownMachineError: when `machine` is in no machine file.
@@ -79,12 +86,15 @@ def jit(
         raise SlotsError(slots)
     if search_s is not None and not search_s >= 0:
         raise SearchTimeError(search_s)
+    if layouts not in (None, "arguments", "all"):
+        raise LayoutsError(f"expected 'arguments', 'all' or None, found {layouts!r}")
     options = Options(
         None if hbm is None else parse_bytes(hbm),
         machine,
         (offload,) if isinstance(offload, str) else None if offload is None else tuple(offload),
         slots,
         search_s,
+        layouts,
     )
     if isinstance(machine, str):
         find_target(machine)  # A name that does not exist is an error here.
@@ -99,6 +109,11 @@ class _PlannedFunction:
     def __init__(
         self, fun: Callable[..., Any], *, options: Options, jit_options: Mapping[str, Any]
     ) -> None:
+        if options.layouts is not None and _has_formats(jit_options):
+            raise LayoutsError(
+                "in_shardings or out_shardings have layouts (Format): give shardings alone, or "
+                "leave layouts= away"
+            )
         if "in_shardings" in jit_options:
             given = in_device_memory(jit_options["in_shardings"])
             jit_options = {**jit_options, "in_shardings": given}
@@ -161,7 +176,7 @@ class _PlannedFunction:
         return self.lower(*args, **kwargs).plan()
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves real arrays to the tiers of the plan.
+        """Moves real arrays to the tiers of the plan, and into the layouts that were chosen.
 
         Returns:
           The positional arguments as a tuple; with keyword arguments, a pair of that tuple
@@ -192,6 +207,11 @@ class _PlannedFunction:
         with self._lock:
             once = self._programs.setdefault(key, _Once())
         return dynamic, leaves, once.get(lambda: self.lower(*args, **kwargs).compile())
+
+
+def _has_formats(jit_options: Mapping[str, Any]) -> bool:
+    given = [jit_options.get("in_shardings"), jit_options.get("out_shardings")]
+    return any(isinstance(leaf, Format) for leaf in jax.tree.leaves(given))
 
 
 class _Once:

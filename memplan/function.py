@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hlo_passes.machine import Machine
+from memplan.layouts import Relaid
 from memplan.signature import StaticArguments, dynamic_signature
 from memplan.topologies import Topology
 
@@ -25,6 +26,7 @@ class Options:
       slots: at most so many streamed weights on the device at once; None for no limit.
       search_s: seconds to search for a faster plan than the first, where temporaries are evicted
         or recomputed; None for a share of what XLA takes (`looks`).
+      layouts: what is laid out anew; None for nothing.
     """
 
     budget: int | None = None
@@ -32,6 +34,7 @@ class Options:
     offload: tuple[str, ...] | None = None
     slots: int | None = None
     search_s: float | None = None
+    layouts: Relaid | None = None
 
 
 @dataclass(frozen=True)

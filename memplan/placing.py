@@ -9,18 +9,29 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.experimental.layout import Format, Layout
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from hlo_passes import xla
+from hlo_passes import inject, xla
 from hlo_passes.errors import OffloadPatternError
+from hlo_passes.ir import Module
 from memplan.executable import Program, Target
 from memplan.function import Function
+from memplan.layouts import (
+    Chosen,
+    Layouts,
+    as_jax_has_it,
+    can_be_laid_out,
+    choose_layouts,
+    tell_xla,
+)
 from memplan.signature import HOST_MEMORY_KIND
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.rewrite import streamed
@@ -60,6 +71,9 @@ class Placing:
         self.function = function
         self.target = target
         self.program = target.lower(traced, self._compiler_options)
+        self.layouts = self._choose_layouts()
+        if self.layouts is not None and self.layouts.chosen:
+            self.program = self._lowered(self._as_traced, {}, self.layouts.chosen)
         self._may_move = self._choose_movable()
 
     @functools.cached_property
@@ -89,30 +103,58 @@ class Placing:
             tied=tied,
         )
 
+        program = self._lowered(
+            run,
+            self.ring_options if rings and scheduled else {},
+            self.layouts_beside(hosting),
+            hosting.arguments,
+        )
+        # XLA would copy a whole stack on the host to make an argument and a result one.
+        numbers = program.arguments.parameters
+        donated = hosting.arguments & self.streams.donated & frozenset(numbers)
+        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
+        return program
+
+    def _lowered(
+        self,
+        run: Callable[..., list[Any]],
+        options: Mapping[str, Any],
+        layouts: Layouts,
+        hosted: frozenset[int] = frozenset(),
+    ) -> Program:
+        """Lowers a function of the flat arguments as the user's is lowered.
+
+        Args:
+          options: of XLA, beside the user's.
+          layouts: of the arguments and results.
+          hosted: the arguments that are on the host.
+        """
+
         def placed(*args: Any, **kwargs: Any) -> Any:
             return jax.tree.unflatten(self.out_tree, run(*jax.tree.leaves((args, kwargs))))
 
         placed.__name__ = placed.__qualname__ = getattr(self.function.fun, "__name__", "fun")
         if self.function.signature is not None:
             placed.__signature__ = self.function.signature
-        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosting.arguments))
+        told_by_jax = Layouts() if self.target.absent else layouts
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosted, told_by_jax))
         donated_args, donated_kwargs = self.traced.args_info
         given = {k: v for k, v in self.function.jit_options.items() if k in _PASSED_ON}
-        options = self._compiler_options
-        if rings and scheduled:
-            options |= self.ring_options
+        if None in told_by_jax.arguments.values():
+            given["in_shardings"] = _left_to_xla(args, told_by_jax)
+        if told_by_jax.results:
+            given["out_shardings"] = self._out_shardings(told_by_jax)
+        merged = {**self._compiler_options, **options}
         jitted = jax.jit(
             placed,
             donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
             donate_argnames=tuple(k for k, a in donated_kwargs.items() if _donated(a)),
-            compiler_options=options,
+            compiler_options=merged,
             **given,
         )
-        program = self.target.lower(jitted.trace(*args, **kwargs), options)
-        # XLA would copy a whole stack on the host to make an argument and a result one.
-        numbers = program.arguments.parameters
-        donated = hosting.arguments & self.streams.donated & frozenset(numbers)
-        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
+        program = self.target.lower(jitted.trace(*args, **kwargs), merged)
+        if self.target.absent:
+            tell_xla(program, layouts)
         return program
 
     @property
@@ -236,16 +278,89 @@ class Placing:
         replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
         return self._may_move - (self.streams.donated - replaced)
 
-    def _structs(self, hosted: frozenset[int]) -> list[jax.ShapeDtypeStruct]:
+    # --- layouts --------------------------------------------------------------------------
+
+    def _choose_layouts(self) -> Chosen | None:
+        """The layouts of arguments, and of what else the user leaves to memplan."""
+        asked = self.function.options.layouts
+        arguments = self.program.arguments
+        if asked is None or arguments.ordered_effects:
+            return None
+        infos = jax.tree.leaves(self.traced.args_info)
+        free = {n: p for n, p in arguments.parameters.items() if can_be_laid_out(infos[n])}
+        outs = jax.tree.leaves(self.traced.out_info)
+        results = [
+            k
+            for k, info in enumerate(outs)
+            if asked == "all" and can_be_laid_out(info) and self._known_sharding(k) is not None
+        ]
+
+        def look(layouts: Layouts) -> Module:
+            # Lowered afresh: jax would hand out one module for the same function, with what was
+            # written into it.
+            program = self._lowered(self._as_traced, {}, Layouts())
+            tell_xla(program, layouts)
+            return inject.capture(self.target.platform, program.stablehlo, program.compiler(None))
+
+        # jax takes ``Layout.AUTO`` of positional arguments only.
+        can_be_left = bool(self.target.absent) or not self.traced.args_info[1]
+        return choose_layouts(look, free, results, can_be_left=can_be_left)
+
+    def _as_traced(self, *args: Any) -> list[Any]:
+        return jaxpr_as_fun(self.traced.jaxpr)(*args)
+
+    def layouts_beside(self, hosting: Hosting) -> Layouts:
+        """The layouts where some arguments are on the host: rings keep stacks in rows."""
+        if self.layouts is None:
+            return Layouts()
+        return self.layouts.without(hosting.arguments & self.streams.stacks.keys())
+
+    def _known_sharding(self, k: int) -> Any:
+        """Where a result is, as far as that is known before XLA says."""
+        asked = self.function.jit_options.get("out_shardings")
+        leaf = jax.tree.leaves(
+            jax.tree.broadcast(asked, self.traced.out_info, is_leaf=lambda s: s is None),
+            is_leaf=lambda s: s is None,
+        )[k]
+        if isinstance(leaf, Sharding):
+            return leaf
+        return self.program.replicated() if self.program.arguments.device_count == 1 else None
+
+    def _out_shardings(self, layouts: Layouts) -> Any:
+        leaves: list[Any] = []
+        donors = self.layouts.donors if self.layouts is not None else {}
+        for k in range(self.out_tree.num_leaves):
+            sharding, order = self._known_sharding(k), layouts.results.get(k)
+            if k in donors and k in layouts.results:
+                sharding = self.sharding(donors[k])
+            is_usual = k not in layouts.results
+            leaves.append(sharding if is_usual else Format(as_jax_has_it(order), sharding))
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+    def _structs(self, hosted: frozenset[int], layouts: Layouts) -> list[jax.ShapeDtypeStruct]:
         """The flat arguments, bound as jax resolved them, or to the host."""
-        shardings = dict(self.program.arguments.shardings)
+        shardings: dict[int, Any] = dict(self.program.arguments.shardings)
         shardings |= {n: self.sharding(n).with_memory_kind(HOST_MEMORY_KIND) for n in hosted}
+        for n, order in layouts.arguments.items():
+            sharding = shardings.get(n) or self.sharding(n)
+            shardings[n] = sharding if order is None else Format(as_jax_has_it(order), sharding)
         return [
             jax.ShapeDtypeStruct(
                 info.shape, info.dtype, sharding=shardings.get(n), weak_type=info._aval.weak_type
             )
             for n, (_, info) in enumerate(self._leaves)
         ]
+
+
+def _left_to_xla(args: Any, layouts: Layouts) -> Any:
+    """As ``in_shardings`` has it that some layouts are XLA's choice: a shape cannot say so."""
+    leaves, tree = jax.tree.flatten(args)
+    free = [layouts.arguments.get(n, ()) is None for n in range(len(leaves))]
+    formats = [
+        Format(Layout.AUTO, leaf.sharding) if is_free else None
+        for leaf, is_free in zip(leaves, free, strict=True)
+    ]
+    return jax.tree.unflatten(tree, formats)
 
 
 def _donated(info: Any) -> bool:

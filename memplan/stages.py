@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 
 from hlo_passes import inject, pipeline, verify
 from hlo_passes.errors import (
@@ -31,6 +32,7 @@ from hlo_passes.units import format_bytes
 from memplan import __version__
 from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
+from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.looks import Look, Looks
 from memplan.out_of_memory import explain_oom, is_exhausted, note
 from memplan.placing import Placing
@@ -287,6 +289,7 @@ class Compiled:
 
     Attributes:
       plan: what it follows; None where XLA's own program keeps to the budget.
+      layouts: of the arguments and results that are not as jax has them.
       rounds: what each compilation was planned for and what XLA reported.
       followed: what the checker found of the plan in the executable; None without a plan.
     """
@@ -298,6 +301,9 @@ class Compiled:
         self._lowered = lowered
         self.hosting = look.hosting if look is not None else Hosting(frozenset())
         self.plan = look.plan if look is not None else None
+        layouts = lowered.placing.layouts_beside(self.hosting)
+        parameters = lowered.placing.program.arguments.parameters
+        self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
         self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
         self.rounds = rounds
         self.followed = verify.verify_executable(look.plan, self.module) if look else None
@@ -325,7 +331,7 @@ class Compiled:
     @property
     def is_jax_own(self) -> bool:
         """Whether calling ``jax.jit`` runs this very executable."""
-        return self.plan is None and self._lowered.absent is None
+        return self.plan is None and self._lowered.absent is None and not self.layouts
 
     @functools.cached_property
     def module(self) -> Module:
@@ -371,19 +377,24 @@ class Compiled:
         return self._lowered.placing.placed(self.hosting, scheduled=False).compiler(None)()
 
     def displaced(self, leaves: Sequence[Any]) -> list[int]:
-        """Which flat arguments are not in the tier that the plan has for them."""
+        """Which flat arguments are not in the tier that the plan has for them, or in another
+        layout."""
+        orders = self.layouts.arguments
         return [
             n
             for n, leaf in enumerate(leaves)
             if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self.hosting.arguments)
+            or (n in orders and not is_laid_out(leaf, orders[n]))
         ]
 
     def move(self, leaves: Sequence[Any]) -> list[Any]:
-        """Moves flat arguments to their tiers; those that are there stay."""
+        """Moves flat arguments to their tiers, in their layouts; those that are there stay."""
         moved = list(leaves)
         for n in self.displaced(leaves):
             kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
-            moved[n] = jax.device_put(leaves[n], self._sharding(n, leaves[n], kind))
+            sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
+            to = sharding if order is None else Format(as_jax_has_it(order), sharding)
+            moved[n] = jax.device_put(leaves[n], to)
         return moved
 
     def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
@@ -411,8 +422,8 @@ class Compiled:
         away = self.displaced(leaves) if tree == self.in_tree else []
         if away:
             warnings.warn(
-                f"{len(away)} arguments were moved to the tier that the plan has for them, for "
-                "this call only; move them once with place(): args = step.place(*args)",
+                f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
+                "them, for this call only; move them once with place(): args = step.place(*args)",
                 PlacementWarning,
                 skip_file_prefixes=(os.path.dirname(__file__),),
             )

@@ -1,0 +1,213 @@
+"""Arguments in other layouts: the same numbers, and fewer bytes that are converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental.layout import Format, Layout
+
+import memplan
+from hlo_passes import xla
+from hlo_passes.errors import LayoutsError
+from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.reader import read_module
+from memplan.executable import TopologyExecutable
+from memplan.layouts import Relaid
+
+LAYERS, WIDTH, HEADS, HEAD, BATCH, TOKENS = 4, 256, 4, 64, 2, 128
+
+# As XLA has to transpose some of them in each layer, whatever it does.
+SPECS = {"q": "btd,dhk->bhtk", "k": "btd,hdk->bhtk", "v": "btd,hkd->bhtk"}
+
+
+def scanned(params: Any, x: jax.Array) -> jax.Array:
+    """Attention whose projections are stored in three orders."""
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        q, k, v = (jnp.einsum(spec, x, w[name]) for name, spec in SPECS.items())
+        weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
+        return x + jnp.einsum("bhts,bhsk,dhk->btd", weights, v, w["o"]), None
+
+    return lax.scan(layer, x, params)[0]
+
+
+def shapes(dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
+    sizes = {"b": BATCH, "t": TOKENS, "d": WIDTH, "h": HEADS, "k": HEAD}
+    specs = {name: spec.split(",")[1].split("->")[0] for name, spec in SPECS.items()} | {"o": "dhk"}
+    params = {
+        name: jax.ShapeDtypeStruct((LAYERS, *(sizes[c] for c in spec)), dtype)
+        for name, spec in specs.items()
+    }
+    return params, jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), dtype)
+
+
+def update(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    """A step whose state is given back, so that it can be donated."""
+    y = jnp.einsum("btd,hkd->bhtk", x, params["w"])
+    return {"w": params["w"] * 0.5, "v": params["v"] + 1}, y @ params["v"].T
+
+
+def real_arguments() -> tuple[Any, jax.Array]:
+    rng = np.random.default_rng(0)
+    w, v = rng.normal(size=(8, 64, 256)), rng.normal(size=(96, 64))
+    x = rng.normal(size=(2, 32, 256))
+    return {"w": jnp.float32(w), "v": jnp.float32(v)}, jnp.float32(x)
+
+
+# --- here --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layouts", ["arguments", "all"])
+@pytest.mark.parametrize("donated", [None, "params"])
+def test_the_numbers_are_those_of_jax(layouts: Relaid, donated: str | None):
+    expected = jax.jit(update)(*real_arguments())
+    step = memplan.jit(update, layouts=layouts, donate_argnames=donated)
+    compiled = step.lower(*real_arguments()).compile()
+    assert compiled.layouts.arguments  # XLA:CPU transposes x for its product.
+    for _ in range(2):
+        results = step(*step.place(*real_arguments()))
+        jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+def test_what_is_placed_is_laid_out_and_stays_so():
+    step = memplan.jit(update, layouts="arguments")
+    placed = step.place(*real_arguments())
+    orders = step.lower(*real_arguments()).compile().layouts.arguments
+    leaves: list[Any] = jax.tree.leaves(placed)
+    for n, order in orders.items():
+        assert leaves[n].format.layout.major_to_minor == tuple(reversed(order))
+    again = step.place(*placed)
+    assert all(a is b for a, b in zip(leaves, jax.tree.leaves(again), strict=True))
+
+
+def test_what_is_not_placed_is_moved_with_a_warning():
+    step = memplan.jit(update, layouts="arguments")
+    with pytest.warns(memplan.PlacementWarning, match="layout"):
+        results = step(*real_arguments())
+    jax.tree.map(np.testing.assert_array_equal, results, jax.jit(update)(*real_arguments()))
+
+
+def test_without_layouts_nothing_changes():
+    compiled = memplan.jit(update).lower(*real_arguments()).compile()
+    assert not compiled.layouts
+    assert compiled.is_jax_own
+
+
+def test_a_program_without_conversions_is_jax_own():
+    step = memplan.jit(lambda x: x + 1, layouts="all")
+    compiled = step.lower(jnp.ones((4, 4))).compile()
+    assert not compiled.layouts
+    assert compiled.is_jax_own
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layouts": "rows"}, "expected 'arguments', 'all' or None, found 'rows'"),
+        ({"layouts": "all", "out_shardings": Format(Layout.AUTO)}, "leave layouts= away"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
+    with pytest.raises(LayoutsError, match=said):
+        memplan.jit(update, **options)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_no_layout_changes_results(data: st.DataObject):
+    """Whatever orders are chosen, a program computes the same."""
+    arguments = real_arguments()
+    leaves, tree = jax.tree.flatten(arguments)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    formats = [
+        Format(Layout(tuple(data.draw(st.permutations(range(leaf.ndim))))), sharding)
+        for leaf in leaves
+    ]
+    laid_out = [jax.device_put(leaf, f) for leaf, f in zip(leaves, formats, strict=True)]
+    results = jax.jit(update)(*jax.tree.unflatten(tree, laid_out))
+    expected = jax.jit(update)(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results, expected)
+
+
+# --- on hardware that is not here --------------------------------------------------------------
+
+TARGETS = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+
+
+def as_auto(target: str) -> int:
+    """Bytes that are converted with ``Layout.AUTO`` for all, by XLA itself."""
+    where = memplan.topology(target)
+    auto = Format(Layout.AUTO, where.sharding())
+    arguments = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where.sharding()), shapes()
+    )
+    jitted = jax.jit(scanned, in_shardings=auto, out_shardings=auto)
+    platform = {"gpu": "cuda"}.get(where.platform, where.platform)
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+    executable = xla.compile_for_topology(lowered.compiler_ir("stablehlo"), where.devices[:1], {})
+    return conversion_bytes(read_module(TopologyExecutable(executable)))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_more_is_converted_than_xla_would(target: str):
+    step = memplan.jit(scanned, layouts="all", machine=target)
+    lowered = step.lower(*shapes())
+    compiled = lowered.compile()
+    found = conversion_bytes(compiled.module)
+    assert found <= as_auto(target)
+    chosen = lowered.placing.layouts
+    assert chosen is not None
+    assert found <= chosen.tried["default"]
+
+
+@pytest.mark.gpu
+def test_weights_of_scanned_layers_are_not_converted():
+    """Where XLA's own choice does: it does not look into loops."""
+    step = memplan.jit(scanned, layouts="arguments", machine="h200")
+    lowered = step.lower(*shapes())
+    lowered.compile()
+    chosen = lowered.placing.layouts
+    assert chosen is not None
+    weights = {"p_q", "p_k", "p_v", "p_o"}
+    assert not [r for r in chosen.plan.remaining if r.instruction.name in weights]
+    assert chosen.tried["planned"] < chosen.tried["default"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_donated_state_keeps_its_place(target: str):
+    def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = lax.conv_general_dilated(
+            x, state, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
+        )
+        return state * 0.5, y
+
+    arguments = (
+        jax.ShapeDtypeStruct((128, 128, 3, 3), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 128, 32, 32), jnp.bfloat16),
+    )
+    planned = memplan.jit(step, layouts="arguments", machine=target, donate_argnums=0)
+    compiled = planned.lower(*arguments).compile()
+    own = memplan.jit(step, machine=target, donate_argnums=0).lower(*arguments).compile()
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    assert aliased == own.memory_analysis().alias_size_in_bytes > 0
+    assert conversion_bytes(compiled.module) <= conversion_bytes(own.module)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_layouts_go_with_a_budget(target: str):
+    """Weights that are on the host are there in the layout in which they are read."""
+    step = memplan.jit(scanned, layouts="arguments", machine=target, hbm="1800KiB")
+    compiled = step.lower(*shapes()).compile()
+    assert compiled.device_bytes <= 1800 << 10
+    assert compiled.plan is not None
+    assert compiled.followed is not None
