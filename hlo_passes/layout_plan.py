@@ -10,13 +10,19 @@ assigns layouts anew.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.layout_choice import Conversion, choose_orders, conversions
 from hlo_passes.layout_flow import LayoutFlow, Site, layout_flow
 from hlo_passes.layout_maps import Order, minor_to_major, order_of
+
+# What gives a part of what it was given, or all of it.
+_HANDING_ON = frozenset(
+    {"parameter", "get-tuple-element", "tuple", "while", "call", "opt-barrier", "bitcast", "copy"}
+    | {"reshape", "slice", "dynamic-slice", "transpose", "copy-start", "copy-done", "fusion"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Remaining:
       shape: of what is converted.
       size: bytes that it reads and writes in a step.
       given, taken: who makes the two orders differ; None where that is not known.
+      argument: the program's argument that is converted, or a part of it; None of what is made.
     """
 
     instruction: Instruction
@@ -51,6 +58,7 @@ class Remaining:
     size: int
     given: Demand | None
     taken: Demand | None
+    argument: Instruction | None
 
 
 @dataclass(frozen=True)
@@ -137,17 +145,33 @@ def _explain(
             ahead[link.before].append(link.after)
             behind[link.after].append(link.before)
 
-    def demand(start: Site, around: Mapping[Site, list[Site]]) -> Demand | None:
-        """The nearest site that is fixed, over links that convert nothing."""
+    arguments = {p.id for p in module.entry.parameters}
+
+    def reached(start: Site, around: Mapping[Site, list[Site]]) -> Iterator[Site]:
+        """The sites over links that convert nothing, the nearest first."""
         seen, pending = {start}, deque([start])
         while pending:
             site = pending.popleft()
-            if site in flow.fixed:
-                return Demand(module.instructions[site.instruction], orders[site])
+            yield site
             for other in around.get(site, ()):
                 if other not in seen:
                     seen.add(other)
                     pending.append(other)
+
+    def demand(start: Site, around: Mapping[Site, list[Site]]) -> Demand | None:
+        fixed = (site for site in reached(start, around) if site in flow.fixed)
+        found = next(fixed, None)
+        if found is None:
+            return None
+        return Demand(module.instructions[found.instruction], orders[found])
+
+    def argument(start: Site) -> Instruction | None:
+        """Back to where it comes from; what was computed from an argument is none."""
+        for site in reached(start, behind):
+            if site.instruction in arguments:
+                return module.instructions[site.instruction]
+            if module.instructions[site.instruction].opcode not in _HANDING_ON:
+                return None
         return None
 
     return [
@@ -158,6 +182,7 @@ def _explain(
             c.size,
             demand(c.site, behind),
             demand(c.reader, ahead),
+            argument(c.site),
         )
         for c in found
     ]
