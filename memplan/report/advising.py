@@ -51,6 +51,7 @@ def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
             *_about_idle(findings),
             *_about_packing(findings),
             *_about_relayouts(findings),
+            *_about_layouts(findings),
             *_about_waiting(run),
         )
     ]
@@ -135,6 +136,23 @@ def _about_relayouts(findings: Findings) -> Iterator[_Saving]:
             f"{r.shape}): write its operand in the order in which it is read",
             f"%{r.step.instruction}",
         )
+
+
+def _about_layouts(findings: Findings) -> Iterator[_Saving]:
+    if not findings.layouts:
+        return
+    moved = sum(r.moved_bytes for r in findings.relayouts if r.why)
+    seconds = sum(r.seconds or 0.0 for r in findings.relayouts if r.why)
+    saved = findings.saved_by_layouts
+    first, count = findings.layouts[0], len(findings.layouts)
+    which = first.name if count == 1 else f"{first.name} and {count - 1} other arguments"
+    yield (
+        0,
+        seconds * min(1.0, saved / moved) if moved else 0.0,
+        f"{which} in another layout ({first.name}: {first.after} for {first.before}) would leave "
+        f"{format_bytes(saved)} less to convert: memplan.jit(layouts=...) and place() do that",
+        "",
+    )
 
 
 def _about_waiting(run: RunView) -> Iterator[_Saving]:

@@ -68,6 +68,7 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
                 Column("kind"),
                 Column("shape"),
                 Column("instruction"),
+                Column("because"),
             ),
             findings.relayouts,
             lambda r: (
@@ -76,9 +77,25 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
                 r.kind,
                 r.shape,
                 str(r.step),
+                r.why,
             ),
             limit,
             lambda r: f"%{r.step.instruction}",
+        )
+    if findings.layouts:
+        yield _limited(
+            "arguments that would better be given in another layout: "
+            f"{format_bytes(findings.saved_by_layouts)} less to convert in a step",
+            (
+                Column("bytes", right=True),
+                Column("argument"),
+                Column("shape"),
+                Column("has"),
+                Column("better"),
+            ),
+            findings.layouts,
+            lambda v: (format_bytes(v.size), v.name, v.shape, v.before, v.after),
+            limit,
         )
     given = [d for d in findings.donations if d.fate != "reused"]
     if findings.donations:

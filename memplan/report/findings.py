@@ -3,7 +3,8 @@
     held        what is live at the peak, by source line, by scope, by opcode
     heap        XLA's packing of it, and ours
     idle        temporaries that nobody works on for long
-    relayouts   what only moves bytes
+    relayouts   what only moves bytes, and for whom
+    layouts     which arguments, given in another layout, would save that
     donations   arguments given away, and what came of it
     kernels     who moves most bytes
 
@@ -102,6 +103,7 @@ class RelayoutView:
       shape: what is moved.
       moved_bytes: in a step, read and written.
       seconds: of a step, predicted; None without a machine.
+      why: who wants which order; ``""`` where the order stays.
     """
 
     step: Step
@@ -109,6 +111,25 @@ class RelayoutView:
     shape: str
     moved_bytes: int
     seconds: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutView:
+    """An argument that would better be given in another layout.
+
+    Attributes:
+      name: the user's, or HLO's.
+      shape: with the type.
+      size: bytes.
+      before, after: layouts, minor to major, as HLO writes them.
+    """
+
+    name: str
+    shape: str
+    size: int
+    before: str
+    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +174,15 @@ class Findings:
     Attributes:
       held: groups of what is live in device memory at the peak, each way to group it.
       heap: None where the program has no temporaries in device memory.
+      layouts: arguments that cost conversions.
+      saved_by_layouts: bytes that a step reads and writes for these.
     """
 
     held: Mapping[GroupedBy, tuple[Group, ...]]
     heap: HeapView | None
     idle: tuple[IdleView, ...]
     relayouts: tuple[RelayoutView, ...]
+    layouts: tuple[LayoutView, ...]
+    saved_by_layouts: int
     donations: tuple[DonationView, ...]
     kernels: tuple[KernelView, ...]

@@ -16,6 +16,7 @@ from hlo_passes.donation import donations
 from hlo_passes.host_transfers import nests
 from hlo_passes.idle import idle_temporaries
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
+from hlo_passes.layout_plan import Remaining, plan_layouts
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import MemoryUsage, latest_values, measure_memory
@@ -31,6 +32,7 @@ from memplan.report.findings import (
     HeapView,
     IdleView,
     KernelView,
+    LayoutView,
     RelayoutView,
 )
 from memplan.report.names import Names
@@ -72,11 +74,14 @@ class Inspector:
 
     def findings(self) -> Findings:
         """Returns what there is to say of the program."""
+        layouts = self._layouts()
         return Findings(
             held=self._grouped(),
             heap=self._heap(),
             idle=tuple(self._idle()),
             relayouts=tuple(self._relayouts()),
+            layouts=layouts[0],
+            saved_by_layouts=layouts[1],
             donations=tuple(self._donations()),
             kernels=tuple(sorted(self._kernels(), key=lambda k: -k.moved_bytes)),
         )
@@ -149,8 +154,29 @@ class Inspector:
                 at_peak=peak is not None and start <= peak < end,
             )
 
+    def _layouts(self) -> tuple[tuple[LayoutView, ...], int]:
+        """The arguments to be given in other layouts, and bytes that this saves."""
+        parameters = self.module.entry.parameters
+        results = range(max(1, len(self.module.entry.root.shape.tuple_shapes)))
+        as_it_is = plan_layouts(self.module)
+        free = plan_layouts(self.module, range(len(parameters)), results)
+        views = [
+            LayoutView(
+                self.names.label(parameters[n]) or parameters[n].name,
+                str(parameters[n].shape),
+                parameters[n].shape.byte_size,
+                _braced(parameters[n].shape.layout.minor_to_major),
+                _braced(order),
+            )
+            for n, order in free.parameters.items()
+        ]
+        saved = as_it_is.bytes_before - free.bytes_after
+        return tuple(sorted(views, key=lambda v: (-v.size, v.name))), saved if views else 0
+
     def _relayouts(self) -> Iterator[RelayoutView]:
+        wanted = {r.reader.id: r for r in plan_layouts(self.module).remaining}
         for r in relayouts(self.module):
+            remaining = wanted.get(r.instruction.id)
             seconds = self._seconds_of(r.instruction)
             yield RelayoutView(
                 self.names.step(r.instruction),
@@ -158,7 +184,22 @@ class Inspector:
                 str(r.instruction.shape),
                 r.moved_bytes,
                 None if seconds is None else seconds * r.executions,
+                "" if remaining is None else self._why(remaining),
             )
+
+    def _why(self, remaining: Remaining) -> str:
+        said = [
+            f"{self._called(demand.instruction)} {verb} {_braced(demand.order)}"
+            for demand, verb in ((remaining.taken, "takes"), (remaining.given, "gives"))
+            if demand is not None
+        ]
+        return ", ".join(said)
+
+    def _called(self, i: Instruction) -> str:
+        if i.opcode == "parameter":
+            return self.names.label(i) or i.name
+        line = self.module.source_line(self.names.about(i))
+        return f"%{i.name} ({line})" if line else f"%{i.name}"
 
     def _donations(self) -> Iterator[DonationView]:
         for d in donations(self._ranges):
@@ -186,6 +227,10 @@ class Inspector:
     def _seconds_of(self, i: Instruction) -> float | None:
         """Of one execution."""
         return None if self._costs is None else self._costs.get(i.id, 0.0)
+
+
+def _braced(minor_to_major: Iterable[int]) -> str:
+    return "{" + ",".join(map(str, minor_to_major)) + "}"
 
 
 def _groups(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:

@@ -152,3 +152,34 @@ def test_every_compiled_module_can_be_looked_into(key: str):
     for groups in findings.held.values():
         held = sum(g.size for g in groups)
         assert held == pytest.approx(run.tiers[0].peak_bytes if run.tiers else 0, rel=1e-6)
+
+
+TRANSPOSED = """HloModule m, is_scheduled=true
+ENTRY e {
+  w = f32[8,16]{1,0} parameter(0), metadata={op_name="params['w']"}
+  x = f32[8,16]{1,0} parameter(1), metadata={op_name="x"}
+  c = f32[8,16]{0,1} copy(w)
+  ROOT d = f32[16,16]{1,0} dot(c, x), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_conversion_says_for_whom_it_is_and_what_would_save_it():
+    module = read_module(TRANSPOSED)
+    findings = Inspector(module, "cpu", load_machine("cpu-cxl")).findings()
+    (moved,) = findings.relayouts
+    assert moved.why == "%d takes {0,1}, params['w'] gives {1,0}"
+    (view,) = findings.layouts
+    assert (view.name, view.size, view.before, view.after) == ("params['w']", 512, "{1,0}", "{0,1}")
+    assert findings.saved_by_layouts == moved.moved_bytes == 1024
+    advice = advise(view_run("x", module, load_machine("cpu-cxl")), findings)
+    (relaid,) = (a for a in advice if "memplan.jit(layouts=...)" in a.sentence)
+    assert "params['w']: {0,1} for {1,0}" in relaid.sentence
+    assert relaid.saves_s == moved.seconds
+
+
+def test_an_argument_that_costs_no_conversion_is_left_alone():
+    module = read_module(TRANSPOSED.replace("{0,1} copy(w)", "{1,0} negate(w)"))
+    findings = Inspector(module, "cpu").findings()
+    assert not findings.layouts
+    assert findings.saved_by_layouts == 0
