@@ -9,6 +9,7 @@ from hlo_passes.machine import Machine, load_machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.plan import LiveRange
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.reader import read_module
 from memplan.report.advising import advise
 from memplan.report.build import view_run
 from memplan.report.finding_tables import advice_table, finding_tables
