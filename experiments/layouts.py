@@ -9,6 +9,8 @@ layouts that jax gives to arguments and results, with ``Layout.AUTO`` for all of
 
     converted     bytes that a step reads and writes to bring arrays into other layouts
     of arguments  those of them whose array is an argument of the program, or a slice of one
+    inside        what would be saved of it by other orders of what the program itself makes,
+                  predicted
     temp          bytes, as XLA reports them
 """
 
@@ -29,7 +31,7 @@ from experiments.isolated import Failure, isolated
 from experiments.layout_programs import PROGRAMS
 from hlo_passes import xla
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import plan_layouts
+from hlo_passes.layout_plan import converted, plan_layouts
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan.api import jit
@@ -51,6 +53,8 @@ class Row:
       program, target, way: which.
       failure: why there is nothing.
       converted, of_arguments: bytes, in a step, read and written.
+      inside: of `converted`, what other orders of what the program makes would save, if the
+        compiler's kernels took and gave what they do: predicted.
       temp, arguments: bytes, as XLA reports them.
     """
 
@@ -60,6 +64,7 @@ class Row:
     failure: str = ""
     converted: int = 0
     of_arguments: int = 0
+    inside: int = 0
     temp: int = 0
     arguments: int = 0
 
@@ -151,14 +156,15 @@ def _left_to_xla(fun: Any, args: Any, donated: str | None, target: str) -> Execu
 
 
 def _row(wanted: Row, module: Module, memory: Any) -> Row:
-    plan = plan_layouts(module)
+    found, plan = converted(module), plan_layouts(module)
     return Row(
         wanted.program,
         wanted.target,
         wanted.way,
         "",
-        plan.bytes_before,
-        sum(r.size for r in plan.remaining if r.argument is not None),
+        sum(c.size for c in found),
+        sum(c.size for c in found if c.argument is not None),
+        plan.bytes_before - plan.bytes_after,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
     )
@@ -168,6 +174,7 @@ _COLUMNS = (
     Column("program"),
     *(Column(f"converted, {way}", right=True) for way in WAYS),
     *(Column(f"of arguments, {way}", right=True) for way in WAYS),
+    Column("inside, all", right=True),
     *(Column(f"temp, {way}", right=True) for way in WAYS),
 )
 
@@ -182,7 +189,13 @@ def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
                 lacks = row is None or row.failure
                 yield "–" if lacks else format_bytes(getattr(row, name))
 
-        yield program, *cells("converted"), *cells("of_arguments"), *cells("temp")
+        yield (
+            program,
+            *cells("converted"),
+            *cells("of_arguments"),
+            *cells("inside", found[-1:]),
+            *cells("temp"),
+        )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.layout_choice import Conversion, choose_orders, conversions
 from hlo_passes.layout_flow import LayoutFlow, Site, layout_flow
 from hlo_passes.layout_maps import Order, minor_to_major, order_of
+from hlo_passes.once import once
 
 # What gives a part of what it was given, or all of it.
 _HANDING_ON = frozenset(
@@ -40,8 +41,8 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Remaining:
-    """A conversion that stays.
+class Converted:
+    """An array that is brought into another layout.
 
     Attributes:
       instruction: that gives what is converted.
@@ -77,16 +78,23 @@ class LayoutPlan:
 
     parameters: Mapping[int, tuple[int, ...]]
     results: Mapping[int, tuple[int, ...]]
-    remaining: tuple[Remaining, ...]
+    remaining: tuple[Converted, ...]
     bytes_before: int
     bytes_after: int
     bound: float
 
 
+@once
+def converted(module: Module) -> tuple[Converted, ...]:
+    """Returns what a compiled module converts as it is, the most bytes first."""
+    flow = layout_flow(module)
+    orders = _as_they_are(flow)
+    return tuple(_explain(module, flow, orders, conversions(flow, orders)))
+
+
 def conversion_bytes(module: Module) -> int:
     """Returns the bytes that a compiled module reads and writes in a step to convert layouts."""
-    flow = layout_flow(module)
-    return sum(c.size for c in conversions(flow, _as_they_are(flow)))
+    return sum(c.size for c in converted(module))
 
 
 def plan_layouts(
@@ -137,7 +145,7 @@ def _changed(
 
 def _explain(
     module: Module, flow: LayoutFlow, orders: Mapping[Site, Order], found: list[Conversion]
-) -> list[Remaining]:
+) -> list[Converted]:
     ahead: defaultdict[Site, list[Site]] = defaultdict(list)
     behind: defaultdict[Site, list[Site]] = defaultdict(list)
     for link in flow.links:
@@ -175,7 +183,7 @@ def _explain(
         return None
 
     return [
-        Remaining(
+        Converted(
             module.instructions[c.site.instruction],
             module.instructions[c.reader.instruction],
             flow.shapes[c.site],

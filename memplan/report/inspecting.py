@@ -16,7 +16,7 @@ from hlo_passes.donation import donations
 from hlo_passes.host_transfers import nests
 from hlo_passes.idle import idle_temporaries
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
-from hlo_passes.layout_plan import Remaining, plan_layouts
+from hlo_passes.layout_plan import Converted, conversion_bytes, converted, plan_layouts
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import MemoryUsage, latest_values, measure_memory
@@ -158,7 +158,6 @@ class Inspector:
         """The arguments to be given in other layouts, and bytes that this saves."""
         parameters = self.module.entry.parameters
         results = range(max(1, len(self.module.entry.root.shape.tuple_shapes)))
-        as_it_is = plan_layouts(self.module)
         free = plan_layouts(self.module, range(len(parameters)), results)
         views = [
             LayoutView(
@@ -170,13 +169,13 @@ class Inspector:
             )
             for n, order in free.parameters.items()
         ]
-        saved = as_it_is.bytes_before - free.bytes_after
+        saved = conversion_bytes(self.module) - free.bytes_after
         return tuple(sorted(views, key=lambda v: (-v.size, v.name))), saved if views else 0
 
     def _relayouts(self) -> Iterator[RelayoutView]:
-        wanted = {r.reader.id: r for r in plan_layouts(self.module).remaining}
+        wanted = {c.reader.id: c for c in converted(self.module)}
         for r in relayouts(self.module):
-            remaining = wanted.get(r.instruction.id)
+            found = wanted.get(r.instruction.id)
             seconds = self._seconds_of(r.instruction)
             yield RelayoutView(
                 self.names.step(r.instruction),
@@ -184,13 +183,13 @@ class Inspector:
                 str(r.instruction.shape),
                 r.moved_bytes,
                 None if seconds is None else seconds * r.executions,
-                "" if remaining is None else self._why(remaining),
+                "" if found is None else self._why(found),
             )
 
-    def _why(self, remaining: Remaining) -> str:
+    def _why(self, found: Converted) -> str:
         said = [
             f"{self._called(demand.instruction)} {verb} {_braced(demand.order)}"
-            for demand, verb in ((remaining.taken, "takes"), (remaining.given, "gives"))
+            for demand, verb in ((found.taken, "takes"), (found.given, "gives"))
             if demand is not None
         ]
         return ", ".join(said)
