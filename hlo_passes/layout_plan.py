@@ -23,6 +23,7 @@ from hlo_passes.once import once
 _HANDING_ON = frozenset(
     {"parameter", "get-tuple-element", "tuple", "while", "call", "opt-barrier", "bitcast", "copy"}
     | {"reshape", "slice", "dynamic-slice", "transpose", "copy-start", "copy-done", "fusion"}
+    | {"async-start", "async-update", "async-done"}
 )
 
 

@@ -205,9 +205,10 @@ def test_a_donated_state_keeps_its_place(target: str):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_layouts_go_with_a_budget(target: str):
-    """Weights that are on the host are there in the layout in which they are read."""
+    """What is streamed slice by slice stays in rows; the rest is laid out."""
     step = memplan.jit(scanned, layouts="arguments", machine=target, hbm="1800KiB")
     compiled = step.lower(*shapes()).compile()
     assert compiled.device_bytes <= 1800 << 10
     assert compiled.plan is not None
     assert compiled.followed is not None
+    assert not compiled.layouts.arguments.keys() & compiled.hosting.arguments
