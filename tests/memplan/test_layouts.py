@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan
 from hlo_passes import xla
 from hlo_passes.errors import LayoutsError
-from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.layout_plan import conversion_bytes, plan_layouts
 from hlo_passes.reader import read_module
 from memplan.executable import TopologyExecutable
-from memplan.layouts import Relaid
+from memplan.layouts import Chosen, Layouts, Relaid
 
 LAYERS, WIDTH, HEADS, HEAD, BATCH, TOKENS = 4, 256, 4, 64, 2, 128
 
@@ -85,6 +86,42 @@ def test_what_is_placed_is_laid_out_and_stays_so():
         assert leaves[n].format.layout.major_to_minor == tuple(reversed(order))
     again = step.place(*placed)
     assert all(a is b for a, b in zip(leaves, jax.tree.leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("layouts", ["arguments", "all"])
+def test_on_a_mesh_and_by_name(layouts: Relaid):
+    mesh = jax.make_mesh((4,), ("x",))
+    params, x = real_arguments()
+    expected = jax.jit(update)(params, x)
+    specs = {"w": PartitionSpec("x"), "v": PartitionSpec()}
+    params = {n: jax.device_put(params[n], NamedSharding(mesh, specs[n])) for n in params}
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    step = memplan.jit(update, layouts=layouts, donate_argnames="params")
+    args, kwargs = step.place(params=params, x=x)
+    assert kwargs["x"].format.layout.major_to_minor != (0, 1, 2)
+    jax.tree.map(np.testing.assert_array_equal, step(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize("donated", [None, "params"])
+def test_what_is_left_to_xla_is_read_off_the_executable(
+    monkeypatch: pytest.MonkeyPatch, donated: str | None
+):
+    """XLA:CPU never chooses otherwise, so that it has to be told to be asked."""
+
+    def left_to_xla(look: Any, parameters: Any, results: Any, *, can_be_left: bool) -> Chosen:
+        assert can_be_left
+        module = look(Layouts())
+        donors = {a.output_index[0]: a.parameter for a in module.input_output_aliases}
+        layouts = Layouts(dict.fromkeys(parameters), dict.fromkeys({*donors, *results}))
+        return Chosen(layouts, donors, {}, plan_layouts(module))
+
+    monkeypatch.setattr("memplan.placing.choose_layouts", left_to_xla)
+    expected = jax.jit(update)(*real_arguments())
+    step = memplan.jit(update, layouts="all", donate_argnames=donated)
+    compiled = step.lower(*real_arguments()).compile()
+    assert compiled.layouts.arguments == {0: (1, 0), 1: (2, 1, 0), 2: (2, 1, 0)}
+    results = step(*step.place(*real_arguments()))
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
 def test_what_is_not_placed_is_moved_with_a_warning():
