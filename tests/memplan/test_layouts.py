@@ -249,3 +249,16 @@ def test_layouts_go_with_a_budget(target: str):
     assert compiled.plan is not None
     assert compiled.followed is not None
     assert not compiled.layouts.arguments.keys() & compiled.hosting.arguments
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_replay_computes_the_same(target: str):
+    """The target's own compiler laid everything out; the numbers are those of jax."""
+    rng = np.random.default_rng(0)
+    arguments = jax.tree.map(
+        lambda a: jnp.asarray(rng.normal(size=a.shape) * 0.05, a.dtype), shapes()
+    )
+    step = memplan.jit(scanned, layouts="all", machine=target)
+    (found,) = memplan.replay(step.lower(*shapes()).compile().module, *arguments)
+    expected = np.asarray(scanned(*arguments), np.float32)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.01)
