@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from hlo_passes.assignment import assign_offsets, max_live_load
@@ -83,5 +84,5 @@ def vmem_buffers(scratch: Mapping[str, Any]) -> list[Buffer]:
     return [
         Buffer(name, vmem_bytes(memory.shape, memory.dtype), LiveRange(0, 1))
         for name, memory in scratch.items()
-        if jnp.issubdtype(memory.dtype, jnp.number)
+        if getattr(memory, "memory_space", None) == pltpu.VMEM
     ]

@@ -147,7 +147,7 @@ def decode_attention(
       NotSupportedError: when each implementation, or the one asked for, refuses.
       NotDifferentiableError: when it is differentiated.
     """
-    problem = _problem(q, k, v, lengths, block_tables, window, scale, soft_cap)
+    problem = problem_of(q, k, v, lengths, block_tables, window, scale, soft_cap)
     _check_scales(problem, k, k_scales, v_scales)
     target = current_target()
     chosen = choose(
@@ -220,16 +220,21 @@ def _batched(
 # --- arguments ----------------------------------------------------------------------------
 
 
-def _problem(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    block_tables: jax.Array | None,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None,
+def problem_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    lengths: jax.Array | jax.ShapeDtypeStruct,
+    block_tables: jax.Array | jax.ShapeDtypeStruct | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Problem:
+    """What `decode_attention` makes of its arguments, but for scales.
+
+    Raises:
+      KernelArgumentError: as `decode_attention`.
+    """
     pool = "[num_pages, kv_heads, page_size, head_dim], or without block_tables "
     pool += "[batch, kv_heads, max_len, head_dim]"
     layouts = (("q", q, "[batch, q_len, q_heads, head_dim]"), ("k", k, pool), ("v", v, pool))
@@ -329,7 +334,7 @@ def _problem(
     )
 
 
-def _check_ints(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+def _check_ints(name: str, array: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> None:
     if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
         raise KernelArgumentError(
             _OP,

@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import onchip
 from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_query
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
@@ -131,7 +132,8 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
                 groups = heads // pack
                 for interleave in sorted({math.gcd(groups, n) for n in (4, 8, 2, 1)}, reverse=True):
                     config = Config(block, slots, interleave, pack, head_splits, key_splits)
-                    if vmem_bytes(problem, config) <= TPUS[target.generation].vmem_bytes * 3 // 4:
+                    size = vmem_bytes(problem, config) + _spill_bytes(problem, config)
+                    if size <= TPUS[target.generation].vmem_bytes * 3 // 4:
                         yield config
 
 
@@ -150,21 +152,42 @@ def _blocks(problem: Problem) -> set[int]:
     }
 
 
-def vmem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of VMEM that the ring, the accumulators and the double-buffered queries take."""
-    heads = config.heads(problem)
-    wide, deep = _up(problem.head_dim, _LANES), _up(problem.rows, 8)
-    chunks = config.block // config.chunk(problem)
-    tokens = config.slots * chunks * heads * _up(config.chunk(problem), 32)
-    ring = 2 * tokens * wide * jnp.dtype(problem.kv_dtype).itemsize
+def scratch(problem: Problem, config: Config) -> dict[str, Any]:
+    """What the kernel holds on the chip, besides the windows of queries and results."""
+    heads, size = config.heads(problem), config.chunk(problem)
+    groups, rows = heads // config.pack, config.pack * problem.rows
+    ring = (config.slots, config.block // size, heads, size)
+    held = {
+        "k": pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype)),
+        "v": pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype)),
+        "arrived": pltpu.SemaphoreType.DMA((config.slots,)),
+        "top": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+        "sum": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+        "mix": pltpu.VMEM((groups, rows, problem.head_dim), jnp.float32),
+        "cursor": pltpu.SMEM((3,), jnp.int32),
+    }
     if problem.is_quantized:
-        per_chunk = _up(heads, 8) * _up(config.chunk(problem), _LANES) * 4
-        ring += 2 * config.slots * chunks * per_chunk
-        ring += 2 * _up(heads, 8) * _up(config.block, _LANES) * 4
-    sums = heads * deep * (2 * _LANES + wide) * 4
-    ends = 2 * heads * deep * (2 * wide * 4 + _LANES * 4)
-    scores = 4 * config.interleave * deep * config.block * 4
-    return ring + sums + ends + scores
+        for name in ("k_scales", "v_scales"):
+            held[name] = pltpu.VMEM(ring, jnp.float32)
+            held[f"dense_{name}"] = pltpu.VMEM((heads, config.block), jnp.float32)
+    return held
+
+
+def vmem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of VMEM: the scratch, and two slots of each window."""
+    shape = (config.heads(problem) // config.pack, config.pack * problem.rows)
+    out_dtype = problem.dtype if config.key_splits == 1 else "float32"
+    windows = (
+        onchip.vmem_bytes((*shape, config.pack * problem.head_dim), problem.dtype),
+        onchip.vmem_bytes((*shape, problem.head_dim), out_dtype),
+        onchip.vmem_bytes((*shape, 1), "float32"),
+    )
+    return onchip.vmem_total(scratch(problem, config)) + 2 * sum(windows)
+
+
+def _spill_bytes(problem: Problem, config: Config) -> int:
+    """What the compiler may need for scores and weights between the two products."""
+    return 16 * config.interleave * config.pack * problem.rows * config.block
 
 
 def _smem_bytes(problem: Problem) -> int:
@@ -180,10 +203,6 @@ def _splits(problem: Problem, target: Target) -> tuple[int, int]:
 def _sublanes(dtype: str) -> int:
     """Rows of a tile."""
     return 32 // jnp.dtype(dtype).itemsize
-
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 # --- the list of blocks -------------------------------------------------------------------
@@ -352,16 +371,15 @@ class _Ring:
 
 
 def _kernel(problem: Problem, config: Config, *arguments: Any) -> None:
-    pool_count = 4 if problem.is_quantized else 2
-    walk, refs = Walk(*arguments[:5]), list(arguments[5:])
-    q_ref, *refs = refs
-    pools, (out_ref, lse_ref, *refs) = tuple(refs[:pool_count]), refs[pool_count:]
-    buffers, refs = tuple(refs[:pool_count]), refs[pool_count:]
-    top_ref, sum_ref, mix_ref, cursor, semaphores, *scales = refs
+    walk, (q_ref, *pools, out_ref, lse_ref, held) = Walk(*arguments[:5]), arguments[5:]
+    names = ("k", "v", "k_scales", "v_scales")[: len(pools)]
+    buffers, cursor = tuple(held[name] for name in names), held["cursor"]
+    scales = [held[f"dense_{name}"] for name in names[2:]]
+    top_ref, sum_ref, mix_ref = sums = held["top"], held["sum"], held["mix"]
 
     core, sequence = pl.program_id(0), pl.program_id(1)
     head = core // config.key_splits * config.heads(problem)
-    ring = _Ring(problem, config, walk, pools, buffers, semaphores, head)
+    ring = _Ring(problem, config, walk, tuple(pools), buffers, held["arrived"], head)
 
     def entry(row: Any) -> Any:
         return lax.rem(core, config.key_splits) * (problem.batch + 1) + row
@@ -398,7 +416,6 @@ def _kernel(problem: Problem, config: Config, *arguments: Any) -> None:
         send_next(step + config.slots - 1)
         slot = slot_of(step, config.slots)
         ring.wait(sequence, block, slot)
-        sums = (top_ref, sum_ref, mix_ref)
         if jnp.issubdtype(jnp.dtype(problem.kv_dtype), jnp.floating):
             ring.clear(buffers[1], sequence, block, slot, step < config.slots)
         _attend(problem, config, q_ref, buffers, scales, sums, slot, block, length)
@@ -512,8 +529,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.forward`; `config` is the first of `candidates` by default."""
     config = next(candidates(problem, target)) if config is None else config
-    heads, wide, size = config.heads(problem), problem.head_dim, config.chunk(problem)
-    groups, rows = heads // config.pack, config.pack * problem.rows
+    wide, rows = problem.head_dim, config.pack * problem.rows
+    groups = config.heads(problem) // config.pack
     queries = _queries(problem, config, q)
     pools = [cache.k, cache.v]
     if cache.k_scales is not None and cache.v_scales is not None:
@@ -529,7 +546,6 @@ def forward(
 
         return pl.BlockSpec((*parted, None, groups, rows, last), index)
 
-    chunks = config.block // size
     out_dtype = q.dtype if parts == 1 else jnp.float32
     shape = (parts, problem.batch, problem.kv_heads // config.pack, rows)
     out, lse = pl.pallas_call(
@@ -542,18 +558,7 @@ def forward(
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools),
             ],
             out_specs=[spec(wide, None), spec(1, None)],
-            scratch_shapes=[
-                *(
-                    pltpu.VMEM((config.slots, chunks, heads, size, *x.shape[3:]), x.dtype)
-                    for x in pools
-                ),
-                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
-                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
-                pltpu.VMEM((groups, rows, wide), jnp.float32),
-                pltpu.SMEM((3,), jnp.int32),
-                pltpu.SemaphoreType.DMA((config.slots,)),
-                *(pltpu.VMEM((heads, config.block), jnp.float32) for _ in pools[2:]),
-            ],
+            scratch_shapes=[scratch(problem, config)],
         ),
         out_shape=[
             result_type((*shape, wide), out_dtype, *operands),
