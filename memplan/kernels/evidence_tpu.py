@@ -94,6 +94,29 @@ class KernelEvidence:
         """Registers stored because there were too few, at how many places in the code."""
         return self.regions[0].use["VSTORE:SPILL"]
 
+    @property
+    def outermost(self) -> Region:
+        """The loop that its time is spent in; the whole kernel if it turns but once."""
+        return max(self.loops(), key=lambda region: region.bundles, default=self.regions[0])
+
+    def product_turn(self, inner: int = 1) -> int:
+        """Bundles of a turn of the loop with matrix products, as if all its conditions held.
+
+        Loops in it that have none are not counted: they turn only where something is cut off.
+
+        Args:
+          inner: how often an inner loop over products turns; 1 where there is none.
+        """
+        loops = sorted(
+            (region for region in self.regions if region.is_loop),
+            key=lambda region: region.bundles,
+        )
+        busy = [region for region in loops if region.use["MATMUL"]]
+        turn = busy[0 if inner == 1 else 1]
+        idle = [each for each in loops if each not in busy and turn.start <= each.start < turn.end]
+        repeated = (inner - 1) * busy[0].bundles
+        return turn.bundles + repeated - sum(each.bundles for each in idle)
+
     def loops(self) -> list[Region]:
         """Those that are in no other loop."""
         found: list[Region] = []

@@ -220,17 +220,20 @@ def _batched(
 # --- arguments ----------------------------------------------------------------------------
 
 
+type _Array = jax.Array | jax.ShapeDtypeStruct
+
+
 def problem_of(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
-    lengths: jax.Array | jax.ShapeDtypeStruct,
-    block_tables: jax.Array | jax.ShapeDtypeStruct | None = None,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    lengths: _Array,
+    block_tables: _Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Problem:
-    """What `decode_attention` makes of its arguments, but for scales.
+    """What `decode_attention` makes of its arguments.
 
     Raises:
       KernelArgumentError: as `decode_attention`.
@@ -334,7 +337,7 @@ def problem_of(
     )
 
 
-def _check_ints(name: str, array: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> None:
+def _check_ints(name: str, array: _Array, shape: tuple[int, ...]) -> None:
     if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
         raise KernelArgumentError(
             _OP,

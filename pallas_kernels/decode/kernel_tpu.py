@@ -154,12 +154,9 @@ def _blocks(problem: Problem) -> set[int]:
 
 def scratch(problem: Problem, config: Config) -> dict[str, Any]:
     """What the kernel holds on the chip, besides the windows of queries and results."""
-    heads, size = config.heads(problem), config.chunk(problem)
+    heads = config.heads(problem)
     groups, rows = heads // config.pack, config.pack * problem.rows
-    ring = (config.slots, config.block // size, heads, size)
-    held = {
-        "k": pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype)),
-        "v": pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype)),
+    held = _rings(problem, config) | {
         "arrived": pltpu.SemaphoreType.DMA((config.slots,)),
         "top": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
         "sum": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
@@ -168,9 +165,24 @@ def scratch(problem: Problem, config: Config) -> dict[str, Any]:
     }
     if problem.is_quantized:
         for name in ("k_scales", "v_scales"):
-            held[name] = pltpu.VMEM(ring, jnp.float32)
             held[f"dense_{name}"] = pltpu.VMEM((heads, config.block), jnp.float32)
     return held
+
+
+def _rings(problem: Problem, config: Config) -> dict[str, Any]:
+    """Of each pool its slots."""
+    size = config.chunk(problem)
+    ring = (config.slots, config.block // size, config.heads(problem), size)
+    tokens = pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype))
+    if not problem.is_quantized:
+        return {"k": tokens, "v": tokens}
+    scales = pltpu.VMEM(ring, jnp.float32)
+    return {"k": tokens, "v": tokens, "k_scales": scales, "v_scales": scales}
+
+
+def slot_bytes(problem: Problem, config: Config) -> int:
+    """Bytes that come into a slot of the ring: a block of keys and values, as they lie in HBM."""
+    return onchip.vmem_total(_rings(problem, config)) // config.slots
 
 
 def vmem_bytes(problem: Problem, config: Config) -> int:

@@ -1,0 +1,250 @@
+"""What the compilers make of every shape of every kernel, as tables in Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import kernel_programs as programs
+from hlo_passes.machine import Machine, load_machine
+from hlo_passes.units import format_bytes
+from memplan.kernels.evidence_gpu import gpu_evidence
+from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
+from pallas_kernels import decode, streamed_matmul
+from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward, shapes
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.tuning import backward_choice, forward_choice
+from pallas_kernels.decode import kernel_gpu as decode_gpu
+from pallas_kernels.decode import kernel_tpu as decode_tpu
+from pallas_kernels.onchip import vmem_total
+from pallas_kernels.streamed_matmul import kernel_tpu as product_tpu
+from pallas_kernels.targets import TPUS, Target, target_of
+
+# A vector register.
+_REGISTER_BYTES = 4096
+
+# Of each kernel of attention: how its blocks are chosen, what it holds, and in how many products
+# a pair of query and key is.
+_ATTENTION: dict[str, tuple[Any, Any, int]] = {
+    "forward": (forward_choice, kernel_tpu.scratch, 2),
+    "backward": (
+        backward_choice,
+        partial(kernel_tpu_backward.scratch, result=jnp.dtype(jnp.bfloat16)),
+        5,
+    ),
+}
+
+_ABOUT = """\
+# The kernels, as the compilers have them
+
+`python -m experiments.kernels --shapes {chips} --write docs/kernels.md`: every shape of
+`pallas_kernels/*/shapes.py`, compiled with libtpu {libtpu} and the CUDA 13 plugin {cuda} for
+hardware that was not there. Nothing here was timed.
+
+On TPUs, of each kernel: its configuration; bytes of VMEM that the compiler lists for its buffers
+and windows; what is stored of spilled registers, each time it is; and all instruction bundles,
+each once. A bundle takes a cycle, but where it waits for a copy. Of attention besides: the cycles
+that are predicted for the whole problem, of each core, and the share of the machine's peak that
+the products of visible pairs make of them (heads of 128 fill half of a matrix unit of 256 x 256,
+those of 64 a quarter: of v6e and tpu7x 50 % and 25 % are the most). Of packed sequences all blocks
+of the band are counted, and masked: which of them are skipped is known when they run.
+
+Decode attention and the streamed product wait for memory, if their arithmetic is fast enough: of a
+step of their rings there are the bundles, of which some under conditions are not run each time,
+and the cycles that its copies take at the nominal bandwidth of HBM, or of the host's link. Where
+the former are fewer, memory is what holds the kernel. A core of a v5p has half of the bandwidth for
+decoding, where both run; the product runs on one.
+
+On the H200: registers at launch (of attention consumers raise theirs to 240), bytes of a thread
+that are spilled, bytes of SMEM, and whether wgmma is asynchronous.
+"""
+
+
+def document(chips: list[str]) -> Iterator[str]:
+    """The lines of docs/kernels.md.
+
+    Args:
+      chips: machines of the library, TPUs or GPUs of sm90.
+    """
+    yield _ABOUT.format(
+        chips=" ".join(chips), libtpu=version("libtpu"), cuda=version("jax-cuda13-plugin")
+    )
+    for chip in chips:
+        yield from (f"## {chip}", "")
+        tables = _tpu_tables(chip) if chip in TPUS else _hopper_tables(chip)
+        for name, rows in tables.items():
+            yield from (f"### {name}", "", *rows, "")
+
+
+def _tpu_tables(chip: str) -> dict[str, Iterator[str]]:
+    return {
+        "attention": _attention_rows(chip),
+        "decode_attention": _ring_rows(chip, decode_rings(chip)),
+        "streamed_matmul": _ring_rows(chip, product_rings()),
+    }
+
+
+# --- attention on a TPU ---------------------------------------------------------------------
+
+
+def _attention_rows(chip: str) -> Iterator[str]:
+    yield "| shape | kernel | blocks | cycles, predicted | of peak | VMEM | spilled | bundles |"
+    yield "|---|---|---|---|---|---|---|---|"
+    machine = load_machine(chip)
+    for shape in shapes.SHAPES:
+        problem = programs.attention_problem_of(shape)
+        (found,) = tpu_evidence([programs.gradient(shape, "tpu")], chip)
+        for evidence in reversed(found):
+            kernel = evidence.name.removeprefix("attention_")
+            choose, scratch, products = _ATTENTION[kernel]
+            config, launch = choose(problem, TPUS[chip])
+            flops = products * 2 * problem.head_dim * visible_pairs(problem)
+            least = flops / machine.flops("bf16") * machine.clock_hz
+            assert vmem_total(scratch(problem, config)) == _own_bytes(evidence), (shape, kernel)
+            yield (
+                f"| {shape.name} | {kernel} | {config.block_q} x {config.block_kv} "
+                f"| {launch.cycles:,} | {least / launch.cycles:.0%} | {_bytes_and_bundles(evidence)}"
+            )
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Pairs of query and key that see each other, of all heads; segments not looked at."""
+    band, at = problem.band, np.arange(problem.q_len) + problem.band.offset
+    first = np.zeros_like(at) if band.left is None else at - band.left
+    last = np.full_like(at, problem.kv_len) if band.right is None else at + band.right + 1
+    seen = np.clip(last, 0, problem.kv_len) - np.clip(first, 0, problem.kv_len)
+    return problem.batch * problem.q_heads * int(np.maximum(seen, 0).sum())
+
+
+def _own_bytes(evidence: KernelEvidence) -> int:
+    return sum(size for what, size in evidence.vmem.items() if what != "internal scratch")
+
+
+def _bytes_and_bundles(evidence: KernelEvidence) -> str:
+    own, spilled = _own_bytes(evidence), evidence.spills * _REGISTER_BYTES
+    return f"{format_bytes(own)} | {format_bytes(spilled)} | {evidence.bundles:,} |"
+
+
+# --- kernels that wait for memory, on a TPU -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A kernel that computes on what comes through a ring, a step at a time.
+
+    Attributes:
+      name: of its shape.
+      program: to compile.
+      config: how the kernel is cut.
+      products: how often a step turns the loop over its products.
+      hbm_bytes: that a step copies from HBM, on each core.
+      host_bytes: that it copies from the host.
+      cores: that share the bandwidth.
+    """
+
+    name: str
+    program: programs.Program
+    config: Any
+    products: int
+    hbm_bytes: int
+    host_bytes: int = 0
+    cores: int = 1
+
+    def copy_cycles(self, machine: Machine) -> float:
+        """The least that the copies of a step take."""
+        seconds = self.hbm_bytes * self.cores / machine.hbm_bytes_per_s
+        if self.host_bytes:
+            link = machine.link("host", "hbm")
+            seconds = max(seconds, self.host_bytes / link.nominal_bytes_per_s)
+        return seconds * machine.clock_hz
+
+
+def decode_rings(chip: str) -> list[Ring]:
+    """Every shape of decode attention, as it is configured for a TPU."""
+    rings = []
+    for shape in decode.shapes.SHAPES:
+        problem = programs.decode_problem_of(shape)
+        config = next(decode_tpu.candidates(problem, Target("tpu", chip, chip)))
+        rings.append(
+            Ring(
+                shape.name,
+                programs.decode(shape, "tpu"),
+                config,
+                config.heads(problem) // (config.interleave * config.pack),
+                decode_tpu.slot_bytes(problem, config),
+                cores=config.head_splits * config.key_splits,
+            )
+        )
+    return rings
+
+
+def product_rings() -> list[Ring]:
+    """Every shape of the streamed product, as it is configured for any TPU."""
+    rings = []
+    for shape in streamed_matmul.shapes.SHAPES:
+        problem = shape.problem
+        config = next(product_tpu.candidates(problem))
+        tile_bytes = config.k_tile * config.n_tile * jnp.dtype(problem.w_dtype).itemsize
+        x_bytes = problem.m * config.k_tile * jnp.dtype(problem.dtype).itemsize
+        x_stays = config.x_slots == problem.k // config.k_tile
+        rings.append(
+            Ring(
+                shape.name,
+                programs.product(shape),
+                config,
+                max(1, problem.m // config.m_block),
+                tile_bytes + (0 if x_stays else x_bytes),
+                tile_bytes if problem.on_host else 0,
+            )
+        )
+    return rings
+
+
+def _ring_rows(chip: str, rings: list[Ring]) -> Iterator[str]:
+    yield "| shape | configuration | bundles of a step | its copies | | VMEM | spilled | bundles |"
+    yield "|---|---|---|---|---|---|---|---|"
+    machine = load_machine(chip)
+    found = tpu_evidence([ring.program for ring in rings], chip)
+    for ring, (evidence,) in zip(rings, found, strict=True):
+        step, copies = evidence.product_turn(ring.products), ring.copy_cycles(machine)
+        fields = dataclasses.asdict(ring.config).items()
+        yield (
+            f"| {ring.name} | {', '.join(f'{name} {value}' for name, value in fields)} "
+            f"| {step:,} | {copies:,.0f} | {step / copies:.2f} | {_bytes_and_bundles(evidence)}"
+        )
+
+
+# --- Hopper ---------------------------------------------------------------------------------
+
+
+def _hopper_tables(chip: str) -> dict[str, Iterator[str]]:
+    attention = ((shape.name, programs.gradient(shape)) for shape in shapes.SHAPES)
+    target = target_of("gpu", load_machine(chip).name)
+    decoded = (
+        (shape.name, programs.decode(shape))
+        for shape in decode.shapes.SHAPES
+        if decode_gpu.refusal(programs.decode_problem_of(shape), target) is None
+    )
+    return {
+        "attention": _hopper_rows(chip, attention),
+        "decode_attention": _hopper_rows(chip, decoded),
+    }
+
+
+def _hopper_rows(chip: str, named: Iterator[tuple[str, programs.Program]]) -> Iterator[str]:
+    yield "| shape | kernel | registers | spilled, bytes | SMEM, bytes | asynchronous |"
+    yield "|---|---|---|---|---|---|"
+    for name, (function, arguments) in named:
+        for kernel in gpu_evidence(function, *arguments, machine=chip):
+            yield (
+                f"| {name} | {kernel.name} | {kernel.registers} "
+                f"| {kernel.spill_store_bytes + kernel.spill_load_bytes} "
+                f"| {kernel.smem_bytes:,} | {'no' if kernel.serialised else 'yes'} |"
+            )
