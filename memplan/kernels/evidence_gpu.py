@@ -6,6 +6,7 @@ environment; seen with jax 0.11 and 0.12):
 
     function ─► lowered ───► <kernel>_<n>.resources.txt ──┐
                    └► compiled ─► <kernel>_<m>.{ptx,ptxas} ─┴─► KernelEvidence
+                                       ├─ the loops that multiply (`ptx`)
                                        └─ ptxas, nvdisasm ─► Sass, where both are installed
 
 Kernels are lowered in one order and compiled in another: of several with one name, the n-th
@@ -14,6 +15,8 @@ that was lowered is taken for the n-th that was compiled.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import pickle
 import re
@@ -21,8 +24,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from hlo_passes import xla
 from hlo_passes.errors import KernelCompilationError
+from memplan.kernels.ptx import Loop, read_loops, read_threads
 from memplan.topologies import topology
 
 
@@ -59,7 +64,9 @@ class KernelEvidence:
       registers: of a thread, at launch.
       spill_store_bytes, spill_load_bytes: of a thread, to memory and back.
       smem_bytes: of a thread block, the tiles and the barriers.
+      threads: of a thread block.
       serialised: whether ptxas gave up on asynchronous wgmma (its notes C7510 to C7514).
+      loops: those that multiply.
       sass: None where ptxas or nvdisasm is not installed.
     """
 
@@ -68,12 +75,31 @@ class KernelEvidence:
     spill_store_bytes: int
     spill_load_bytes: int
     smem_bytes: int
+    threads: int
     serialised: bool
+    loops: tuple[Loop, ...]
     sass: Sass | None
 
     @property
     def spills(self) -> bool:
         return self.spill_store_bytes + self.spill_load_bytes > 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function to compile.
+
+    Attributes:
+      function: importable, or a `functools.partial` of one: it is pickled.
+      arguments: `jax.ShapeDtypeStruct`s, or trees of them.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "function")
 
 
 def gpu_evidence(
@@ -82,8 +108,7 @@ def gpu_evidence(
     """Compiles a function for a GPU and reads what its kernels take.
 
     Args:
-      function: importable, or a `functools.partial` of one: it is pickled.
-      arguments: `jax.ShapeDtypeStruct`s, or trees of them.
+      function, arguments: as of `Job`.
       machine: of the machine library.
 
     Returns:
@@ -92,24 +117,64 @@ def gpu_evidence(
     Raises:
       KernelCompilationError: when it does not lower or compile.
     """
-    with tempfile.TemporaryDirectory() as dump:
-        folder = Path(dump)
+    (found,) = each_gpu_evidence([Job(function, arguments)], machine)
+    if isinstance(found, KernelCompilationError):
+        raise found
+    return found
+
+
+def each_gpu_evidence(
+    jobs: Sequence[Job], machine: str = "h200"
+) -> Iterator[tuple[KernelEvidence, ...] | KernelCompilationError]:
+    """`gpu_evidence` of one job after another, in one process as long as that lives.
+
+    Yields:
+      Of each job, as soon as it is done, what `gpu_evidence` returns or would raise.
+    """
+    done = 0
+    while done < len(jobs):
+        for found in _one_process(jobs[done:], machine):
+            done += 1
+            yield found
+
+
+def _one_process(
+    jobs: Sequence[Job], machine: str
+) -> Iterator[tuple[KernelEvidence, ...] | KernelCompilationError]:
+    """Of all jobs, or of those up to the one that ended the process."""
+    with tempfile.TemporaryDirectory() as dump, tempfile.TemporaryFile() as written:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "MOSAIC_GPU_DUMP_TO": dump,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", __name__],
-            input=pickle.dumps((function, arguments, machine)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=written,
             env=environment,
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            name = getattr(function, "__name__", "function")
-            raise KernelCompilationError(name, machine, done.stderr.decode())
-        return read_evidence(folder)
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                pickle.dump((jobs, machine, dump), process.stdin)
+                process.stdin.close()
+                for number, job in enumerate(jobs):
+                    reason = process.stdout.readline()
+                    if not reason:
+                        process.wait()
+                        written.seek(0)
+                        yield KernelCompilationError(job.name, machine, written.read().decode())
+                        return
+                    error = json.loads(reason)
+                    if error is None:
+                        yield read_evidence(Path(dump, str(number)))
+                    else:
+                        yield KernelCompilationError(job.name, machine, error)
+            finally:
+                # Nobody may want the rest.
+                process.kill()
 
 
 def read_evidence(folder: Path) -> tuple[KernelEvidence, ...]:
@@ -133,6 +198,7 @@ def _by_kernel(folder: Path, suffix: str) -> dict[str, list[Path]]:
 
 def _kernel(name: str, report_file: Path, resources_file: Path) -> KernelEvidence:
     report, resources = report_file.read_text(), resources_file.read_text()
+    ptx = report_file.with_suffix(".ptx").read_text()
     barriers = re.findall(r"Barrier\([^)]*num_barriers=(\d+)[^)]*\): (\d+)", resources)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert spills is not None, report
@@ -144,6 +210,8 @@ def _kernel(name: str, report_file: Path, resources_file: Path) -> KernelEvidenc
         smem_bytes=_number(r"smem_scratch_bytes=(\d+)", resources)
         + 8 * sum(int(n) * int(times) for n, times in barriers),
         serialised="wgmma.mma_async instructions are serialized" in report,
+        threads=read_threads(ptx),
+        loops=read_loops(ptx),
         sass=_disassemble(report_file.with_suffix(".ptx")),
     )
 
@@ -175,15 +243,26 @@ def _disassemble(ptx: Path) -> Sass | None:
     return read_sass(listing.stdout)
 
 
-def _compile() -> None:
-    """The process of its own: compiles what stdin asks for."""
-    function, arguments, machine = pickle.load(sys.stdin.buffer)
+def compile_all() -> None:
+    """The process of its own: a line of JSON for each job, null or what was wrong with it."""
+    jobs, machine, dump = pickle.load(sys.stdin.buffer)
     devices = topology(machine).devices[:1]
     kind = AbstractDevice(devices[0].device_kind, 1, "cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    xla.compile_for_topology(lowered.compiler_ir("stablehlo"), devices, {})
+    for number, job in enumerate(jobs):
+        folder = Path(dump, str(number))
+        folder.mkdir()
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+        reason = None
+        try:
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+                traced = jax.jit(job.function).trace(*job.arguments)
+                lowered = traced.lower(lowering_platforms=("cuda",))
+            xla.compile_for_topology(lowered.compiler_ir("stablehlo"), devices, {})
+        except Exception:  # Of one; the others are compiled all the same.
+            reason = traceback.format_exc()
+        print(json.dumps(reason), flush=True)
 
 
 if __name__ == "__main__":
-    _compile()
+    # What is pickled is of the module by its name.
+    importlib.import_module("memplan.kernels.evidence_gpu").compile_all()

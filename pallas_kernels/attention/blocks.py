@@ -19,14 +19,11 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.problem import Problem, Segments
-
-type _Ints = npt.NDArray[np.int64]
+from pallas_kernels.attention.problem import Band, Problem, Segments
+from pallas_kernels.attention.spans import Span, least, most, segment_spans, span, transposed
 
 
 class Ranges(NamedTuple):
@@ -121,35 +118,22 @@ def cost_estimate(
 
 def key_ranges(problem: Problem, segments: Segments | None, block_q: int, block_kv: int) -> Ranges:
     """The key blocks that each query block has to look at."""
-    band = problem.band
-    seen, full = _spans(band.left, band.right, band.offset, problem.q_len, problem.kv_len, block_q)
-    return _ranges(
-        seen,
-        full,
-        problem.kv_len,
-        block_kv,
-        None if segments is None else (segments.q, segments.kv, block_q),
-    )
+    ids = None if segments is None else (segments.q, segments.kv)
+    return _ranges(problem.band, problem.q_len, problem.kv_len, block_q, block_kv, ids)
 
 
 def query_ranges(
     problem: Problem, segments: Segments | None, block_q: int, block_kv: int
 ) -> Ranges:
     """The query blocks that each key block has to look at: the same, seen from the keys."""
-    band = problem.band
-    seen, full = _spans(
-        band.right, band.left, -band.offset, problem.kv_len, problem.q_len, block_kv
-    )
-    if problem.kv_len % block_kv:
-        # Its last rows are no keys: unlike queries that are none, they need a mask.
-        full[1][-1] = full[0][-1]
-    return _ranges(
-        seen,
-        full,
-        problem.q_len,
-        block_q,
-        None if segments is None else (segments.kv, segments.q, block_kv),
-    )
+    ids = None if segments is None else (segments.kv, segments.q)
+    band = transposed(problem.band)
+    found = _ranges(band, problem.kv_len, problem.q_len, block_kv, block_q, ids)
+    if problem.kv_len % block_kv == 0:
+        return found
+    # The last block has rows that are no keys: unlike queries that are none, they need a mask.
+    is_whole = np.arange(found.first.shape[1]) < problem.kv_len // block_kv
+    return found._replace(full_last=found.full_last * is_whole.astype(np.int32))
 
 
 def paths(ranges: Ranges) -> tuple[bool, bool]:
@@ -160,71 +144,20 @@ def paths(ranges: Ranges) -> tuple[bool, bool]:
     return full > 0, masked > 0
 
 
-def _spans(
-    left: int | None, right: int | None, offset: int, rows: int, columns: int, block: int
-) -> tuple[tuple[_Ints, _Ints], tuple[_Ints, _Ints]]:
-    """Half-open ranges of columns that some row of each block sees, and that all its rows see."""
-    start = np.arange(0, rows, block)
-    end = np.minimum(start + block, rows)
-
-    def column(row: _Ints, side: int | None, otherwise: int) -> _Ints:
-        reached = np.full_like(row, otherwise) if side is None else row + offset + side
-        return np.clip(reached, 0, columns)
-
-    to_left = None if left is None else -left
-    after = None if right is None else right + 1
-    seen = column(start, to_left, 0), column(end - 1, after, columns)
-    full = column(end - 1, to_left, 0), column(start, after, columns)
-    return seen, full
-
-
 def _ranges(
-    seen: tuple[_Ints, _Ints],
-    full: tuple[_Ints, _Ints],
+    band: Band,
+    rows: int,
     columns: int,
+    row_block: int,
     block: int,
-    ids: tuple[jax.Array, jax.Array, int] | None,
+    ids: tuple[jax.Array, jax.Array] | None,
 ) -> Ranges:
-    blocks = -(-columns // block)
-    first = seen[0][None] // block
-    last = -(-seen[1][None] // block)
-    # A padded last block is not full.
-    full_first = -(-full[0][None] // block)
-    full_last = full[1][None] // block
-    if ids is None:
-        first = np.minimum(first, blocks - 1)
-        last = np.maximum(last, first + 1)
-        return Ranges(*(x.astype(np.int32) for x in (first, last, full_first, full_last)))
-
-    row_ids, column_ids, row_block = ids
-    low, high = _extremes(row_ids, row_block)
-    column_low, column_high = _extremes(column_ids, block)
-    shared = (low[:, :, None] <= column_high[:, None]) & (column_low[:, None] <= high[:, :, None])
-    some = shared.any(axis=-1)
-    shared_first = jnp.where(some, jnp.argmax(shared, axis=-1), blocks)
-    shared_last = jnp.where(some, blocks - jnp.argmax(shared[..., ::-1], axis=-1), 0)
-    first = jnp.minimum(jnp.maximum(first, shared_first), blocks - 1)
-    last = jnp.maximum(jnp.minimum(last, shared_last), first + 1)
-    # A block is free of masks where row and column block are of one segment, the same one; the
-    # blocks between a row block's own segment's first and last are that.
-    uniform = (low == high)[:, :, None] & (column_low == column_high)[:, None]
-    same = uniform & (low[:, :, None] == column_low[:, None])
-    index = jnp.arange(blocks)
-    same &= (index >= full_first[..., None]) & (index < full_last[..., None])
-    any_same = same.any(axis=-1)
-    same_first = jnp.where(any_same, jnp.argmax(same, axis=-1), 0)
-    # The first run of such blocks: ids may come back after others.
-    ended = ~same & (index >= same_first[..., None])
-    same_last = jnp.where(ended.any(axis=-1), jnp.argmax(ended, axis=-1), blocks)
-    same_last = jnp.where(any_same, same_last, 0)
-    return Ranges(*(x.astype(jnp.int32) for x in (first, last, same_first, same_last)))
-
-
-def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Least and largest id of each block: int32[batch, blocks] twice."""
-    batch, length = ids.shape
-    blocks = -(-length // block)
-    # The last id again instead of padding: it changes neither.
-    padded = jnp.pad(ids, ((0, 0), (0, blocks * block - length)), mode="edge")
-    parts = padded.reshape(batch, blocks, block)
-    return parts.min(axis=-1), parts.max(axis=-1)
+    """Of each block of rows: the blocks of columns; `ids` are of rows and of columns."""
+    starts = np.arange(0, rows, row_block, dtype=np.int32)[None]
+    seen = span(band, starts, row_block, rows, block, columns)
+    if ids is not None:
+        tables = segment_spans(*ids, row_block, block)
+        seen = seen.meet(Span(*(tables[..., i] for i in range(4))))
+    start, full_start, full_stop, stop = (x + np.zeros_like(starts) for x in seen)
+    first = least(start, -(-columns // block) - 1)
+    return Ranges(first, most(stop, first + 1), full_start, full_stop)

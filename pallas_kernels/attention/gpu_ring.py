@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref
+from pallas_kernels.attention.gpu_tiles import CONSUMERS
 from pallas_kernels.attention.spans import Scalar
+from pallas_kernels.gpu import Ref
 
 
 def ring_barriers(slots: int, copies: int = 1, consumers: int = CONSUMERS) -> tuple[Any, Any]:

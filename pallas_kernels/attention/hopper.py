@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention import kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
 from pallas_kernels.attention.problem import Problem, Segments
 from pallas_kernels.targets import Target
@@ -50,7 +50,7 @@ def forward(
     """Output and log-sum-exp; the signature is `reference.forward`'s."""
     del target
     q, k, v = map(_padded, (q, k, v))
-    out, lse = kernel_gpu.forward(problem, kernel_gpu.default(problem), q, k, v, segments)
+    out, lse = kernel_gpu.forward(problem, kernel_gpu.TUNABLE.choose(problem), q, k, v, segments)
     return out[:, : problem.q_len], lse
 
 
@@ -69,10 +69,10 @@ def backward(
     del target
     q, k, v, d_out = map(_padded, (q, k, v, d_out))
     d_q = kernel_gpu_dq.query_gradient(
-        problem, kernel_gpu_dq.default(problem), q, k, v, segments, lse, delta, d_out
+        problem, kernel_gpu_dq.TUNABLE.choose(problem), q, k, v, segments, lse, delta, d_out
     )
     d_k, d_v = kernel_gpu_dkv.key_gradients(
-        problem, kernel_gpu_dkv.default(problem), q, k, v, segments, lse, delta, d_out
+        problem, kernel_gpu_dkv.TUNABLE.choose(problem), q, k, v, segments, lse, delta, d_out
     )
     return d_q[:, : problem.q_len], d_k[:, : problem.kv_len], d_v[:, : problem.kv_len]
 

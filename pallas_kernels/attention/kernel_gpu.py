@@ -34,9 +34,9 @@ of its own, and blocks outside of it are not fetched:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product, starmap
 from typing import Any
 
 import jax
@@ -45,10 +45,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention.gpu_ring import Ring, ring_barriers
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
+from pallas_kernels.attention.gpu_tiles import (
+    CONSUMERS,
+    Tile,
+    by_queries,
+    for_blocks,
+    segment_operands,
+    specialise,
+    where_seen,
+)
 from pallas_kernels.attention.problem import Problem, Segments
+from pallas_kernels.gpu import Ref
+from pallas_kernels.tuned import Tunable
 
 
 @dataclass(frozen=True)
@@ -82,21 +92,18 @@ def registers(problem: Problem, config: Config) -> int:
     return config.block_q * columns // gpu.WARPGROUP
 
 
-def candidates(problem: Problem) -> Iterator[Config]:
-    """Every configuration that fits SMEM and registers; the default is one of them."""
-    for block_q in (64, 128):
-        for block_kv in (64, 128, 192, 256):
-            for slots in (2, 3, 4):
-                config = Config(block_q, block_kv, slots)
-                if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
-                    yield config
+def candidates(problem: Problem) -> list[Config]:
+    """Every configuration that fits; first those of FlashAttention-3's tiles, as it compiles."""
+    usual = (64, 128 if problem.head_dim <= 128 else 64)
+    return gpu.fitting(
+        starmap(Config, product((64, 128), (64, 80, 96, 128, 160, 192, 256), (4, 3, 2))),
+        partial(smem_bytes, problem),
+        partial(registers, problem),
+        preferred=lambda config: (config.block_q, config.block_kv) == usual,
+    )
 
 
-def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured: the tiles of FlashAttention-3, as it compiles."""
-    block_kv = 128 if problem.head_dim <= 128 else 64
-    fitting = [c for c in candidates(problem) if (c.block_q, c.block_kv) == (64, block_kv)]
-    return max(fitting, key=lambda config: config.slots)
+TUNABLE = Tunable("sm90", "attention_forward", by_queries, candidates)
 
 
 def forward(
@@ -124,7 +131,7 @@ def forward(
     )
     ids = ()
     if segments is not None:
-        ids = gpu.segment_operands(segments.q, segments.kv, config.tile_q, config.block_kv)
+        ids = segment_operands(segments.q, segments.kv, config.tile_q, config.block_kv)
     out, lse = plgpu.kernel(
         partial(_thread_block, problem, config),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), lse),
@@ -144,9 +151,9 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     width, slots = problem.head_dim, config.slots
     kv_ids = plgpu.SMEM((slots, config.block_kv), jnp.int32) if problem.segments else None
     return {
-        "q": gpu.tiles(problem, CONSUMERS, config.block_q, width),
-        "k": gpu.tiles(problem, slots, config.block_kv, width),
-        "v": gpu.tiles(problem, slots, config.block_kv, width),
+        "q": gpu.smem_tiles(problem.dtype, CONSUMERS, config.block_q, width),
+        "k": gpu.smem_tiles(problem.dtype, slots, config.block_kv, width),
+        "v": gpu.smem_tiles(problem.dtype, slots, config.block_kv, width),
         "kv_ids": kv_ids,
         "lse": plgpu.SMEM((CONSUMERS, config.block_q), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
@@ -205,10 +212,8 @@ def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) 
         None if spans is None else spans.at[batch, index],
     )
     work = _Work(problem, config, batch, head, tile)
-    me = lax.axis_index("warpgroup")
-    gpu.specialise(
-        me,
-        consumer=lambda: _consume(work, smem, me, q_ids, out, lse),
+    specialise(
+        consumer=lambda me: _consume(work, smem, me, q_ids, out, lse),
         producer=lambda: _produce(work, smem, q, k, v, kv_ids),
     )
 
@@ -263,7 +268,7 @@ def _consume(
         gpu.per_row(config.block_q, -jnp.inf),
         gpu.per_row(config.block_q, 0.0),
     )
-    carry = gpu.for_blocks(
+    carry = for_blocks(
         tile,
         tile.seen_by(first_query, config.block_q),
         partial(_attend, work, smem, me, first_query, own_ids),
@@ -300,7 +305,7 @@ def _attend(
     values = scores.values
     if masked:
         kv_ids = None if q_ids is None else gpu.load(gpu.BY_COLUMN, smem.kv_ids.at[slot])[0]
-        values = gpu.masked(values, -jnp.inf, work.tile, first_query, block, q_ids, kv_ids)
+        values = where_seen(values, -jnp.inf, work.tile, first_query, block, q_ids, kv_ids)
     smem.k_ring.release(step)
 
     new_largest = jnp.maximum(largest, values.max(axis=1) * scores.factor)

@@ -35,8 +35,8 @@ are not enough for 256, and half of that the second way; either does four produc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -45,9 +45,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention.gpu_ring import Ring
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
+from pallas_kernels.attention.gpu_tiles import (
+    CONSUMERS,
+    Tile,
+    by_keys,
+    row_statistics,
+    segment_operands,
+    specialise,
+)
 from pallas_kernels.attention.kernel_gpu_dkv_consumers import consume_gradients, consume_keys
 from pallas_kernels.attention.kernel_gpu_dkv_work import (
     P_SLOTS,
@@ -61,25 +68,24 @@ from pallas_kernels.attention.kernel_gpu_dkv_work import (
 )
 from pallas_kernels.attention.problem import Problem, Segments
 from pallas_kernels.attention.spans import transposed
+from pallas_kernels.gpu import Ref
+from pallas_kernels.tuned import Tunable
 
-__all__ = ["Config", "Split", "candidates", "default", "key_gradients", "registers", "smem_bytes"]
-
-
-def candidates(problem: Problem) -> Iterator[Config]:
-    """Every configuration that fits SMEM and registers; the default is one of them."""
-    for split in Split:
-        for block_kv in (64, 128):
-            for block_q in (64, 128):
-                for slots in (2, 3, 4):
-                    config = _with_group_splits(problem, Config(block_kv, block_q, slots, split))
-                    if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
-                        yield config
+__all__ = ["TUNABLE", "Config", "Split", "candidates", "key_gradients", "registers", "smem_bytes"]
 
 
-def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured: two tiles of keys if they fit, the most slots."""
-    fitting = [c for c in candidates(problem) if (c.block_kv, c.block_q) == (64, 64)]
-    return max(fitting, key=lambda config: (config.tiles, config.slots))
+def candidates(problem: Problem) -> list[Config]:
+    """Every configuration that fits; first those of 64 keys and queries, by keys if they fit."""
+    found = gpu.fitting(
+        (
+            Config(block_kv, block_q, slots, split)
+            for split, block_kv, block_q, slots in product(Split, (64, 128), (64, 128), (4, 3, 2))
+        ),
+        partial(smem_bytes, problem),
+        partial(registers, problem),
+        preferred=lambda config: (config.block_kv, config.block_q) == (64, 64),
+    )
+    return [_with_group_splits(problem, config) for config in found]
 
 
 def _with_group_splits(problem: Problem, config: Config) -> Config:
@@ -88,6 +94,9 @@ def _with_group_splits(problem: Problem, config: Config) -> Config:
     divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
     enough = next((n for n in divisors if n * blocks >= gpu.SMS), problem.group)
     return Config(config.block_kv, config.block_q, config.slots, config.split, enough)
+
+
+TUNABLE = Tunable("sm90", "attention_key_gradients", by_keys, candidates, derived=("group_splits",))
 
 
 def key_gradients(
@@ -116,7 +125,7 @@ def key_gradients(
     kv_tiles = pl.cdiv(problem.kv_len, config.tile_kv)
     ids = ()
     if segments is not None:
-        ids = gpu.segment_operands(segments.kv, segments.q, config.tile_kv, config.block_q)
+        ids = segment_operands(segments.kv, segments.q, config.tile_kv, config.block_q)
     splits = config.group_splits
     gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
     if splits > 1:
@@ -134,7 +143,7 @@ def key_gradients(
         thread_name="warpgroup",
         compiler_params=gpu.PARAMS,
         kernel_name="attention_key_gradients",
-    )(q, k, v, d_out, *gpu.statistics(lse, delta, config.block_q), *ids)
+    )(q, k, v, d_out, *row_statistics(lse, delta, config.block_q), *ids)
     if splits > 1:
         gradients = (x.sum(axis=0)[:, : k.shape[1]].astype(k.dtype) for x in gradients)
     d_k, d_v = gradients
@@ -166,11 +175,9 @@ def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) 
     )
     splits = jnp.int32(config.group_splits)
     work = Work(problem, config, batch, lax.div(head, splits), lax.rem(head, splits), tile)
-    me = lax.axis_index("warpgroup")
     consume = consume_keys if config.split is Split.KEYS else consume_gradients
-    gpu.specialise(
-        me,
-        consumer=lambda: consume(work, smem, me, kv_ids, d_k, d_v),
+    specialise(
+        consumer=lambda me: consume(work, smem, me, kv_ids, d_k, d_v),
         producer=lambda: _produce(work, smem, q, k, v, d_out, lse, delta, q_ids),
     )
 

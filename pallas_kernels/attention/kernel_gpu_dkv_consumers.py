@@ -12,11 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention.gpu_ring import Ring
-from pallas_kernels.attention.gpu_tiles import Ref
+from pallas_kernels.attention.gpu_tiles import for_blocks, where_seen
 from pallas_kernels.attention.kernel_gpu_dkv_work import Smem, Work
 from pallas_kernels.attention.spans import Scalar
+from pallas_kernels.gpu import Ref
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _weights(
     if not masked:
         return weights
     of_queries = q_ids[0] if q_ids else None
-    return gpu.masked(weights, 0.0, work.tile, keys.first, block, keys.ids, of_queries)
+    return where_seen(weights, 0.0, work.tile, keys.first, block, keys.ids, of_queries)
 
 
 def _minus_delta(smem: Smem, slot: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -88,7 +89,7 @@ def consume_keys(
     own = tile.seen_by(keys.first, config.block_kv)
 
     def one_head(first_step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
-        return gpu.for_blocks(
+        return for_blocks(
             tile,
             own,
             partial(_attend, work, smem, keys, first_step),
@@ -178,7 +179,7 @@ def consume_gradients(
     def of_values() -> None:
         def one_head(first_step: jax.Array, carry: jax.Array) -> jax.Array:
             attend = partial(_attend_values, work, smem, p_ring, keys, first_step)
-            return gpu.for_blocks(work.tile, own, attend, _nothing, carry)
+            return for_blocks(work.tile, own, attend, _nothing, carry)
 
         gradient = _over_heads(work, one_head, zeros)
         p_ring.drain(work.steps)
@@ -220,7 +221,10 @@ def _attend_values(
     def issue(products: Ref) -> None:
         plgpu.wgmma(products, smem.k.at[mine], smem.q.at[slot].T)
 
-    scores = gpu.logits(problem, *gpu.accumulate(issue, gpu.zeros(config.block_kv, config.block_q)))
+    scores = gpu.logits(
+        problem,
+        *gpu.accumulate(issue, gpu.zeros(config.block_kv, config.block_q)),
+    )
     weights = _weights(work, smem, keys, masked, block, slot, scores)
     smem.q_ring.release(step)
     handed_over = scores.through_cap(weights).astype(problem.dtype)

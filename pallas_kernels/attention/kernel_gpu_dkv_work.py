@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention.gpu_ring import Ring, ring_barriers
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
+from pallas_kernels.attention.gpu_tiles import CONSUMERS, Tile
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.spans import Scalar
+from pallas_kernels.gpu import Ref
 
 
 class Split(enum.Enum):
@@ -80,13 +81,13 @@ def scratch_types(problem: Problem, config: Config) -> dict[str, Any]:
     q_ids = plgpu.SMEM((slots, block_q), jnp.int32) if problem.segments else None
     p = p_ring = None
     if config.split is Split.GRADIENTS:
-        p = gpu.tiles(problem, P_SLOTS, config.block_kv, block_q)
+        p = gpu.smem_tiles(problem.dtype, P_SLOTS, config.block_kv, block_q)
         p_ring = ring_barriers(P_SLOTS, consumers=1)
     return {
-        "k": gpu.tiles(problem, config.tiles, config.block_kv, width),
-        "v": gpu.tiles(problem, config.tiles, config.block_kv, width),
-        "q": gpu.tiles(problem, slots, block_q, width),
-        "d_out": gpu.tiles(problem, slots, block_q, width),
+        "k": gpu.smem_tiles(problem.dtype, config.tiles, config.block_kv, width),
+        "v": gpu.smem_tiles(problem.dtype, config.tiles, config.block_kv, width),
+        "q": gpu.smem_tiles(problem.dtype, slots, block_q, width),
+        "d_out": gpu.smem_tiles(problem.dtype, slots, block_q, width),
         "lse": plgpu.SMEM((slots, block_q), jnp.float32),
         "delta": plgpu.SMEM((slots, block_q), jnp.float32),
         "q_ids": q_ids,

@@ -23,7 +23,6 @@ K is needed from the first to the last of a block and V for one product, so K ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,10 +33,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import gpu_tiles as gpu
+from pallas_kernels import gpu
 from pallas_kernels.attention.gpu_ring import Ring, ring_barriers
-from pallas_kernels.attention.gpu_tiles import CONSUMERS, Ref, Tile
+from pallas_kernels.attention.gpu_tiles import (
+    CONSUMERS,
+    Tile,
+    by_queries,
+    for_blocks,
+    row_statistics,
+    segment_operands,
+    specialise,
+    where_seen,
+)
 from pallas_kernels.attention.problem import Problem, Segments
+from pallas_kernels.gpu import Ref
+from pallas_kernels.tuned import Tunable
 
 
 @dataclass(frozen=True)
@@ -72,21 +82,20 @@ def registers(problem: Problem, config: Config) -> int:
     return config.block_q * columns // gpu.WARPGROUP
 
 
-def candidates(problem: Problem) -> Iterator[Config]:
-    """Every configuration that fits SMEM and registers; the default is one of them."""
-    for block_kv in (64, 128):
-        for k_slots in (2, 3, 4):
-            for v_slots in range(1, k_slots + 1):
-                config = Config(64, block_kv, k_slots, v_slots)
-                if gpu.fits(smem_bytes(problem, config), registers(problem, config)):
-                    yield config
+def candidates(problem: Problem) -> list[Config]:
+    """Every configuration that fits; first those of 64 keys, with the most slots."""
+    slots = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2, 1) if v <= k]
+    slots.sort(key=sum, reverse=True)
+    return gpu.fitting(
+        (Config(64, block_kv, *each) for block_kv in (64, 80, 96, 128) for each in slots),
+        partial(smem_bytes, problem),
+        partial(registers, problem),
+        # Of 128 keys scores and their gradients leave no registers for a mask.
+        preferred=lambda config: config.block_kv == 64,
+    )
 
 
-def default(problem: Problem) -> Config:
-    """What is taken where nobody has measured: the most slots that fit."""
-    # Of 128 keys scores and their gradients leave no registers for a mask.
-    fitting = [config for config in candidates(problem) if config.block_kv == 64]
-    return max(fitting, key=lambda config: config.k_slots + config.v_slots)
+TUNABLE = Tunable("sm90", "attention_query_gradient", by_queries, candidates)
 
 
 def query_gradient(
@@ -115,8 +124,8 @@ def query_gradient(
     q_tiles = pl.cdiv(problem.q_len, config.tile_q)
     ids = ()
     if segments is not None:
-        ids = gpu.segment_operands(segments.q, segments.kv, config.tile_q, config.block_kv)
-    statistics = gpu.statistics(lse, delta, config.tile_q)
+        ids = segment_operands(segments.q, segments.kv, config.tile_q, config.block_kv)
+    statistics = row_statistics(lse, delta, config.tile_q)
     return plgpu.kernel(
         partial(_thread_block, problem, config),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -137,10 +146,10 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     if problem.segments:
         kv_ids = plgpu.SMEM((config.k_slots, config.block_kv), jnp.int32)
     return {
-        "q": gpu.tiles(problem, CONSUMERS, config.block_q, width),
-        "d_out": gpu.tiles(problem, CONSUMERS, config.block_q, width),
-        "k": gpu.tiles(problem, config.k_slots, config.block_kv, width),
-        "v": gpu.tiles(problem, config.v_slots, config.block_kv, width),
+        "q": gpu.smem_tiles(problem.dtype, CONSUMERS, config.block_q, width),
+        "d_out": gpu.smem_tiles(problem.dtype, CONSUMERS, config.block_q, width),
+        "k": gpu.smem_tiles(problem.dtype, config.k_slots, config.block_kv, width),
+        "v": gpu.smem_tiles(problem.dtype, config.v_slots, config.block_kv, width),
         "kv_ids": kv_ids,
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
         "k_ring": ring_barriers(config.k_slots, copies=2 if problem.segments else 1),
@@ -195,9 +204,8 @@ def _thread_block(problem: Problem, config: Config, *refs: Ref, **scratch: Any) 
         None if spans is None else spans.at[batch, index],
     )
     work = _Work(problem, config, batch, head, tile)
-    gpu.specialise(
-        me := lax.axis_index("warpgroup"),
-        consumer=lambda: _consume(work, smem, me, lse, delta, q_ids, d_q),
+    specialise(
+        consumer=lambda me: _consume(work, smem, me, lse, delta, q_ids, d_q),
         producer=lambda: _produce(work, smem, q, k, v, d_out, kv_ids),
     )
 
@@ -256,7 +264,7 @@ def _consume(
         None if q_ids is None else load(q_ids.at[work.batch, rows]),
     )
     plgpu.barrier_wait(smem.q_full.at[me])
-    gradient = gpu.for_blocks(
+    gradient = for_blocks(
         tile,
         tile.seen_by(first, config.block_q),
         partial(_attend, work, smem, me, queries),
@@ -298,7 +306,7 @@ def _attend(
             kv_ids = None
             if queries.ids is not None:
                 (kv_ids,) = gpu.load(gpu.BY_COLUMN, smem.kv_ids.at[smem.k_ring.slot(step)])
-            weights = gpu.masked(weights, 0.0, work.tile, queries.first, block, queries.ids, kv_ids)
+            weights = where_seen(weights, 0.0, work.tile, queries.first, block, queries.ids, kv_ids)
         d_scores = scores.through_cap(weights) * difference[...]
         smem.v_ring.release(step)
         plgpu.wgmma(d_query, d_scores.astype(problem.dtype), k)

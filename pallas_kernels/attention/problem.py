@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class Band:
     def is_full(self) -> bool:
         """Whether every query sees every key."""
         return self.left is None and self.right is None
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """How many pairs of a query and a key see each other, of so many of each."""
+        at = np.arange(queries) + self.offset
+        first = 0 if self.left is None else np.clip(at - self.left, 0, keys)
+        stop = keys if self.right is None else np.clip(at + self.right + 1, 0, keys)
+        return int(np.maximum(np.broadcast_to(stop - first, at.shape), 0).sum())
 
 
 @dataclass(frozen=True)

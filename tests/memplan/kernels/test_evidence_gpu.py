@@ -1,5 +1,6 @@
 """What the compilers of a GPU say of a kernel, read from their dumps."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -8,7 +9,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hlo_passes.errors import KernelCompilationError
-from memplan.kernels.evidence_gpu import KernelEvidence, gpu_evidence, read_evidence, read_sass
+from memplan.kernels.evidence_gpu import (
+    Job,
+    KernelEvidence,
+    each_gpu_evidence,
+    gpu_evidence,
+    read_evidence,
+    read_sass,
+)
 
 REPORT = """\
 ptxas info    : 0 bytes gmem
@@ -60,8 +68,9 @@ def double_too_much(x: jax.Array) -> jax.Array:
 def test_a_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")  # Nothing to disassemble with.
     (tmp_path / "f_3.ptxas").write_text(REPORT)
+    (tmp_path / "f_3.ptx").write_text(".maxntid 384, 1, 1\n")
     (tmp_path / "f_0.resources.txt").write_text(RESOURCES)
-    expected = KernelEvidence("f", 168, 192, 204, 1024 + 8 * 7, serialised=True, sass=None)
+    expected = KernelEvidence("f", 168, 192, 204, 1024 + 8 * 7, 384, True, (), None)
     assert read_evidence(tmp_path) == (expected,)
     assert expected.spills
 
@@ -78,6 +87,21 @@ def test_a_kernel_is_compiled_and_read():
     (kernel,) = gpu_evidence(double, jax.ShapeDtypeStruct((256,), jnp.float32))
     assert (kernel.name, kernel.smem_bytes, kernel.spills) == ("double", 1024 + 8, False)
     assert 0 < kernel.registers < 64
+
+
+def die(x: jax.Array) -> jax.Array:
+    os._exit(3)
+
+
+@pytest.mark.gpu
+def test_one_that_fails_does_not_end_the_others():
+    x = jax.ShapeDtypeStruct((256,), jnp.float32)
+    jobs = [Job(each, (x,)) for each in (double, double_too_much, die, double)]
+    first, too_much, dead, last = each_gpu_evidence(jobs)
+    assert isinstance(too_much, KernelCompilationError)
+    assert isinstance(dead, KernelCompilationError)
+    assert isinstance(first, tuple)
+    assert first == last
 
 
 @pytest.mark.gpu

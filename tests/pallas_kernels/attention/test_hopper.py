@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pallas_kernels.attention import hopper, kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
-from pallas_kernels.attention.gpu_tiles import SMEM_CAPACITY
 from pallas_kernels.attention.problem import Band, Problem
+from pallas_kernels.gpu import SMEM_CAPACITY
 from pallas_kernels.targets import Target
 from tests.pallas_kernels import isolated
 from tests.pallas_kernels.attention import cases_hopper
@@ -62,19 +62,20 @@ def test_a_planted_race_is_found(mistake: str, kernel: str):
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 @pytest.mark.parametrize("segments", [False, True])
-def test_the_default_is_a_candidate_and_fits(head_dim: int, soft_cap: float | None, segments: bool):
+def test_candidates_fit_and_one_is_chosen(head_dim: int, soft_cap: float | None, segments: bool):
     asked = problem(head_dim, soft_cap=soft_cap, segments=segments)
     for kernel in (kernel_gpu, kernel_gpu_dq, kernel_gpu_dkv):
-        default = kernel.default(asked)
-        assert default in list(kernel.candidates(asked))
-        assert kernel.smem_bytes(asked, default) <= SMEM_CAPACITY
+        found = kernel.candidates(asked)
+        assert found
+        assert all(kernel.smem_bytes(asked, config) <= SMEM_CAPACITY for config in found)
+        assert kernel.TUNABLE.choose(asked) in found
 
 
 def test_every_sm_gets_a_block_of_a_key_head_that_many_queries_share():
     falcon = problem(64, q_len=2048, kv_len=2048, q_heads=71, kv_heads=1)
-    assert kernel_gpu_dkv.default(falcon).group_splits == 71
+    assert kernel_gpu_dkv.TUNABLE.choose(falcon).group_splits == 71
     llama = problem(128, batch=2, q_heads=32)
-    assert kernel_gpu_dkv.default(llama).group_splits == 1
+    assert kernel_gpu_dkv.TUNABLE.choose(llama).group_splits == 1
 
 
 def test_it_takes_what_models_ask_for():

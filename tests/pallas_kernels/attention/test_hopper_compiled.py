@@ -98,7 +98,7 @@ def test_smem_is_what_was_said(head_dim: int):
         (kernel_gpu_dq, query_gradient, 4),
         (kernel_gpu_dkv, key_gradients, 4),
     ):
-        config = module.default(asked)
+        config = module.TUNABLE.default(asked)
         (kernel,) = gpu_evidence(partial(function, asked, config), *given[:n])
         assert kernel.smem_bytes == module.smem_bytes(asked, config)
 
