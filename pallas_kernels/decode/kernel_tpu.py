@@ -41,7 +41,9 @@ from pallas_kernels.targets import TPUS, Target
 
 _LANES = 128
 _SMEM_BYTES = 1 << 20
-_BLOCK_BYTES = 4 << 20
+# Of a block, by generation: 2 to 5 us of its memory. Larger ones gain nothing but on the fastest,
+# where what a step costs besides is felt (`experiments.kernels --shapes`).
+_BLOCK_BYTES = {"v5e": 4 << 20, "v5p": 4 << 20, "v6e": 4 << 20, "tpu7x": 8 << 20}
 # Generations whose matrix unit is 256 wide, two heads of 128.
 _WIDE_MXU = ("v6e", "tpu7x")
 # Below every score, and a start of the running maximum between the two: a masked score's
@@ -124,7 +126,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     )
 
     def distance(block: int) -> float:
-        return abs(math.log2(block * token_bytes / _BLOCK_BYTES))
+        return abs(math.log2(block * token_bytes / _BLOCK_BYTES[target.generation]))
 
     for block in sorted(_blocks(problem), key=distance):
         for slots in (3, 4, 2):
@@ -140,7 +142,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
 def _blocks(problem: Problem) -> set[int]:
     """Blocks of whole tiles that are whole pages, or that pages are whole numbers of."""
     tile, page = _sublanes(problem.kv_dtype), problem.page_size
-    powers = [2**n for n in range(13)]
+    powers = [2**n for n in range(14)]
     largest = max(_LANES, 2 ** math.ceil(math.log2(problem.capacity)))
     blocks = {*powers, *(page * n for n in powers)}
     return {

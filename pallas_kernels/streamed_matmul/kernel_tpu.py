@@ -35,6 +35,7 @@ With weights in HBM the first ring is not there and tiles are fetched from the w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,28 +139,28 @@ def vmem_bytes(problem: Problem, config: Config) -> int:
 
 
 def candidates(problem: Problem) -> Iterator[Config]:
-    """Tiles that fit VMEM, the widest first, with x resident if that is possible at all."""
+    """Tiles that fit VMEM, the default first: the deepest, for the sums are read and written once
+    a tile; then the widest; with x resident if that is possible at all."""
     k_unit, n_unit = _units(problem)
-    k_tile = _tile(problem.k, 512, k_unit)
-    k_tiles = problem.k // k_tile
+    depths = dict.fromkeys(_tile(problem.k, k, k_unit) for k in (2048, 1024, 512))
     widths = dict.fromkeys(_tile(problem.n, n, n_unit) for n in (1024, 512, 256, 128))
-    for x_slots in (k_tiles, min(3, k_tiles)):
-        for n_tile in widths:
-            tile_bytes = k_tile * n_tile * jnp.dtype(problem.w_dtype).itemsize
-            chunk_tiles = _divisor(k_tiles, max(1, _CHUNK_BYTES // tile_bytes))
-            chunks_early = math.ceil(_CHUNK_BYTES_IN_FLIGHT / (chunk_tiles * tile_bytes))
-            tiles_early = min(15, math.ceil(_TILE_BYTES_IN_FLIGHT / tile_bytes))
-            config = Config(
-                m_block=512,
-                k_tile=k_tile,
-                n_tile=n_tile,
-                x_slots=x_slots,
-                tile_slots=1 + tiles_early,
-                chunk_tiles=chunk_tiles,
-                chunk_slots=1 + max(2, chunks_early, math.ceil(tiles_early / chunk_tiles)),
-            )
-            if vmem_bytes(problem, config) <= _VMEM_BYTES:
-                yield config
+    for x_stays, k_tile, n_tile in itertools.product((True, False), depths, widths):
+        k_tiles = problem.k // k_tile
+        tile_bytes = k_tile * n_tile * jnp.dtype(problem.w_dtype).itemsize
+        chunk_tiles = _divisor(k_tiles, max(1, _CHUNK_BYTES // tile_bytes))
+        chunks_early = math.ceil(_CHUNK_BYTES_IN_FLIGHT / (chunk_tiles * tile_bytes))
+        tiles_early = min(15, max(2, math.ceil(_TILE_BYTES_IN_FLIGHT / tile_bytes)))
+        config = Config(
+            m_block=512,
+            k_tile=k_tile,
+            n_tile=n_tile,
+            x_slots=k_tiles if x_stays else min(3, k_tiles),
+            tile_slots=1 + tiles_early,
+            chunk_tiles=chunk_tiles,
+            chunk_slots=1 + max(2, chunks_early, math.ceil(tiles_early / chunk_tiles)),
+        )
+        if vmem_bytes(problem, config) <= _VMEM_BYTES:
+            yield config
 
 
 def _units(problem: Problem) -> tuple[int, int]:
