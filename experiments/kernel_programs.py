@@ -49,10 +49,10 @@ def gradient(
 
 
 def attention_problem_of(shape: attention_shapes.Shape) -> attention_problem.Problem:
-    """The problem that `attention` makes of a shape."""
+    """The problem that `attention` makes of a shape, where it is differentiated."""
     _, (q, k, v, *_) = gradient(shape)
     problem = attention_api.problem_of(q, k, v, **shape.options)
-    return dataclasses.replace(problem, segments=bool(shape.segment_lens))
+    return dataclasses.replace(problem, segments=bool(shape.segment_lens), lse=True)
 
 
 def decoded(options: dict[str, Any], positional: Any, named: Any) -> jax.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,28 +17,20 @@ from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
 from pallas_kernels import decode, streamed_matmul
-from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward, shapes
+from pallas_kernels.attention import shapes
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.tuning import backward_choice, forward_choice
 from pallas_kernels.decode import kernel_gpu as decode_gpu
 from pallas_kernels.decode import kernel_tpu as decode_tpu
-from pallas_kernels.onchip import vmem_total
 from pallas_kernels.streamed_matmul import kernel_tpu as product_tpu
 from pallas_kernels.targets import TPUS, Target, target_of
 
 # A vector register.
 _REGISTER_BYTES = 4096
 
-# Of each kernel of attention: how its blocks are chosen, what it holds, and in how many products
-# a pair of query and key is.
-_ATTENTION: dict[str, tuple[Any, Any, int]] = {
-    "forward": (forward_choice, kernel_tpu.scratch, 2),
-    "backward": (
-        backward_choice,
-        partial(kernel_tpu_backward.scratch, result=jnp.dtype(jnp.bfloat16)),
-        5,
-    ),
-}
+# Of each kernel of attention: how its blocks are chosen, and in how many products a pair of query
+# and key is.
+_ATTENTION = {"forward": (forward_choice, 2), "backward": (backward_choice, 5)}
 
 _ABOUT = """\
 # The kernels, as the compilers have them
@@ -103,11 +94,10 @@ def _attention_rows(chip: str) -> Iterator[str]:
         (found,) = tpu_evidence([programs.gradient(shape, "tpu")], chip)
         for evidence in reversed(found):
             kernel = evidence.name.removeprefix("attention_")
-            choose, scratch, products = _ATTENTION[kernel]
+            choose, products = _ATTENTION[kernel]
             config, launch = choose(problem, TPUS[chip])
             flops = products * 2 * problem.head_dim * visible_pairs(problem)
             least = flops / machine.flops("bf16") * machine.clock_hz
-            assert vmem_total(scratch(problem, config)) == _own_bytes(evidence), (shape, kernel)
             yield (
                 f"| {shape.name} | {kernel} | {config.block_q} x {config.block_kv} "
                 f"| {launch.cycles:,} | {least / launch.cycles:.0%} | {_bytes_and_bundles(evidence)}"
@@ -123,13 +113,9 @@ def visible_pairs(problem: Problem) -> int:
     return problem.batch * problem.q_heads * int(np.maximum(seen, 0).sum())
 
 
-def _own_bytes(evidence: KernelEvidence) -> int:
-    return sum(size for what, size in evidence.vmem.items() if what != "internal scratch")
-
-
 def _bytes_and_bundles(evidence: KernelEvidence) -> str:
-    own, spilled = _own_bytes(evidence), evidence.spills * _REGISTER_BYTES
-    return f"{format_bytes(own)} | {format_bytes(spilled)} | {evidence.bundles:,} |"
+    spilled = format_bytes(evidence.spills * _REGISTER_BYTES)
+    return f"{format_bytes(evidence.own_bytes)} | {spilled} | {evidence.bundles:,} |"
 
 
 # --- kernels that wait for memory, on a TPU -------------------------------------------------

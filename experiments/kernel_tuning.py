@@ -52,7 +52,9 @@ class Blocks:
     @property
     def problem(self) -> Problem:
         length, band = 2 * max(self.block_q, self.block_kv), Band(None, 0, 0)
-        return Problem(1, length, length, 1, 1, self.head_dim, self.dtype, band, self.head_dim**-0.5)
+        return Problem(
+            1, length, length, 1, 1, self.head_dim, self.dtype, band, self.head_dim**-0.5
+        )
 
     @property
     def config(self) -> Any:

@@ -95,6 +95,11 @@ class KernelEvidence:
         return self.regions[0].use["VSTORE:SPILL"]
 
     @property
+    def own_bytes(self) -> int:
+        """Of VMEM, for its buffers and windows."""
+        return sum(size for what, size in self.vmem.items() if what != "internal scratch")
+
+    @property
     def outermost(self) -> Region:
         """The loop that its time is spent in; the whole kernel if it turns but once."""
         return max(self.loops(), key=lambda region: region.bundles, default=self.regions[0])
