@@ -71,7 +71,9 @@ def document(chips: list[str]) -> Iterator[str]:
         yield from (f"## {chip}", "")
         tables = _tpu_tables(chip) if chip in TPUS else _hopper_tables(chip)
         for name, rows in tables.items():
-            yield from (f"### {name}", "", *rows, "")
+            yield from (f"### {name}", "")
+            yield from rows
+            yield ""
 
 
 def _tpu_tables(chip: str) -> dict[str, Iterator[str]]:
@@ -98,9 +100,10 @@ def _attention_rows(chip: str) -> Iterator[str]:
             config, launch = choose(problem, TPUS[chip])
             flops = products * 2 * problem.head_dim * visible_pairs(problem)
             least = flops / machine.flops("bf16") * machine.clock_hz
+            share = f"{least / launch.cycles:.0%}"
             yield (
                 f"| {shape.name} | {kernel} | {config.block_q} x {config.block_kv} "
-                f"| {launch.cycles:,} | {least / launch.cycles:.0%} | {_bytes_and_bundles(evidence)}"
+                f"| {launch.cycles:,} | {share} | {_bytes_and_bundles(evidence)}"
             )
 
 

@@ -1,11 +1,14 @@
-"""The TPU compiler takes the kernels, for every shape and chip, within the bytes that they are
-chosen for."""
+"""The TPU compiler takes the kernels, for every shape and chip, with the bytes that are counted."""
 
+import jax.numpy as jnp
 import pytest
 
 from experiments import kernel_programs as programs
 from memplan.kernels.evidence_tpu import tpu_evidence
+from pallas_kernels.attention import kernel_tpu, kernel_tpu_backward
 from pallas_kernels.attention.shapes import SHAPES, Shape
+from pallas_kernels.attention.tuning import backward_choice, forward_choice
+from pallas_kernels.onchip import vmem_total
 from pallas_kernels.targets import TPUS
 
 pytestmark = pytest.mark.tpu
@@ -19,6 +22,12 @@ def check_compiles(chip: str, shapes: list[Shape]) -> None:
     for shape, kernels in zip(shapes, found, strict=True):
         names = [kernel.name for kernel in kernels]
         assert names == ["attention_backward", "attention_forward"], (shape.name, kernels)
+        problem = programs.attention_problem_of(shape)
+        config, _ = forward_choice(problem, TPUS[chip])
+        assert kernels[1].own_bytes == vmem_total(kernel_tpu.scratch(problem, config)), shape.name
+        config, _ = backward_choice(problem, TPUS[chip])
+        scratch = kernel_tpu_backward.scratch(problem, config, jnp.bfloat16)
+        assert kernels[0].own_bytes == vmem_total(scratch), shape.name
 
 
 @pytest.mark.parametrize("chip", TPUS)
