@@ -77,7 +77,7 @@ def problem(**changes: Any) -> Problem:
             {"batch": 512, "max_pages": 1024},
             "take 2113568 bytes of SMEM: it takes fewer than 917504",
         ),
-        ({"kv_heads": 4096, "q_heads": 4096}, "not even two pages fit into VMEM"),
+        ({"kv_heads": 8192, "q_heads": 8192}, "not even two pages fit into VMEM"),
     ],
 )
 def test_it_refuses(changes: dict[str, Any], sentence: str) -> None:
