@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import problem as attention_problem
@@ -67,8 +68,9 @@ def decode(shape: decode_shapes.Shape, implementation: str = "hopper") -> Progra
 
 def decode_problem_of(shape: decode_shapes.Shape) -> decode_problem.Problem:
     """The problem that `decode_attention` makes of a shape."""
-    positional, named = shape.abstract()
-    return decode_api.problem_of(*positional, named.get("block_tables"), **shape.options)
+    (q, k, v, lengths), named = shape.abstract()
+    tables = named.get("block_tables")
+    return decode_api.problem_of(q, k, v, lengths, tables, **shape.options)
 
 
 def multiplied(x: Any, w: Any, w_scales: Any) -> jax.Array:
@@ -80,8 +82,6 @@ def product(shape: product_shapes.Shape) -> Program:
     problem = shape.problem
     memory = jax.memory.Space.Host if problem.on_host else jax.memory.Space.Device
     x = jax.ShapeDtypeStruct((problem.m, problem.k), jnp.dtype(problem.dtype))
-    w = jax.core.ShapedArray(
-        (problem.k, problem.n), jnp.dtype(problem.w_dtype), memory_space=memory
-    )
+    w = ShapedArray((problem.k, problem.n), jnp.dtype(problem.w_dtype), memory_space=memory)
     scales = jax.ShapeDtypeStruct((problem.n,), jnp.float32) if problem.scaled else None
     return multiplied, (x, w, scales)

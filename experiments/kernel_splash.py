@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def _splash(block_q: int, block_kv: int, block_kv_compute: int) -> Program:
     return partial(_run_splash, blocks), (head,) * 3
 
 
-def _run_splash(blocks: splash_kernel.BlockSizes, *qkv: jax.Array) -> jax.Array:
+def _run_splash(blocks: splash_kernel.BlockSizes, *qkv: jax.Array) -> Any:
     mask = splash_mask.MultiHeadMask([splash_mask.FullMask((_LENGTH, _LENGTH))])
     kernel = splash_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=blocks)
     return kernel(*qkv)

@@ -16,13 +16,14 @@ from hlo_passes.machine import Machine, load_machine
 from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
-from pallas_kernels import decode, streamed_matmul
-from pallas_kernels.attention import shapes
+from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.tuning import backward_choice, forward_choice
 from pallas_kernels.decode import kernel_gpu as decode_gpu
 from pallas_kernels.decode import kernel_tpu as decode_tpu
+from pallas_kernels.decode import shapes as decode_shapes
 from pallas_kernels.streamed_matmul import kernel_tpu as product_tpu
+from pallas_kernels.streamed_matmul import shapes as product_shapes
 from pallas_kernels.targets import TPUS, Target, target_of
 
 # A vector register.
@@ -44,8 +45,9 @@ and windows; what is stored of spilled registers, each time it is; and all instr
 each once. A bundle takes a cycle, but where it waits for a copy. Of attention besides: the cycles
 that are predicted for the whole problem, of each core, and the share of the machine's peak that
 the products of visible pairs make of them (heads of 128 fill half of a matrix unit of 256 x 256,
-those of 64 a quarter: of v6e and tpu7x 50 % and 25 % are the most). Of packed sequences all blocks
-of the band are counted, and masked: which of them are skipped is known when they run.
+those of 64 a quarter: of v6e and tpu7x 50 % and 25 % are the most). Near 100 %, and above it, the
+bundles are fewer than the cycles that their products take. Of packed sequences all blocks of the
+band are counted, and masked: which of them are skipped is known when they run.
 
 Decode attention and the streamed product wait for memory, if their arithmetic is fast enough: of a
 step of their rings there are the bundles, of which some under conditions are not run each time,
@@ -91,7 +93,7 @@ def _attention_rows(chip: str) -> Iterator[str]:
     yield "| shape | kernel | blocks | cycles, predicted | of peak | VMEM | spilled | bundles |"
     yield "|---|---|---|---|---|---|---|---|"
     machine = load_machine(chip)
-    for shape in shapes.SHAPES:
+    for shape in attention_shapes.SHAPES:
         problem = programs.attention_problem_of(shape)
         (found,) = tpu_evidence([programs.gradient(shape, "tpu")], chip)
         for evidence in reversed(found):
@@ -158,7 +160,7 @@ class Ring:
 def decode_rings(chip: str) -> list[Ring]:
     """Every shape of decode attention, as it is configured for a TPU."""
     rings = []
-    for shape in decode.shapes.SHAPES:
+    for shape in decode_shapes.SHAPES:
         problem = programs.decode_problem_of(shape)
         config = next(decode_tpu.candidates(problem, Target("tpu", chip, chip)))
         rings.append(
@@ -177,7 +179,7 @@ def decode_rings(chip: str) -> list[Ring]:
 def product_rings() -> list[Ring]:
     """Every shape of the streamed product, as it is configured for any TPU."""
     rings = []
-    for shape in streamed_matmul.shapes.SHAPES:
+    for shape in product_shapes.SHAPES:
         problem = shape.problem
         config = next(product_tpu.candidates(problem))
         tile_bytes = config.k_tile * config.n_tile * jnp.dtype(problem.w_dtype).itemsize
@@ -214,11 +216,11 @@ def _ring_rows(chip: str, rings: list[Ring]) -> Iterator[str]:
 
 
 def _hopper_tables(chip: str) -> dict[str, Iterator[str]]:
-    attention = ((shape.name, programs.gradient(shape)) for shape in shapes.SHAPES)
+    attention = ((shape.name, programs.gradient(shape)) for shape in attention_shapes.SHAPES)
     target = target_of("gpu", load_machine(chip).name)
     decoded = (
         (shape.name, programs.decode(shape))
-        for shape in decode.shapes.SHAPES
+        for shape in decode_shapes.SHAPES
         if decode_gpu.refusal(programs.decode_problem_of(shape), target) is None
     )
     return {
