@@ -1,24 +1,29 @@
 """How fast are the attention kernels on the accelerator that is here, beside their peers?
 
-    python -m experiments.attention_bench [--platform tpu] [--only causal] [--json bench.jsonl]
+    python -m experiments.attention_bench [--only causal] [--json bench.jsonl] [--tune rows.json]
+    python -m experiments.attention_bench --platform tpu
 
 Each line is one problem by one contender, all in one run, side by side: cuDNN through
 `jax.nn.dot_product_attention`, tokamax where it is installed, on a TPU jax's splash attention, and
-each implementation of `pallas_kernels`. Seconds are medians of what the GPU's profiler (CUPTI)
-counts for the kernels of a call; where there is none, of calls that follow one another, waited
-for together. FLOP/s count the pairs of query and key that see each other: 4 a pair and width of
-the head forward, 2.5 times as many backward. Decode attention is measured in bytes/s of keys and
-values, beside a copy in the same run. Results are compared with the first contender's that runs.
+each implementation of `pallas_kernels` that takes the problem. They are timed in turns
+(`memplan.kernels.timing`): medians of what the GPU's profiler (CUPTI) counts for the kernels of a
+call; where there is none, of calls that follow one another, waited for together. FLOP/s count the
+pairs of query and key that see each other: 4 a pair and width of the head forward, 2.5 times as
+many backward. Decode attention is measured in bytes/s of keys and values, beside a copy in the same
+run. Results are compared with the first contender's that runs. What one contender cannot do does
+not end the others, and each problem's lines are written as soon as it is done.
+
+`--tune` measures the configurations of the same problems afterwards (`experiments.autotune`), and
+writes rows that `pallas_kernels.tuned.using` reads. With ``--platform cpu`` everything is small and
+the times mean nothing: it tells whether all of it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -29,15 +34,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.attention.api import IMPLEMENTATIONS, attention
+from experiments import autotune
+from memplan.kernels import search_gpu
+from memplan.kernels.autotune import first_line, measured
+from memplan.kernels.timing import Call, Timer, device_seconds, in_turns
+from pallas_kernels.attention.api import IMPLEMENTATIONS, attention, problem_of
+from pallas_kernels.attention.problem import Problem as AttentionProblem
 from pallas_kernels.decode.api import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 from pallas_kernels.decode.api import decode_attention
 from pallas_kernels.decode.shapes import SHAPES as DECODE_SHAPES
 from pallas_kernels.decode.shapes import Shape as DecodeShape
 
-_CALLS = 20
 _COPY_BYTES = 1 << 30
 # Of a cache, so that the largest shapes fit beside what else is on the device.
 _CACHE_BYTES = 8 << 30
@@ -57,21 +65,23 @@ class Problem:
 
     @property
     def batch(self) -> int:
-        return max(1, 16384 // self.length)
+        return max(1, min(4, 16384 // self.length))
 
     @property
     def name(self) -> str:
         what = " ".join(f"{k}={v}" for k, v in self.options.items()) or "full"
         return f"{what} {self.length} d{self.head_dim} {self.q_heads}/{self.kv_heads}"
 
-    def pairs(self) -> int:
-        """Pairs of query and key that see each other."""
-        one = np.full(self.length, self.length)
-        if self.options.get("causal"):
-            one = np.arange(1, self.length + 1)
-        if "window" in self.options:
-            one = np.minimum(one, self.options["window"][0] + 1)
-        return self.batch * self.q_heads * int(one.sum())
+    def flops(self) -> float:
+        """Of the forward pass: of the pairs of query and key that see each other."""
+        band = self.of_kernels().band
+        pairs = self.batch * self.q_heads * band.pairs(self.length, self.length)
+        return 4.0 * self.head_dim * pairs
+
+    def of_kernels(self) -> AttentionProblem:
+        """What the kernels are asked to compute."""
+        q, k, v, _ = jax.eval_shape(self.arrays)
+        return problem_of(q, k, v, **self.options)
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """Queries, keys, values and the gradient of the output."""
@@ -94,24 +104,41 @@ PROBLEMS = (
     Problem(16384, options={"causal": True, "window": (4095, 0)}),
 )
 
+# To try on a CPU.
+SMALL = (Problem(128, 64, 2, 1), Problem(128, 64, 2, 2, {"causal": True, "window": (31, 0)}))
+SMALL_DECODE = (
+    DecodeShape("small", 2, 1, 4, 2, 64, 256, 16),
+    DecodeShape("small-int8", 2, 1, 4, 2, 64, 256, 32, "int8", {"window": 63}),
+)
+
 
 def contenders(problem: Problem) -> Iterator[tuple[str, Callable[..., jax.Array]]]:
     """Functions of q, k and v that compute the same."""
-    options = problem.options
+    options, platform = problem.options, jax.default_backend()
     theirs: dict[str, Any] = {"is_causal": bool(options.get("causal"))}
     if "window" in options:
         theirs["local_window_size"] = options["window"]
-    if jax.devices()[0].platform == "gpu":
-        yield "cudnn", partial(jax.nn.dot_product_attention, implementation="cudnn", **theirs)
+    for peer in {"gpu": ("cudnn",), "cpu": ("xla",)}.get(platform, ()):
+        yield peer, partial(jax.nn.dot_product_attention, implementation=peer, **theirs)
     if find_spec("tokamax") is not None:
-        tokamax = import_module("tokamax")
-        yield "tokamax", partial(tokamax.dot_product_attention, **theirs)
-    if jax.devices()[0].platform == "tpu" and "window" not in options:
+        yield "tokamax", partial(_tokamax, theirs)
+    if platform == "tpu" and "window" not in options:
         yield "splash", partial(_splash, problem)
-    for name in IMPLEMENTATIONS:
+    for name in _ours(IMPLEMENTATIONS):
         # The scores of the longest would not fit.
         if name != "xla" or problem.length <= 4096:
             yield f"memplan {name}", partial(attention, implementation=name, **options)
+
+
+def _ours(implementations: Iterable[str]) -> Iterator[str]:
+    """Those for the platform that is here."""
+    elsewhere = {"gpu": {"tpu"}, "tpu": {"hopper", "triton"}, "cpu": {"tpu", "hopper", "triton"}}
+    yield from (name for name in implementations if name not in elsewhere[jax.default_backend()])
+
+
+def _tokamax(options: dict[str, Any], *qkv: jax.Array) -> jax.Array:
+    # Imported where one that fails is only this contender's failure.
+    return import_module("tokamax").dot_product_attention(*qkv, **options)
 
 
 def _splash(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -131,29 +158,15 @@ def _splash(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.A
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def seconds(function: Callable[..., Any], *args: Any) -> float:
-    """Median of `_CALLS` calls of a jitted function, after one."""
-    jax.block_until_ready(function(*args))
-    if jax.devices()[0].platform == "gpu":
-        from jax.experimental.mosaic.gpu import profiler
-
-        _, milliseconds = profiler.measure(function, iterations=_CALLS)(*args)
-        if milliseconds:
-            return statistics.median(milliseconds) / 1e3
-    samples = []
-    for _ in range(5):
-        started = time.perf_counter()
-        jax.block_until_ready([function(*args) for _ in range(_CALLS)][-1])
-        samples.append((time.perf_counter() - started) / _CALLS)
-    return statistics.median(samples)
-
-
 def difference(found: Any, expected: Any) -> float:
     """The largest, over the largest number expected."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
 
     def one(a: jax.Array, b: jax.Array) -> float:
         a, b = (x.astype(jnp.float32) for x in (a, b))
+        # Looked for by itself: on a CPU the largest of many numbers passes over what is none.
+        if not jnp.isfinite(a).all():
+            return float("inf")
         return float(jnp.abs(a - b).max() / jnp.abs(b).max())
 
     return max(one(a, b) for a, b in pairs)
@@ -163,133 +176,178 @@ class Out:
     """Lines on the terminal, and as JSON in a file."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, text: str, **record: Any) -> None:
         """A line, and what it says."""
         print(text, flush=True)
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
 
-def compare(problem: Problem, out: Out) -> None:
+def compare(problem: Problem, out: Out, timer: Timer = device_seconds) -> None:
     """Forward and backward by each contender."""
     *qkv, d_out = problem.arrays()
-    flops = 4 * problem.head_dim * problem.pairs()
+    flops = problem.flops()
     for phase, work in (("forward", flops), ("backward", 2.5 * flops)):
-        expected, first_s = None, None
+        calls: dict[str, Call] = {}
         for name, function in contenders(problem):
-            record = {"problem": problem.name, "phase": phase, "by": name}
-            line = f"{problem.name:40s} {phase:8s} {name:16s}"
             try:
-                if phase == "forward":
-                    call: Callable[..., Any] = jax.jit(function)
-                    args: tuple[Any, ...] = tuple(qkv)
-                    taken = seconds(call, *args)
-                else:
-                    # What the forward pass leaves is there before, and its time is not counted.
-                    _, pull = jax.jit(partial(jax.vjp, function))(*qkv)
-                    call, args = jax.jit(lambda pull, d: pull(d)), (pull, d_out)
-                    taken = seconds(call, *args)
-                found = call(*args)
+                calls[name] = _forward(function, qkv)
+                if phase == "backward":
+                    calls[name] = _backward(function, qkv, d_out)
             except Exception as error:  # Whatever one cannot do, the others are still compared.
-                reason = str(error).strip().splitlines()[-1][:120]
-                out.write(f"{line} {type(error).__name__}: {reason}", **record, error=reason)
-                continue
-            if expected is None:
-                expected, first_s = found, taken
-            assert first_s is not None
-            off = difference(found, expected)
-            wrong = "  WRONG" if off > _TOLERANCE else ""
-            rate = work / taken / 1e12
-            out.write(
-                f"{line} {1e3 * taken:9.3f} ms {rate:7.1f} TFLOP/s {first_s / taken:5.2f} x"
-                f"  off by {off:.1e}{wrong}",
-                **record,
-                seconds=taken,
-                tflops=rate,
-                of_first=first_s / taken,
-                off=off,
-            )
+                del calls[name]
+                _failed(out, problem.name, phase, name, error)
+        _lines(out, problem.name, phase, calls, timer, Rate(work, "TFLOP/s", 1e12))
 
 
-def copy_rate() -> float:
-    """Bytes/s, read and written, of a copy in the device's memory."""
-    x = jnp.zeros(_COPY_BYTES // 2, jnp.bfloat16)
-    return 2 * _COPY_BYTES / seconds(jax.jit(lambda x: x + 1), x)
+def _forward(function: Callable[..., Any], qkv: Sequence[jax.Array]) -> Call:
+    return Call(jax.jit(function), tuple(qkv))
 
 
-def decode(shape: DecodeShape, copied: float, out: Out) -> None:
+def _backward(function: Callable[..., Any], qkv: Sequence[jax.Array], d_out: jax.Array) -> Call:
+    """What the forward pass leaves is there before, and its time is not counted."""
+    _, pull = jax.jit(partial(jax.vjp, function))(*qkv)
+    return Call(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a call does, for its rate.
+
+    Attributes:
+      work: FLOPs or bytes.
+      unit, unit_size: of the rate, on the terminal.
+      limit: of the rate, measured in the same run: a copy's bytes/s.
+    """
+
+    work: float
+    unit: str
+    unit_size: float
+    limit: float | None = None
+
+    def said(self, per_s: float) -> str:
+        share = "" if self.limit is None else f" {per_s / self.limit:6.1%} of a copy"
+        return f"{per_s / self.unit_size:7.1f} {self.unit}{share}"
+
+
+def _lines(
+    out: Out,
+    problem: str,
+    phase: str,
+    calls: dict[str, Call],
+    timer: Timer,
+    rate: Rate,
+) -> None:
+    """A line for each contender: its rate, and how far it is off the first that runs."""
+    first: tuple[float, Any] | None = None
+    for name, taken in in_turns(calls, timer).items():
+        if isinstance(taken, Exception):
+            _failed(out, problem, phase, name, taken)
+            continue
+        found = calls[name]()
+        first = first or (taken, found)
+        off, per_s = difference(found, first[1]), rate.work / taken
+        wrong = "  WRONG" if off > _TOLERANCE else ""
+        out.write(
+            f"{_start(problem, phase, name)} {1e3 * taken:9.3f} ms {rate.said(per_s)}"
+            f" {first[0] / taken:5.2f} x  off by {off:.1e}{wrong}",
+            problem=problem,
+            phase=phase,
+            by=name,
+            seconds=taken,
+            rate=per_s,
+            of_limit=None if rate.limit is None else per_s / rate.limit,
+            of_first=first[0] / taken,
+            off=off,
+        )
+
+
+def _failed(out: Out, problem: str, phase: str, name: str, error: Exception) -> None:
+    reason = first_line(error)
+    line = f"{_start(problem, phase, name)} {reason}"
+    out.write(line, problem=problem, phase=phase, by=name, error=reason)
+
+
+def _start(problem: str, phase: str, name: str) -> str:
+    return f"{problem:40s} {phase:8s} {name:16s}"
+
+
+def copy_rate(size: int, timer: Timer = device_seconds) -> float:
+    """Bytes/s, read and written, of a copy of so many bytes in the device's memory."""
+    x = jnp.zeros(size // 2, jnp.bfloat16)
+    call = Call(jax.jit(lambda x: x + 1), (x,))
+    call()
+    return 2 * size / timer(call)
+
+
+def decode(shape: DecodeShape, copied: float, out: Out, timer: Timer = device_seconds) -> None:
     """Decode attention of full sequences, pages shuffled."""
     (q, k, _, _), arrays = shape.abstract()
     whole = 2 * k.size * k.dtype.itemsize
     if whole > _CACHE_BYTES:
         return
-    rng = np.random.default_rng(0)
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 4)
     query = jax.random.normal(keys[0], q.shape, q.dtype)
-    cache = [jax.random.normal(key, k.shape, jnp.bfloat16).astype(k.dtype) for key in keys[1:]]
+    cache = [jax.random.normal(key, k.shape, jnp.bfloat16).astype(k.dtype) for key in keys[1:3]]
     lengths = jnp.full(shape.batch, shape.context, jnp.int32)
     given: dict[str, Any] = {}
     if "block_tables" in arrays:
-        table = arrays["block_tables"]
-        pages = rng.permutation(k.shape[0])[: table.size].reshape(table.shape)
-        given["block_tables"] = jnp.asarray(pages, jnp.int32)
+        pages = jax.random.permutation(keys[3], k.shape[0]).astype(jnp.int32)
+        given["block_tables"] = pages.reshape(arrays["block_tables"].shape)
     for name in ("k_scales", "v_scales"):
         if name in arrays:
             given[name] = jnp.ones(arrays[name].shape, jnp.float32)
     window = shape.options.get("window")
     read = whole if window is None else whole * min(1, (window + shape.q_len) / shape.context)
-    expected = None
-    for name in DECODE_IMPLEMENTATIONS:
-        record = {"problem": shape.name, "phase": "decode", "by": f"memplan {name}"}
-        line = f"{shape.name:40s} decode   memplan {name:8s}"
-        call = jax.jit(partial(decode_attention, implementation=name, **shape.options))
-        try:
-            taken = seconds(partial(call, **given), query, *cache, lengths)
-            found = call(query, *cache, lengths, **given)
-        except Exception as error:  # As above.
-            reason = str(error).strip().splitlines()[-1][:120]
-            out.write(f"{line} {type(error).__name__}: {reason}", **record, error=reason)
-            continue
-        expected = found if expected is None else expected
-        rate = read / taken
-        out.write(
-            f"{line} {1e6 * taken:9.1f} us {rate / 1e9:7.0f} GB/s {rate / copied:6.1%} of a copy"
-            f"  off by {difference(found, expected):.1e}",
-            **record,
-            seconds=taken,
-            bytes_per_s=rate,
-            of_copy=rate / copied,
+    calls = {
+        f"memplan {name}": Call(
+            jax.jit(partial(decode_attention, implementation=name, **shape.options)),
+            (query, *cache, lengths),
+            given,
         )
+        for name in _ours(DECODE_IMPLEMENTATIONS)
+    }
+    _lines(out, shape.name, "decode", calls, timer, Rate(read, "GB/s", 1e9, copied))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a part of the names of what to measure")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--platform", default="cuda", choices=("cuda", "tpu"))
+    parser.add_argument("--json", type=Path, help="append the lines, as JSON")
+    parser.add_argument("--tune", type=Path, metavar="ROWS", help="measure configurations, too")
+    parser.add_argument("--platform", default="cuda", choices=("cuda", "tpu", "cpu"))
     options = parser.parse_args()
-    jax.config.update("jax_platforms", f"{options.platform},cpu")
+    is_real = options.platform != "cpu"
+    jax.config.update("jax_platforms", f"{options.platform},cpu" if is_real else "cpu")
     device = jax.devices()[0]
-    if device.platform == "cpu":
-        sys.exit("expected a GPU or a TPU: on a CPU no time of a kernel means anything")
+    if is_real and device.platform == "cpu":
+        sys.exit("found neither a GPU nor a TPU: --platform cpu tries whether it runs")
     out = Out(options.json)
-    peers = {name: version(name) for name in ("jax", "jaxlib", "tokamax") if find_spec(name)}
-    copied = copy_rate()
+    versions = {name: version(name) for name in ("jax", "jaxlib", "tokamax") if find_spec(name)}
+    copied = copy_rate(_COPY_BYTES if is_real else 1 << 20)
     out.write(
-        f"{device.device_kind}, {peers}, copy {copied / 1e9:.0f} GB/s",
+        f"{device.device_kind}, {versions}, copy {copied / 1e9:.0f} GB/s",
         device=device.device_kind,
-        versions=peers,
+        versions=versions,
         copy_bytes_per_s=copied,
     )
-    for problem in PROBLEMS:
-        if options.only in problem.name:
-            compare(problem, out)
-    for shape in DECODE_SHAPES:
-        if options.only in f"{shape.name} decode":
-            decode(shape, copied, out)
+    problems = [p for p in (PROBLEMS if is_real else SMALL) if options.only in p.name]
+    shapes = DECODE_SHAPES if is_real else SMALL_DECODE
+    shapes = [s for s in shapes if options.only in f"{s.name} decode"]
+    for problem in problems:
+        compare(problem, out)
+    for shape in shapes:
+        decode(shape, copied, out)
+    if options.tune is not None:
+        kernels = ((search, p.of_kernels()) for p in problems for search in autotune.ATTENTION)
+        caches = ((search_gpu.DECODE, autotune.decode_problem(s)) for s in shapes)
+        method = measured(search_gpu.versions())
+        autotune.run((*kernels, *caches), method, options.tune)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,15 @@ _SMEM_ALIGNMENT = 1024
 def fitting[Config](
     configs: Iterable[Config],
     smem_bytes: Callable[[Config], int],
-    registers: Callable[[Config], int],
+    registers: Callable[[Config], int] = lambda _: 0,
+    *,
     preferred: Callable[[Config], bool],
 ) -> list[Config]:
     """Those for which SMEM and a consumer's registers are there, the preferred ones first.
 
     Args:
       smem_bytes: of one thread block.
-      registers: of a consumer's thread, for tiles, at the peak.
+      registers: of a consumer's thread, for tiles, at the peak; none where that is not known.
     """
     found = [
         config

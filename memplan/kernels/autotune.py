@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +150,7 @@ def tune(
     path: str | os.PathLike[str],
     *,
     again: bool = False,
-) -> Iterator[tuple[Row, list[Trial]] | NoCandidateError]:
+) -> Generator[tuple[Row, list[Trial]] | NoCandidateError]:
     """Searches one problem after another, and writes each row as it is found.
 
     Problems that are the same to the kernel are searched once. A row that the file has already,

@@ -6,21 +6,21 @@ multiprocessors take thread blocks in order, each when it has room:
     turn = max( tensor cores     of all consumers: 64 x columns x 16 takes columns / 2 cycles, or
                                  what reading the operands from SMEM takes
                 vector units     of all consumers: issue, half-rate and 8-cycle instructions
-                one consumer     its tensor cores, vector units and waits, one after the other
+                one consumer     its instructions in order, and what they wait for (`_alone`)
                 bytes            at what the source gives a multiprocessor
                 ring             latency / slots that are ahead )
     thread block = begin and end + turns without a mask + turns with one
 
 The vector instructions are those of the PTX loops. Per cycle and multiprocessor: CUDA C++
 Programming Guide, arithmetic instructions, compute capability 9.0; 989 TFLOP/s in bfloat16 at
-1.83 GHz on 132 multiprocessors, NVIDIA H100 datasheet. Latencies, and what L2 gives, are
-estimates (Luo et al., 2024, arXiv:2402.13499, measured such figures on an H800).
+1.83 GHz on 132 multiprocessors, NVIDIA H100 datasheet. Estimates: L2 gives 5120 bytes a cycle, as
+an A100's (NVIDIA A100 whitepaper), HBM what a copy was measured to reach on an H200; latencies.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.kernels.evidence_gpu import KernelEvidence
-from memplan.kernels.ptx import Loop
+from memplan.kernels.ptx import Commit, Loop, Vector, Wait, Wgmma
 from pallas_kernels.gpu import SMS
 
 _CLOCK_HZ = 1.755e9
@@ -40,8 +40,9 @@ _EIGHT_CYCLES = frozenset({"ex2", "lg2", "rcp", "rsqrt", "sqrt", "tanh", "sin", 
 _TWO_CYCLES = frozenset({"cvt", "max", "min", "setp", "selp", "and", "or", "xor", "shl", "shr"})
 # Registers' names, and what is no arithmetic of the loop.
 _FREE = frozenset({"mov", "wgmma", "bra", "reg"})
-# Of one consumer, a turn: for its products and its barriers, beyond their work.
-_WAITS = 250
+# Of a group of products, beyond its work, and of a turn's barriers.
+_WGMMA_LATENCY = 60
+_BARRIERS = 130
 _BEGIN_AND_END = 2000
 
 
@@ -58,7 +59,7 @@ class Source:
     latency: int
 
 
-L2 = Source(24.0, 700)
+L2 = Source(5120 / SMS, 700)
 HBM = Source(4.3e12 / SMS / _CLOCK_HZ, 1000)
 
 
@@ -110,22 +111,18 @@ def _by_consumer(loops: Sequence[Loop], work: Work) -> tuple[tuple[Loop, ...], t
     Consumers that share the code have two or three loops, which differ in masks. Where one has
     the weights from the other, it has one loop, without an exponential.
     """
-    with_exp = sorted((x for x in loops if x.opcodes.get("ex2")), key=_instructions)
-    others = [x for x in loops if not x.opcodes.get("ex2")]
+    with_exp = sorted((x for x in loops if x.count("ex2")), key=_vector)
+    others = [x for x in loops if not x.count("ex2")]
     full, masked = with_exp[0], with_exp[-1]
     if others:
         return (full, others[0]), (masked, others[0])
     return (full,) * work.consumers, (masked,) * work.consumers
 
 
-def _instructions(loop: Loop) -> int:
-    return sum(count for name, count in loop.opcodes.items() if name not in _FREE)
-
-
 def _turn(loops: Sequence[Loop], work: Work, resident: int) -> float:
     """Cycles of a turn, while `resident` thread blocks share the multiprocessor."""
     tensor, vector = [_tensor(x) for x in loops], [_vector(x) for x in loops]
-    alone = max(t + v + _WAITS for t, v in zip(tensor, vector, strict=True))
+    alone = max(map(_alone, loops))
     fetched = sum(ring.slot_bytes for ring in work.rings) / work.source.bytes_per_cycle
     shared = resident * max(sum(tensor), sum(vector), fetched)
     latency = work.source.latency
@@ -133,24 +130,49 @@ def _turn(loops: Sequence[Loop], work: Work, resident: int) -> float:
     return max(shared, latency / ahead if ahead else alone + latency, alone)
 
 
-def _tensor(loop: Loop) -> float:
-    def one(columns: int, depth: int, from_registers: bool) -> float:
-        operands = 2 * depth * (columns + (0 if from_registers else 64))
-        return max(columns * depth / 32, operands / _SMEM_BYTES_PER_CYCLE)
+def _alone(loop: Loop) -> float:
+    """Of one consumer that has the multiprocessor to itself: the second turn, after the first.
 
-    return sum(
-        count * one(each.columns, each.depth, each.from_registers)
-        for each, count in loop.products.items()
-    )
+    Products run beside what follows them, up to the wait for their group.
+    """
+    now, tensor_free, turn_ends = 0.0, 0.0, [0.0]
+    on_their_way: list[float] = []
+    for step in loop.steps * 2:
+        match step:
+            case Vector(opcodes):
+                now += _vector_cycles(opcodes)
+            case Wgmma():
+                tensor_free = max(tensor_free, now) + _wgmma_cycles(step)
+            case Commit():
+                on_their_way.append(tensor_free + _WGMMA_LATENCY)
+            case Wait(groups):
+                done = len(on_their_way) - groups
+                now = max(now, *on_their_way[:done], 0.0)
+                del on_their_way[: max(done, 0)]
+        turn_ends.append(now)
+    return now - turn_ends[len(loop.steps)] + _BARRIERS
+
+
+def _tensor(loop: Loop) -> float:
+    return sum(_wgmma_cycles(step) for step in loop.steps if isinstance(step, Wgmma))
+
+
+def _wgmma_cycles(product: Wgmma) -> float:
+    operands = 2 * product.depth * (product.columns + (0 if product.from_registers else 64))
+    return max(product.columns * product.depth / 32, operands / _SMEM_BYTES_PER_CYCLE)
 
 
 def _vector(loop: Loop) -> int:
     """Of a warp, alone on its scheduler."""
+    return sum(_vector_cycles(x.opcodes) for x in loop.steps if isinstance(x, Vector))
 
+
+def _vector_cycles(opcodes: Mapping[str, int]) -> int:
     def cycles(names: frozenset[str], each: int) -> int:
-        return each * sum(loop.opcodes.get(name, 0) for name in names)
+        return each * sum(opcodes.get(name, 0) for name in names)
 
-    return max(_instructions(loop), cycles(_TWO_CYCLES, 2), cycles(_EIGHT_CYCLES, 8))
+    issued = sum(count for name, count in opcodes.items() if name not in _FREE)
+    return max(issued, cycles(_TWO_CYCLES, 2), cycles(_EIGHT_CYCLES, 8))
 
 
 def _makespan(times: npt.NDArray[Any], places: int) -> float:

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 _LABEL = re.compile(r"^(\$L__BB\w+):", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)\s*;")
 _OPCODE = re.compile(r"^\s+(?:@!?%?\w+\s+)?([a-z]\w*)", re.MULTILINE)
-_WGMMA = re.compile(r"wgmma\.mma_async\.\S*\.m64n(\d+)k(\d+)\.\S+\s+\{[^}]*\},\s*(\{?)")
+_WGMMA = re.compile(r"wgmma\.mma_async")
+_STEP = re.compile(
+    r"^.*?(?:"
+    r"wgmma\.mma_async\.\S*\.m64n(?P<columns>\d+)k(?P<depth>\d+)\.\S+\s+\{[^}]*\},\s*(?P<brace>\{?)"
+    r"|wgmma\.wait_group\.sync\.aligned\s+(?P<groups>\d+)"
+    r"|wgmma\.commit_group).*$",
+    re.MULTILINE,
+)
 _THREADS = re.compile(r"^\.(?:max|req)ntid\s+(\d+)", re.MULTILINE)
 
 
@@ -38,16 +45,37 @@ class Wgmma:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """An innermost loop that multiplies.
+class Commit:
+    """The products since the last one are a group, which is waited for as a whole."""
 
-    Attributes:
-      opcodes: instructions, by name without modifiers: ``"fma"``, ``"ex2"``.
-      products: how many of each kind.
-    """
+
+@dataclass(frozen=True)
+class Wait:
+    """Until no more than so many groups are on their way."""
+
+    groups: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Instructions of each thread, by name without modifiers: ``"fma"``, ``"ex2"``."""
 
     opcodes: Mapping[str, int]
-    products: Mapping[Wgmma, int]
+
+
+type Step = Wgmma | Commit | Wait | Vector
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop that multiplies: what it does, in order."""
+
+    steps: tuple[Step, ...]
+
+    def count(self, *opcodes: str) -> int:
+        """How many instructions have one of these names."""
+        vectors = (step.opcodes for step in self.steps if isinstance(step, Vector))
+        return sum(each.get(name, 0) for each in vectors for name in opcodes)
 
 
 def read_threads(text: str) -> int:
@@ -74,6 +102,19 @@ def read_loops(text: str) -> tuple[Loop, ...]:
 
 
 def _loop(body: str) -> Loop:
-    found = _WGMMA.findall(body)
-    products = Counter(Wgmma(int(n), int(k), bool(brace)) for n, k, brace in found)
-    return Loop(Counter(_OPCODE.findall(body)), products)
+    steps: list[Step] = []
+    begin = 0
+    for found in _STEP.finditer(body):
+        steps += _vector(body[begin : found.start()])
+        begin = found.end()
+        if found["columns"]:
+            from_registers = bool(found["brace"])
+            steps.append(Wgmma(int(found["columns"]), int(found["depth"]), from_registers))
+        else:
+            steps.append(Wait(int(found["groups"])) if found["groups"] else Commit())
+    return Loop((*steps, *_vector(body[begin:])))
+
+
+def _vector(text: str) -> list[Step]:
+    opcodes = Counter(_OPCODE.findall(text))
+    return [Vector(opcodes)] if opcodes else []

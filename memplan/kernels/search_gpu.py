@@ -80,10 +80,8 @@ def _decode_inputs(problem: DecodeProblem) -> tuple[Any, ...]:
     if problem.kv_dtype == "int8":
         k, v = (jax.random.randint(key, pool, -127, 128, jnp.int8) for key in keys[1:3])
     else:
-        k, v = (
-            jax.random.normal(key, pool, problem.dtype).astype(problem.kv_dtype)
-            for key in keys[1:3]
-        )
+        wide = (jax.random.normal(key, pool, problem.dtype) for key in keys[1:3])
+        k, v = (each.astype(problem.kv_dtype) for each in wide)
     scales = jnp.full(pool[:3], 0.01, jnp.float32) if problem.is_quantized else None
     tables = None
     if problem.paged:
@@ -170,7 +168,7 @@ def _decode_work(problem: DecodeProblem, config: decode_gpu.Config) -> Work:
     return Work(turns, np.zeros_like(turns), 1, (ring, ring), HBM)
 
 
-_WORK: Mapping[str, Callable[[Any, Any], Work]] = {
+WORK: Mapping[str, Callable[[Any, Any], Work]] = {
     FORWARD.tunable.kernel: _forward_work,
     QUERY_GRADIENT.tunable.kernel: _query_gradient_work,
     KEY_GRADIENTS.tunable.kernel: _key_gradients_work,
@@ -181,24 +179,54 @@ _WORK: Mapping[str, Callable[[Any, Any], Work]] = {
 # --- the judge --------------------------------------------------------------------------------
 
 
+def versions() -> dict[str, str]:
+    """Of what makes the code."""
+    return {"jax": jax.__version__, "cuda": version("jax-cuda13-plugin"), "ptxas": _ptxas()}
+
+
 def by_evidence(machine: str = "h200") -> Method:
     """By what the compilers make of candidates, for a machine that need not be there."""
-    versions = {"jax": jax.__version__, "cuda": version("jax-cuda13-plugin"), "ptxas": _ptxas()}
-    # What the model would have to be right to, to prefer another to the default.
-    return Method("evidence", partial(_judge, machine), versions, margin=0.1)
+    # Nothing that the model says was measured: it has to be wrong by more than that.
+    return Method("evidence", partial(_judge, machine), versions(), margin=0.2)
 
 
 def _judge(
     machine: str, search: Search[Any, Any], problem: Any, candidates: Sequence[Any]
 ) -> Iterator[Score]:
+    """Of candidates that differ in slots alone, those after the first that is clean are not tried:
+
+    candidates have the most slots first, and with fewer nothing is predicted to be faster.
+    """
     arguments = jax.eval_shape(partial(search.inputs, problem))
-    jobs = [Job(partial(search.call, problem, config), arguments) for config in candidates]
-    for config, found in zip(candidates, each_gpu_evidence(jobs, machine), strict=True):
-        if isinstance(found, KernelCompilationError):
-            yield Score(math.inf, reason=_reason(found))
-        else:
-            (kernel,) = (each for each in found if each.name == search.tunable.kernel)
-            yield score(kernel, _WORK[search.tunable.kernel](problem, config))
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, config in enumerate(candidates):
+        fields = search.tunable.tuned_fields(config)
+        tiles = tuple(value for name, value in fields.items() if not name.endswith("slots"))
+        groups.setdefault(tiles, []).append(number)
+    scores = [Score(math.inf, reason="not compiled: one with more slots is clean")] * len(
+        candidates
+    )
+    waiting = list(groups.values())
+    while waiting:
+        turn = [group.pop(0) for group in waiting]
+        jobs = [Job(partial(search.call, problem, candidates[n]), arguments) for n in turn]
+        for number, found in zip(turn, each_gpu_evidence(jobs, machine), strict=True):
+            scores[number] = _scored(search.tunable.kernel, problem, candidates[number], found)
+        waiting = [
+            group
+            for group, number in zip(waiting, turn, strict=True)
+            if group and math.isinf(scores[number].seconds)
+        ]
+    yield from scores
+
+
+def _scored(
+    name: str, problem: Any, config: Any, found: tuple[KernelEvidence, ...] | KernelCompilationError
+) -> Score:
+    if isinstance(found, KernelCompilationError):
+        return Score(math.inf, reason=_reason(found))
+    (kernel,) = (each for each in found if each.name == name)
+    return score(kernel, WORK[name](problem, config))
 
 
 def score(kernel: KernelEvidence, work: Work) -> Score:

@@ -67,7 +67,7 @@ class Config:
 
     Attributes:
       block_q: queries of one consumer, a multiple of 64; a thread block has two.
-      block_kv: keys of a slot, a multiple of 16.
+      block_kv: keys of a slot, a multiple of 64.
       slots: of K, and as many of V.
     """
 
@@ -96,7 +96,7 @@ def candidates(problem: Problem) -> list[Config]:
     """Every configuration that fits; first those of FlashAttention-3's tiles, as it compiles."""
     usual = (64, 128 if problem.head_dim <= 128 else 64)
     return gpu.fitting(
-        starmap(Config, product((64, 128), (64, 80, 96, 128, 160, 192, 256), (4, 3, 2))),
+        starmap(Config, product((64, 128), (64, 128, 192, 256), (4, 3, 2))),
         partial(smem_bytes, problem),
         partial(registers, problem),
         preferred=lambda config: (config.block_q, config.block_kv) == usual,

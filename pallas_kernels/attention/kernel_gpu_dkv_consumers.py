@@ -227,9 +227,10 @@ def _attend_values(
     )
     weights = _weights(work, smem, keys, masked, block, slot, scores)
     smem.q_ring.release(step)
-    handed_over = scores.through_cap(weights).astype(problem.dtype)
     # Neither is f32 for longer than need be.
-    rounded, handed_over = lax.optimization_barrier((weights.astype(problem.dtype), handed_over))
+    rounded = lax.optimization_barrier(weights.astype(problem.dtype))
+    handed_over = scores.through_cap(rounded.astype(jnp.float32)).astype(problem.dtype)
+    rounded, handed_over = lax.optimization_barrier((rounded, handed_over))
     p_ring.await_empty(step)
     smem.p[p_ring.slot(step)] = handed_over
     p_ring.hand_over(step)

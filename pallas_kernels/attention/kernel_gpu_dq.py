@@ -56,7 +56,7 @@ class Config:
 
     Attributes:
       block_q: queries of one consumer, a multiple of 64; a thread block has two.
-      block_kv: keys of a slot, a multiple of 16.
+      block_kv: keys of a slot, a multiple of 64.
       k_slots, v_slots: of the rings.
     """
 
@@ -84,10 +84,9 @@ def registers(problem: Problem, config: Config) -> int:
 
 def candidates(problem: Problem) -> list[Config]:
     """Every configuration that fits; first those of 64 keys, with the most slots."""
-    slots = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2, 1) if v <= k]
-    slots.sort(key=sum, reverse=True)
+    slots = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))
     return gpu.fitting(
-        (Config(64, block_kv, *each) for block_kv in (64, 80, 96, 128) for each in slots),
+        (Config(64, block_kv, *each) for block_kv in (64, 128) for each in slots),
         partial(smem_bytes, problem),
         partial(registers, problem),
         # Of 128 keys scores and their gradients leave no registers for a mask.

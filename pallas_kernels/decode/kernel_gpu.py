@@ -7,8 +7,8 @@ other has 64 query rows:
 
     producer     for each block i: K[i mod slots], V[i mod slots], a copy for each page
     consumer     for each block i:
-                   S = Q Kᵀ; softmax; P to SMEM
-                   O = O * decay + P V;         give back the slot
+                   S = Q Kᵀ; softmax
+                   O = O * decay + P V          P from registers; give back the slot
 
     barrier      arrivals a phase      phases     waited for by
     q_full       1 (TMA)               1          consumer
@@ -22,18 +22,16 @@ time that HBM takes to bring the keys. The other way round, keys as the 64 rows 
 8 columns, wastes nothing, but reduces over rows, across warps, and needs P transposed through
 SMEM in each block.
 
-P goes through SMEM and O is added to in registers, rather than P from registers into an
-accumulator that stays: jax's GPU interpreter has neither of the latter, and what is limited by
-memory does not notice. 8-bit keys and values are converted to the type of the queries on their
+8-bit keys and values are converted to the type of the queries on their
 way from one SMEM tile to another, and scaled afterwards, a row or column of the product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -50,10 +48,7 @@ from pallas_kernels.targets import Target
 from pallas_kernels.tuned import Key, Tunable
 
 ROWS = 64
-# Of others Mosaic GPU finds no layout for the tiles, as of 96.
-_HEAD_DIMS = (64, 128, 192, 256)
-# That Mosaic GPU sets aside for reductions.
-_REDUCTION_BYTES = 2048
+_MAX_HEAD_DIM = 256
 # Elements of a tile of keys: with more ptxas was seen to spill.
 _TILE = 128 * 128
 _PRODUCER_REGISTERS = 40
@@ -87,26 +82,32 @@ def refusal(problem: Problem, target: Target) -> str | None:
         return "it takes a Hopper GPU (wgmma)"
     if problem.dtype == "float32":
         return "wgmma has no float32: it takes bfloat16 or float16"
-    if problem.head_dim not in _HEAD_DIMS:
-        return f"heads are {problem.head_dim} wide: it takes {_HEAD_DIMS}"
+    unit = 32 if jnp.dtype(problem.kv_dtype).itemsize == 1 else 16
+    if problem.head_dim > _MAX_HEAD_DIM or problem.head_dim % unit:
+        return (
+            f"heads are {problem.head_dim} wide: it takes multiples of {unit} up to {_MAX_HEAD_DIM}"
+        )
     if problem.page_size % 8:
         return f"pages are of {problem.page_size} tokens: it takes multiples of 8"
-    if next(candidates(problem), None) is None:
+    if not candidates(problem):
         return "no ring of two slots fits into SMEM: it takes narrower heads or smaller pages"
     return None
 
 
-def candidates(problem: Problem) -> Iterator[Config]:
+def candidates(problem: Problem) -> list[Config]:
     """The configurations that fit into SMEM, the default one first."""
     # float8_e4m3fn passes through registers twice as wide as int8.
     limit = _TILE // 2 if problem.kv_dtype == "float8_e4m3fn" else _TILE
-    for block in sorted((128, 64), key=lambda block: block * problem.head_dim > limit):
-        if max(block, problem.page_size) % min(block, problem.page_size):
-            continue
-        for slots in (4, 3, 2):
-            config = Config(block, slots, _splits(problem, block))
-            if smem_bytes(problem, config) <= gpu.SMEM_CAPACITY:
-                yield config
+    page = problem.page_size
+    return gpu.fitting(
+        (
+            Config(block, slots, _splits(problem, block))
+            for block, slots in product((128, 64), (4, 3, 2))
+            if max(block, page) % min(block, page) == 0
+        ),
+        partial(smem_bytes, problem),
+        preferred=lambda config: config.block * problem.head_dim <= limit,
+    )
 
 
 def _key(problem: Problem) -> Key:
@@ -132,7 +133,7 @@ TUNABLE = Tunable("sm90", "decode_attention", _key, candidates, derived=("splits
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of SMEM of one thread block."""
-    return gpu.scratch_bytes(_scratch(problem, config)) + _REDUCTION_BYTES
+    return gpu.scratch_bytes(_scratch(problem, config))
 
 
 def _tiles(problem: Problem) -> int:
@@ -162,7 +163,6 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
         "q": gpu.smem_tiles(problem.dtype, ROWS, wide),
         "k": gpu.smem_tiles(problem.kv_dtype, *ring),
         "v": gpu.smem_tiles(problem.kv_dtype, *ring),
-        "p": gpu.smem_tiles(problem.dtype, ROWS, config.block),
         "out": gpu.smem_tiles("float32", ROWS, _columns(problem)[0].size),
         "lse": plgpu.SMEM((ROWS,), jnp.float32),
         "q_full": plgpu.Barrier(),
@@ -342,7 +342,11 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     keys = operand("k")
     if problem.is_quantized:
         plgpu.commit_smem()
-    score = _product(shape, smem["q"], keys.T)
+
+    def score_keys(products: gpu.Ref) -> None:
+        plgpu.wgmma(products, smem["q"], keys.T)
+
+    (score,) = gpu.accumulate(score_keys, gpu.zeros(*shape))
     if problem.is_quantized:
         score *= scales("k")
     logits = gpu.logits(problem, score)
@@ -364,21 +368,23 @@ def _attend(work: _Work, smem: dict[str, Any], block: Any, carry: _Carry) -> _Ca
     if problem.is_quantized:
         # A scale past the length may not be a number.
         weight = jnp.where(seen, weight * scales("v"), 0.0)
-    smem["p"][...] = weight.astype(problem.dtype)
+    rounded = weight.astype(problem.dtype)
     values = operand("v")
     if jnp.issubdtype(jnp.dtype(problem.kv_dtype), jnp.floating):
         _clear(work, values, block)
     plgpu.commit_smem()
-    mixed: list[jax.Array] = []
-    for tile, columns in zip(acc, _columns(problem), strict=True):
-        product = _product((ROWS, columns.size), smem["p"], values.at[:, columns])
-        mixed.append(tile * gpu.over_columns(tile.shape, decay) + product)
+
+    def mix(*accumulators: gpu.Ref) -> None:
+        for accumulator, columns in zip(accumulators, _columns(problem), strict=True):
+            plgpu.wgmma(accumulator, rounded, values.at[:, columns])
+
+    acc = gpu.accumulate(mix, *(tile * gpu.over_columns(tile.shape, decay) for tile in acc))
     plgpu.barrier_arrive(smem["empty"].at[slot])
-    return tuple(mixed), new, total
+    return acc, new, total
 
 
 def _columns(problem: Problem) -> list[Any]:
-    """Slices of a head: of one product of P and V, whose accumulator the registers have to hold."""
+    """Slices of a head: each has an accumulator, and passes through SMEM at the end by itself."""
     width = 128 if problem.head_dim % 128 == 0 else problem.head_dim
     return [pl.ds(n, width) for n in range(0, problem.head_dim, width)]
 
@@ -413,16 +419,6 @@ def _pieces(problem: Problem, config: Config) -> list[tuple[Any, Any]]:
     return [(pl.ds(row, ROWS), pl.ds(column, width)) for row, column in starts]
 
 
-def _product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
-    """a b, f32 of `shape`."""
-
-    def scoped(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
-
-    return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-
 def forward(
     problem: Problem, target: Target, q: jax.Array, cache: Cache, config: Config | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -453,9 +449,7 @@ def forward(
         grid_names=_GRID,
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=gpu.PARAMS,
         kernel_name="decode_attention",
     )(*operands)
     out = out.reshape(*parts[:3], -1, problem.head_dim)[..., : problem.rows, :]

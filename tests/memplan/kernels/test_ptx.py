@@ -1,6 +1,6 @@
 """Loops are read from PTX."""
 
-from memplan.kernels.ptx import Loop, Wgmma, read_loops, read_threads
+from memplan.kernels.ptx import Commit, Vector, Wait, Wgmma, read_loops, read_threads
 
 PTX = """\
 .maxntid 384, 1, 1
@@ -15,9 +15,11 @@ $L__BB0_3:
 $L__BB0_4:
 	{ .reg .pred p; setp.ne.b32 p, 1, 0; \
 wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r8,%r9}, %rd1, %rd2, p, 1, 1, 0, 0;}
+	wgmma.commit_group.sync.aligned;
 	ex2.approx.ftz.f32 	%r5, %r6;
 	{ .reg .pred p; setp.ne.b32 p, 1, 0; \
 wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r8,%r9}, {%r1,%r2}, %rd2, p, 1, 1, 1;}
+	wgmma.wait_group.sync.aligned 1;
 	@!%p2 bra 	$L__BB0_3;
 	@%p3 bra 	$L__BB0_3;
 	ret;
@@ -27,9 +29,16 @@ wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r8,%r9}, {%r1,%r2}, %rd2,
 
 def test_the_loop_that_multiplies_is_read():
     (loop,) = read_loops(PTX)
-    assert loop == Loop(
-        {"add": 1, "ex2": 1, "bra": 2}, {Wgmma(128, 16, False): 1, Wgmma(64, 16, True): 1}
+    assert loop.steps == (
+        Vector({"add": 1}),
+        Wgmma(128, 16, False),
+        Commit(),
+        Vector({"ex2": 1}),
+        Wgmma(64, 16, True),
+        Wait(1),
+        Vector({"bra": 2}),
     )
+    assert loop.count("ex2", "add") == 2
     assert read_threads(PTX) == 384
 
 

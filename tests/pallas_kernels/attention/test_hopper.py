@@ -10,6 +10,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.attention import hopper, kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
 from pallas_kernels.attention.problem import Band, Problem
@@ -96,3 +98,27 @@ def test_what_it_refuses(asked: Problem, target: Target, reason: str):
     found = hopper.refusal(asked, target)
     assert found is not None
     assert reason in found
+
+
+BANDS = st.builds(
+    Band, st.none() | st.integers(0, 9000), st.none() | st.integers(0, 9000), st.integers(-99, 9999)
+)
+
+
+@given(
+    head_dim=st.integers(1, 16).map(lambda n: 16 * n),
+    q_len=st.integers(1, 20000),
+    kv_len=st.integers(1, 20000),
+    heads=st.sampled_from([(1, 1), (8, 8), (32, 8), (71, 1)]),
+    band=BANDS,
+    soft_cap=st.none() | st.just(30.0),
+    segments=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_whatever_is_asked_a_candidate_is_chosen(
+    head_dim: int, heads: tuple[int, int], **fields: Any
+):
+    """Rows serve problems that nobody has looked at."""
+    asked = problem(head_dim, q_heads=heads[0], kv_heads=heads[1], **fields)
+    for kernel in (kernel_gpu, kernel_gpu_dq, kernel_gpu_dkv):
+        assert kernel.TUNABLE.choose(asked) in kernel.candidates(asked)

@@ -60,6 +60,13 @@ def test_soft_cap_and_segments_at_once(head_dim: int, window: tuple[int, int] | 
     is_clean(gpu_evidence(function, *given))
 
 
+@pytest.mark.slow
+def test_soft_cap_of_wide_heads():
+    shape = Shape("", 1, 8192, 8192, 16, 8, 256, {"causal": True, "soft_cap": 50.0})
+    function, given = programs.gradient(shape)
+    is_clean(gpu_evidence(function, *given))
+
+
 def problem(**fields: Any) -> Problem:
     whole = Problem(1, 1024, 1024, 4, 2, 128, "bfloat16", Band(right=0), 0.1)
     return dataclasses.replace(whole, **fields)

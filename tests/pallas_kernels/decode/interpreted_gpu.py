@@ -9,12 +9,12 @@ import jax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import kernel_gpu, reference
 from pallas_kernels.decode.kernel_gpu import Config
 from pallas_kernels.targets import target_of
 from tests.pallas_kernels.decode import cases, strategies
+from tests.pallas_kernels.interpreted import interpreting
 
 TARGET = target_of("cuda", "NVIDIA H200")
 
@@ -22,7 +22,7 @@ TARGET = target_of("cuda", "NVIDIA H200")
 def check(config: Config, **case: Any) -> None:
     """Compares the kernel with the oracle."""
     made = cases.make(**case)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreting():
         forward = partial(kernel_gpu.forward, made.problem, TARGET, config=config)
         got = jax.block_until_ready(jax.jit(forward)(made.q, made.cache))
     cases.check(made, got, reference.attend(made.problem, made.q, made.cache))
@@ -32,6 +32,7 @@ def check_masks() -> None:
     """Splits, pages against blocks, windows, soft cap, empty sequences."""
     check(Config(64, 2, 2), lengths=[200, 0, 70], max_pages=16, head_dim=64)
     check(Config(64, 3, 1), lengths=[100, 1], page_size=128, paged=False, soft_cap=5.0)
+    check(Config(64, 2, 1), lengths=[90], max_pages=8, head_dim=96)
 
 
 def check_types() -> None:
@@ -49,7 +50,7 @@ def check_random(examples: int) -> None:
     """Any of the problems that the kernel takes, split or not."""
 
     @settings(max_examples=examples, database=None, deadline=None)
-    @given(strategies.cases(head_dims=(64, 128)), st.sampled_from([64, 128]), st.integers(1, 3))
+    @given(strategies.cases(head_dims=(64, 96, 128)), st.sampled_from([64, 128]), st.integers(1, 3))
     def compare(case: dict[str, Any], block: int, splits: int) -> None:
         case["dtype"] = "bfloat16"
         if case["kv_dtype"] == "float32":
