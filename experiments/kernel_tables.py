@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -16,6 +16,7 @@ from hlo_passes.machine import Machine, load_machine
 from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
+from pallas_kernels.attention import kernel_gpu, kernel_gpu_dkv, kernel_gpu_dq
 from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.tuning import backward_choice, forward_choice
@@ -24,7 +25,8 @@ from pallas_kernels.decode import kernel_tpu as decode_tpu
 from pallas_kernels.decode import shapes as decode_shapes
 from pallas_kernels.streamed_matmul import kernel_tpu as product_tpu
 from pallas_kernels.streamed_matmul import shapes as product_shapes
-from pallas_kernels.targets import TPUS, Target, target_of
+from pallas_kernels.targets import TPUS, Target
+from pallas_kernels.tuned import Tunable
 
 # A vector register.
 _REGISTER_BYTES = 4096
@@ -55,8 +57,8 @@ and the cycles that its copies take at the nominal bandwidth of HBM, or of the h
 the former are fewer, memory is what holds the kernel. A core of a v5p has half of the bandwidth for
 decoding, where both run; the product runs on one.
 
-On the H200: registers at launch (of attention consumers raise theirs to 240), bytes of a thread
-that are spilled, bytes of SMEM, and whether wgmma is asynchronous.
+On an H200: the configuration; registers at launch (of attention consumers raise theirs to 240),
+bytes of a thread that are spilled, SMEM, and whether wgmma is asynchronous.
 """
 
 
@@ -205,9 +207,8 @@ def _ring_rows(chip: str, rings: list[Ring]) -> Iterator[str]:
     found = tpu_evidence([ring.program for ring in rings], chip)
     for ring, (evidence,) in zip(rings, found, strict=True):
         step, copies = evidence.product_turn(ring.products), ring.copy_cycles(machine)
-        fields = dataclasses.asdict(ring.config).items()
         yield (
-            f"| {ring.name} | {', '.join(f'{name} {value}' for name, value in fields)} "
+            f"| {ring.name} | {_fields(ring.config)} "
             f"| {step:,} | {copies:,.0f} | {step / copies:.2f} | {_bytes_and_bundles(evidence)}"
         )
 
@@ -216,26 +217,47 @@ def _ring_rows(chip: str, rings: list[Ring]) -> Iterator[str]:
 
 
 def _hopper_tables(chip: str) -> dict[str, Iterator[str]]:
-    attention = ((shape.name, programs.gradient(shape)) for shape in attention_shapes.SHAPES)
-    target = target_of("gpu", load_machine(chip).name)
-    decoded = (
-        (shape.name, programs.decode(shape))
-        for shape in decode_shapes.SHAPES
-        if decode_gpu.refusal(programs.decode_problem_of(shape), target) is None
-    )
+    target = Target("gpu", chip, "sm90")
+    decoded = [(shape, programs.decode_problem_of(shape)) for shape in decode_shapes.SHAPES]
     return {
-        "attention": _hopper_rows(chip, attention),
-        "decode_attention": _hopper_rows(chip, decoded),
+        "attention": _hopper_rows(
+            chip,
+            [
+                (shape.name, programs.attention_problem_of(shape), programs.gradient(shape))
+                for shape in attention_shapes.SHAPES
+            ],
+            (kernel_gpu.TUNABLE, kernel_gpu_dq.TUNABLE, kernel_gpu_dkv.TUNABLE),
+        ),
+        "decode_attention": _hopper_rows(
+            chip,
+            [
+                (shape.name, problem, programs.decode(shape))
+                for shape, problem in decoded
+                if decode_gpu.refusal(problem, target) is None
+            ],
+            (decode_gpu.TUNABLE,),
+        ),
     }
 
 
-def _hopper_rows(chip: str, named: Iterator[tuple[str, programs.Program]]) -> Iterator[str]:
-    yield "| shape | kernel | registers | spilled, bytes | SMEM, bytes | asynchronous |"
-    yield "|---|---|---|---|---|---|"
-    for name, (function, arguments) in named:
+def _hopper_rows(
+    chip: str,
+    named: Iterable[tuple[str, Any, programs.Program]],
+    tunables: Iterable[Tunable[Any, Any]],
+) -> Iterator[str]:
+    yield "| shape | kernel | configuration | registers | spilled | SMEM | asynchronous |"
+    yield "|---|---|---|---|---|---|---|"
+    by_name = {tunable.kernel: tunable for tunable in tunables}
+    for name, problem, (function, arguments) in named:
         for kernel in gpu_evidence(function, *arguments, machine=chip):
+            spilled = kernel.spill_store_bytes + kernel.spill_load_bytes
             yield (
-                f"| {name} | {kernel.name} | {kernel.registers} "
-                f"| {kernel.spill_store_bytes + kernel.spill_load_bytes} "
-                f"| {kernel.smem_bytes:,} | {'no' if kernel.serialised else 'yes'} |"
+                f"| {name} | {kernel.name} | {_fields(by_name[kernel.name].choose(problem))} "
+                f"| {kernel.registers} | {format_bytes(spilled)} "
+                f"| {format_bytes(kernel.smem_bytes)} | {'no' if kernel.serialised else 'yes'} |"
             )
+
+
+def _fields(config: Any) -> str:
+    fields = dataclasses.asdict(config).items()
+    return ", ".join(f"{name} {getattr(value, 'value', value)}" for name, value in fields)
