@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from hlo_passes.assignment import assign_offsets, max_live_load
@@ -62,14 +63,15 @@ def lay_out(buffers: Iterable[Buffer], alignment: int) -> Layout:
 
 
 def vmem_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Bytes of an array in VMEM, whose last two axes are filled up to whole registers.
+    """Bytes of an array in VMEM, whose last two axes are filled up to whole tiles.
 
-    A single row is not (Mosaic tiles it by itself).
+    A tile is 8 rows of 128 numbers; of fewer rows, the next power of two, but as many as share
+    a row of a register.
     """
     itemsize = jnp.dtype(dtype).itemsize
     *leading, rows, lanes = (1, *shape) if len(shape) == 1 else shape
-    packed = 1 if rows == 1 else _SUBLANES * (4 // itemsize)
-    filled = math.ceil(rows / packed) * packed * math.ceil(lanes / _LANES) * _LANES
+    tile = min(_SUBLANES, max(4 // itemsize, 1 << (rows - 1).bit_length()))
+    filled = math.ceil(rows / tile) * tile * math.ceil(lanes / _LANES) * _LANES
     return math.prod(leading) * filled * itemsize
 
 
@@ -83,5 +85,5 @@ def vmem_buffers(scratch: Mapping[str, Any]) -> list[Buffer]:
     return [
         Buffer(name, vmem_bytes(memory.shape, memory.dtype), LiveRange(0, 1))
         for name, memory in scratch.items()
-        if jnp.issubdtype(memory.dtype, jnp.number)
+        if getattr(memory, "memory_space", None) == pltpu.VMEM
     ]

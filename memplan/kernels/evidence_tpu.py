@@ -1,9 +1,9 @@
 """What the TPU compiler made of a kernel: instruction bundles, spills, VMEM.
 
-    collect("v6e", [Job("experiments.kernels:splash", {"block_q": 1024})])
-      ─► a process with libtpu's dump flags ─► final_bundles.txt ─► Evidence
+    tpu_evidence([(function, arguments), ...], "v6e")
+      ─► a process with libtpu's dump flags ─► final_bundles.txt ... ─► of each, its kernels
 
-libtpu reads its flags when it is loaded, so each `collect` is a process of its own. A TPU runs a
+libtpu reads its flags when it is loaded, so each call is a process of its own. A TPU runs a
 bundle, a very long instruction word, in a cycle, but where it waits for a copy or a semaphore.
 Loops and branches are read from the dump: a loop ends with a branch back to where a region
 started.
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from hlo_passes.errors import KernelCompilationError
 from memplan.topologies import Topology, topology
 
+type Program = tuple[Callable[..., Any], tuple[Any, ...]]
+"""What to jit, importable or a `functools.partial` of what is, and its arguments:
+trees of `jax.ShapeDtypeStruct`, or of `jax.core.ShapedArray` in the memory that it names."""
+
 _TIMEOUT_S = 1200
 _FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A function to compile.
-
-    Attributes:
-      build: "module:function" that takes a `Topology` and `arguments` and returns what to jit,
-        its arguments as shapes with shardings, and the name of the kernel in it.
-      arguments: of `build`, as JSON has them.
-    """
-
-    build: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,21 +64,25 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class KernelEvidence:
     """A compiled kernel.
 
     Attributes:
-      kernel: its name.
+      name: of the kernel.
       regions: the whole kernel first, then by start, outer ones first.
       capacity: of each unit, its slots in a bundle.
-      vmem_bytes: what the compiler says that the kernel asked for beyond its limit, registers
-        that were spilled included; None where the limit was not exceeded. The rest is then empty.
+      vmem: bytes that it holds in VMEM, by what for, in the compiler's words: "scratch operand",
+        "input window", "output window". A window is there for an operand that is elsewhere, of
+        two slots if there is a grid.
+      exceeded: bytes of VMEM that the kernel needs, registers that were spilled included, where
+        they are more than its limit, and None where they are not. The rest is then empty.
     """
 
-    kernel: str
-    regions: tuple[Region, ...]
-    capacity: Mapping[str, int]
-    vmem_bytes: int | None = None
+    name: str
+    regions: tuple[Region, ...] = ()
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    vmem: Mapping[str, int] = field(default_factory=dict)
+    exceeded: int | None = None
 
     @property
     def bundles(self) -> int:
@@ -96,8 +91,36 @@ class Evidence:
 
     @property
     def spills(self) -> int:
-        """Registers stored because there were too few."""
+        """Registers stored because there were too few, at how many places in the code."""
         return self.regions[0].use["VSTORE:SPILL"]
+
+    @property
+    def own_bytes(self) -> int:
+        """Of VMEM, for its buffers and windows."""
+        return sum(size for what, size in self.vmem.items() if what != "internal scratch")
+
+    @property
+    def outermost(self) -> Region:
+        """The loop that its time is spent in; the whole kernel if it turns but once."""
+        return max(self.loops(), key=lambda region: region.bundles, default=self.regions[0])
+
+    def product_turn(self, inner: int = 1) -> int:
+        """Bundles of a turn of the loop with matrix products, as if all its conditions held.
+
+        Loops in it that have none are not counted: they turn only where something is cut off.
+
+        Args:
+          inner: how often an inner loop over products turns; 1 where there is none.
+        """
+        loops = sorted(
+            (region for region in self.regions if region.is_loop),
+            key=lambda region: region.bundles,
+        )
+        busy = [region for region in loops if region.use["MATMUL"]]
+        turn = busy[0 if inner == 1 else 1]
+        idle = [each for each in loops if each not in busy and turn.start <= each.start < turn.end]
+        repeated = (inner - 1) * busy[0].bundles
+        return turn.bundles + repeated - sum(each.bundles for each in idle)
 
     def loops(self) -> list[Region]:
         """Those that are in no other loop."""
@@ -118,89 +141,117 @@ class Evidence:
         return found
 
 
-def collect(name: str, jobs: Sequence[Job]) -> list[Evidence]:
-    """Compiles jobs for a TPU, one after the other in a new process.
+def tpu_evidence(programs: Sequence[Program], machine: str) -> list[tuple[KernelEvidence, ...]]:
+    """Compiles programs for a TPU, one after the other in a new process.
 
     Args:
-      name: of a topology: "v6e".
+      programs: of each argument the device holds the whole.
+      machine: of the machine library: "v6e".
+
+    Returns:
+      Of each program its kernels, sorted by name; where one exceeds its limit of VMEM, that
+      alone.
 
     Raises:
-      KernelCompilationError: when a job fails in another way than by its VMEM.
+      KernelCompilationError: when a program does not lower, or does not compile for another
+        reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = os.environ.get("LIBTPU_INIT_ARGS", "") + " " + _FLAGS.format(folder)
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags.strip()}
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": flags.strip(),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         done = subprocess.run(
-            [sys.executable, "-m", __name__, name, folder],
-            input=json.dumps([asdict(job) for job in jobs]),
+            [sys.executable, "-m", __name__, machine, folder],
+            input=pickle.dumps(list(programs)),
             env=environment,
             capture_output=True,
-            text=True,
             timeout=_TIMEOUT_S,
             check=False,
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(lines) != len(jobs):
-        failed = jobs[len(lines)] if len(lines) < len(jobs) else jobs[-1]
-        raise KernelCompilationError(failed.build, name, done.stdout + done.stderr)
-    return [_from_json(line) for line in lines]
+    lines = [line for line in done.stdout.decode().splitlines() if line.startswith("[{")]
+    if done.returncode or len(lines) != len(programs):
+        function, _ = programs[min(len(lines), len(programs) - 1)]
+        output = (done.stdout + done.stderr).decode()
+        raise KernelCompilationError(_name(function), machine, output)
+    return [tuple(map(_from_json, json.loads(line))) for line in lines]
 
 
-def _from_json(line: str) -> Evidence:
-    fields = json.loads(line)
-    fields["regions"] = tuple(Region(**region) for region in fields["regions"])
-    return Evidence(**fields)
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or _name(function.func)
+
+
+def _from_json(fields: dict[str, Any]) -> KernelEvidence:
+    regions = tuple(Region(**region) for region in fields.pop("regions"))
+    return KernelEvidence(**fields, regions=regions)
 
 
 # --- in the other process -------------------------------------------------------------------
 
 
-def _serve(name: str, folder: Path) -> None:
-    target = topology(name)
-    for job in json.load(sys.stdin):
+def _serve(machine: str, folder: Path) -> None:
+    target = topology(machine)
+    for function, arguments in pickle.load(sys.stdin.buffer):
         for old in folder.iterdir():
             old.unlink()
-        module, _, function = job["build"].partition(":")
-        build = getattr(import_module(module), function)
-        print(json.dumps(asdict(_compile(target, build, job["arguments"], folder))), flush=True)
+        kernels = _compile(target, function, arguments, folder)
+        print(json.dumps([asdict(kernel) for kernel in kernels]), flush=True)
+
+
+def _placed(target: Topology, x: Any) -> jax.ShapeDtypeStruct:
+    on_host = getattr(x, "memory_space", None) == jax.memory.Space.Host
+    sharding = target.sharding("pinned_host" if on_host else None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _compile(
-    target: Topology, build: Callable[..., Any], arguments: Mapping[str, Any], folder: Path
-) -> Evidence:
+    target: Topology, function: Callable[..., Any], arguments: Any, folder: Path
+) -> tuple[KernelEvidence, ...]:
     device = target.devices[0]
+    placed = jax.tree.map(partial(_placed, target), arguments)
     abstract = AbstractDevice(device.device_kind, device.num_cores, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        function, shapes, kernel = build(target, **arguments)
-        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))
     try:
         lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        exceeded = re.search(r"Scoped allocation with size ([\d.]+)([KMG]?) and limit", str(error))
+        exceeded = re.search(
+            r"on stack for %([\w-]+)[\s\S]*Scoped allocation with size ([\d.]+)([KMG]?) and limit",
+            str(error),
+        )
         if exceeded is None:
             raise
-        unit = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[exceeded[2]]
-        return Evidence(kernel, (), {}, int(float(exceeded[1]) * unit))
-    return read_dump(folder, kernel)
+        unit = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[exceeded[3]]
+        return (KernelEvidence(exceeded[1], exceeded=int(float(exceeded[2]) * unit)),)
+    names = sorted(set(re.findall(r'kernel_name = "([^"]+)"', lowered.as_text())))
+    return tuple(kernel for name in names for kernel in read_dump(folder, name))
 
 
-def read_dump(folder: Path, kernel: str) -> Evidence:
-    """Reads what libtpu wrote of a kernel.
+def read_dump(folder: Path, name: str) -> tuple[KernelEvidence, ...]:
+    """Reads what libtpu wrote of the kernels of a name, in the order in which they were compiled.
 
     Raises:
       FileNotFoundError: when it wrote nothing of that name.
     """
+    # A file is of one instruction, "<time>-<kernel>.<n>-72-final_bundles.txt".
+    listings = sorted(folder.glob(f"*-{name}.*-[0-9]*-final_bundles.txt"))
+    listings = [path for path in listings if "schedule-analysis" not in path.name]
+    if not listings:
+        raise FileNotFoundError(f"{folder}: no *-{name}.*-final_bundles.txt")
+    return tuple(_read_kernel(name, listing) for listing in listings)
 
-    def only(ending: str) -> str:
-        found = [
-            p for p in folder.glob(f"*{kernel}*-{ending}") if "schedule-analysis" not in p.name
-        ]
-        if not found:
-            raise FileNotFoundError(f"{folder}: no *{kernel}*-{ending}")
-        return found[0].read_text(encoding="utf-8", errors="replace")
 
-    units, capacity, use = _utilization(only("final_hlo-static-per-bundle-utilization.txt"))
-    spans = _spans(only("final_bundles.txt"), len(use))
+def _read_kernel(name: str, listing: Path) -> KernelEvidence:
+    prefix = re.sub(r"-\d+-final_bundles\.txt$", "", listing.name)
+
+    def beside(ending: str) -> str:
+        (path,) = listing.parent.glob(f"{prefix}-[0-9]*-{ending}")
+        return path.read_text(encoding="utf-8", errors="replace")
+
+    units, capacity, use = _utilization(beside("final_hlo-static-per-bundle-utilization.txt"))
+    text = listing.read_text(encoding="utf-8", errors="replace")
     regions = [
         Region(
             start,
@@ -208,9 +259,27 @@ def read_dump(folder: Path, kernel: str) -> Evidence:
             is_loop,
             {unit: sum(row[i] for row in use[start:end]) for i, unit in enumerate(units)},
         )
-        for start, end, is_loop in spans
+        for start, end, is_loop in _spans(text, len(use))
     ]
-    return Evidence(kernel, tuple(regions), dict(zip(units, capacity, strict=True)))
+    by_unit = dict(zip(units, capacity, strict=True))
+    return KernelEvidence(name, tuple(regions), by_unit, _vmem(beside("post-delay-converter.txt")))
+
+
+def _vmem(text: str) -> dict[str, int]:
+    """Bytes of the allocations that are listed, by the first two words of what they are for.
+
+    Those of spilled registers are left out: each is listed by itself, though they share bytes.
+    """
+    found = re.findall(
+        r"#(allocation\w+) \[shape = '[^']*', space=vmem, size = (0x[0-9a-f]+), [^\]]*?scoped, "
+        r"tag = '([\w/]+ [\w/]+)",
+        text,
+    )
+    totals: dict[str, int] = {}
+    for _, size, what in {each[0]: each for each in found}.values():
+        if not what.startswith("spilled"):
+            totals[what] = totals.get(what, 0) + int(size, 16)
+    return totals
 
 
 def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:

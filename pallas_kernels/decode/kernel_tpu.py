@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import onchip
 from pallas_kernels.decode.layout import merge, queries_by_kv_head, results_by_query
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.result_types import result_type
@@ -40,7 +41,9 @@ from pallas_kernels.targets import TPUS, Target
 
 _LANES = 128
 _SMEM_BYTES = 1 << 20
-_BLOCK_BYTES = 4 << 20
+# Of a block, by generation: 2 to 5 us of its memory. Larger ones gain nothing but on the fastest,
+# where what a step costs besides is felt (`experiments.kernels --shapes`).
+_BLOCK_BYTES = {"v5e": 4 << 20, "v5p": 4 << 20, "v6e": 4 << 20, "tpu7x": 8 << 20}
 # Generations whose matrix unit is 256 wide, two heads of 128.
 _WIDE_MXU = ("v6e", "tpu7x")
 # Below every score, and a start of the running maximum between the two: a masked score's
@@ -123,7 +126,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     )
 
     def distance(block: int) -> float:
-        return abs(math.log2(block * token_bytes / _BLOCK_BYTES))
+        return abs(math.log2(block * token_bytes / _BLOCK_BYTES[target.generation]))
 
     for block in sorted(_blocks(problem), key=distance):
         for slots in (3, 4, 2):
@@ -131,14 +134,15 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
                 groups = heads // pack
                 for interleave in sorted({math.gcd(groups, n) for n in (4, 8, 2, 1)}, reverse=True):
                     config = Config(block, slots, interleave, pack, head_splits, key_splits)
-                    if vmem_bytes(problem, config) <= TPUS[target.generation].vmem_bytes * 3 // 4:
+                    size = vmem_bytes(problem, config) + _spill_bytes(problem, config)
+                    if size <= TPUS[target.generation].vmem_bytes * 3 // 4:
                         yield config
 
 
 def _blocks(problem: Problem) -> set[int]:
     """Blocks of whole tiles that are whole pages, or that pages are whole numbers of."""
     tile, page = _sublanes(problem.kv_dtype), problem.page_size
-    powers = [2**n for n in range(13)]
+    powers = [2**n for n in range(14)]
     largest = max(_LANES, 2 ** math.ceil(math.log2(problem.capacity)))
     blocks = {*powers, *(page * n for n in powers)}
     return {
@@ -150,21 +154,56 @@ def _blocks(problem: Problem) -> set[int]:
     }
 
 
-def vmem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of VMEM that the ring, the accumulators and the double-buffered queries take."""
+def scratch(problem: Problem, config: Config) -> dict[str, Any]:
+    """What the kernel holds on the chip, besides the windows of queries and results."""
     heads = config.heads(problem)
-    wide, deep = _up(problem.head_dim, _LANES), _up(problem.rows, 8)
-    chunks = config.block // config.chunk(problem)
-    tokens = config.slots * chunks * heads * _up(config.chunk(problem), 32)
-    ring = 2 * tokens * wide * jnp.dtype(problem.kv_dtype).itemsize
+    groups, rows = heads // config.pack, config.pack * problem.rows
+    held = _rings(problem, config) | {
+        "arrived": pltpu.SemaphoreType.DMA((config.slots,)),
+        "top": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+        "sum": pltpu.VMEM((groups, rows, _LANES), jnp.float32),
+        "mix": pltpu.VMEM((groups, rows, problem.head_dim), jnp.float32),
+        "cursor": pltpu.SMEM((3,), jnp.int32),
+    }
     if problem.is_quantized:
-        per_chunk = _up(heads, 8) * _up(config.chunk(problem), _LANES) * 4
-        ring += 2 * config.slots * chunks * per_chunk
-        ring += 2 * _up(heads, 8) * _up(config.block, _LANES) * 4
-    sums = heads * deep * (2 * _LANES + wide) * 4
-    ends = 2 * heads * deep * (2 * wide * 4 + _LANES * 4)
-    scores = 4 * config.interleave * deep * config.block * 4
-    return ring + sums + ends + scores
+        for name in ("k_scales", "v_scales"):
+            held[f"dense_{name}"] = pltpu.VMEM((heads, config.block), jnp.float32)
+    return held
+
+
+def _rings(problem: Problem, config: Config) -> dict[str, Any]:
+    """Of each pool its slots."""
+    size = config.chunk(problem)
+    ring = (config.slots, config.block // size, config.heads(problem), size)
+    tokens = pltpu.VMEM((*ring, problem.head_dim), jnp.dtype(problem.kv_dtype))
+    if not problem.is_quantized:
+        return {"k": tokens, "v": tokens}
+    scales = pltpu.VMEM(ring, jnp.float32)
+    return {"k": tokens, "v": tokens, "k_scales": scales, "v_scales": scales}
+
+
+def slot_bytes(problem: Problem, config: Config) -> int:
+    """Bytes that come into a slot of the ring: a block of keys and values, as they lie in HBM."""
+    return onchip.vmem_total(_rings(problem, config)) // config.slots
+
+
+def vmem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of VMEM: the scratch, and the windows, unless XLA has what they show in VMEM anyway."""
+    cores = config.head_splits * config.key_splits
+    slots = 2 if cores * problem.batch > 1 else 1
+    shape = (config.heads(problem) // config.pack, config.pack * problem.rows)
+    out_dtype = problem.dtype if config.key_splits == 1 else "float32"
+    windows = (
+        onchip.vmem_bytes((*shape, config.pack * problem.head_dim), problem.dtype),
+        onchip.vmem_bytes((*shape, problem.head_dim), out_dtype),
+        onchip.vmem_bytes((*shape, 1), "float32"),
+    )
+    return onchip.vmem_total(scratch(problem, config)) + slots * sum(windows)
+
+
+def _spill_bytes(problem: Problem, config: Config) -> int:
+    """What the compiler may need for scores and weights between the two products."""
+    return 16 * config.interleave * config.pack * problem.rows * config.block
 
 
 def _smem_bytes(problem: Problem) -> int:
@@ -180,10 +219,6 @@ def _splits(problem: Problem, target: Target) -> tuple[int, int]:
 def _sublanes(dtype: str) -> int:
     """Rows of a tile."""
     return 32 // jnp.dtype(dtype).itemsize
-
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 # --- the list of blocks -------------------------------------------------------------------
@@ -352,16 +387,15 @@ class _Ring:
 
 
 def _kernel(problem: Problem, config: Config, *arguments: Any) -> None:
-    pool_count = 4 if problem.is_quantized else 2
-    walk, refs = Walk(*arguments[:5]), list(arguments[5:])
-    q_ref, *refs = refs
-    pools, (out_ref, lse_ref, *refs) = tuple(refs[:pool_count]), refs[pool_count:]
-    buffers, refs = tuple(refs[:pool_count]), refs[pool_count:]
-    top_ref, sum_ref, mix_ref, cursor, semaphores, *scales = refs
+    walk, (q_ref, *pools, out_ref, lse_ref, held) = Walk(*arguments[:5]), arguments[5:]
+    names = ("k", "v", "k_scales", "v_scales")[: len(pools)]
+    buffers, cursor = tuple(held[name] for name in names), held["cursor"]
+    scales = [held[f"dense_{name}"] for name in names[2:]]
+    top_ref, sum_ref, mix_ref = sums = held["top"], held["sum"], held["mix"]
 
     core, sequence = pl.program_id(0), pl.program_id(1)
     head = core // config.key_splits * config.heads(problem)
-    ring = _Ring(problem, config, walk, pools, buffers, semaphores, head)
+    ring = _Ring(problem, config, walk, tuple(pools), buffers, held["arrived"], head)
 
     def entry(row: Any) -> Any:
         return lax.rem(core, config.key_splits) * (problem.batch + 1) + row
@@ -398,7 +432,6 @@ def _kernel(problem: Problem, config: Config, *arguments: Any) -> None:
         send_next(step + config.slots - 1)
         slot = slot_of(step, config.slots)
         ring.wait(sequence, block, slot)
-        sums = (top_ref, sum_ref, mix_ref)
         if jnp.issubdtype(jnp.dtype(problem.kv_dtype), jnp.floating):
             ring.clear(buffers[1], sequence, block, slot, step < config.slots)
         _attend(problem, config, q_ref, buffers, scales, sums, slot, block, length)
@@ -512,8 +545,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.forward`; `config` is the first of `candidates` by default."""
     config = next(candidates(problem, target)) if config is None else config
-    heads, wide, size = config.heads(problem), problem.head_dim, config.chunk(problem)
-    groups, rows = heads // config.pack, config.pack * problem.rows
+    wide, rows = problem.head_dim, config.pack * problem.rows
+    groups = config.heads(problem) // config.pack
     queries = _queries(problem, config, q)
     pools = [cache.k, cache.v]
     if cache.k_scales is not None and cache.v_scales is not None:
@@ -529,7 +562,6 @@ def forward(
 
         return pl.BlockSpec((*parted, None, groups, rows, last), index)
 
-    chunks = config.block // size
     out_dtype = q.dtype if parts == 1 else jnp.float32
     shape = (parts, problem.batch, problem.kv_heads // config.pack, rows)
     out, lse = pl.pallas_call(
@@ -542,18 +574,7 @@ def forward(
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools),
             ],
             out_specs=[spec(wide, None), spec(1, None)],
-            scratch_shapes=[
-                *(
-                    pltpu.VMEM((config.slots, chunks, heads, size, *x.shape[3:]), x.dtype)
-                    for x in pools
-                ),
-                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
-                pltpu.VMEM((groups, rows, _LANES), jnp.float32),
-                pltpu.VMEM((groups, rows, wide), jnp.float32),
-                pltpu.SMEM((3,), jnp.int32),
-                pltpu.SemaphoreType.DMA((config.slots,)),
-                *(pltpu.VMEM((heads, config.block), jnp.float32) for _ in pools[2:]),
-            ],
+            scratch_shapes=[scratch(problem, config)],
         ),
         out_shape=[
             result_type((*shape, wide), out_dtype, *operands),

@@ -63,7 +63,7 @@ def streamed_matmul(
     """x @ w, where w stays in host memory or HBM and comes to the matrix unit tile by tile.
 
     For weights that a device has no room for: while one tile is multiplied the next ones are on
-    their way, and of the weights some 12 MiB are on the device at any time. Weights in
+    their way, and of the weights some 24 MiB are on the device at any time. Weights in
     HBM are streamed likewise where they are what a product of few rows waits for. Whether weights
     are on the host is read off the type of `w` (`jax.typeof(w).memory_space`) while tracing;
     inside a jitted function that is where an argument's sharding puts it, or

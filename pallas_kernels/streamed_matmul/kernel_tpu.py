@@ -35,8 +35,9 @@ With weights in HBM the first ring is not there and tiles are fetched from the w
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import onchip
 from pallas_kernels.streamed_matmul.problem import Problem
 from pallas_kernels.streamed_matmul.reference import precision
 from pallas_kernels.targets import Target
@@ -111,40 +113,54 @@ class Config:
                 "(chunk_slots - 1) * chunk_tiles >= tile_slots - 1."
             )
 
-    def vmem_bytes(self, problem: Problem) -> int:
-        """What the kernel allocates in VMEM, in bytes, before padding."""
-        x = self.x_slots * problem.m * self.k_tile * jnp.dtype(problem.dtype).itemsize
-        tile = self.k_tile * self.n_tile * jnp.dtype(problem.w_dtype).itemsize
-        # The sums and the results on their way out.
-        sums = problem.m * self.n_tile * (4 + jnp.dtype(problem.out_dtype).itemsize)
-        return x + self.tile_slots * tile + sums
+
+def scratch(problem: Problem, config: Config) -> dict[str, Any]:
+    """What the kernel holds on the chip, besides factors of columns."""
+    m, k_tile, n_tile = problem.m, config.k_tile, config.n_tile
+    w_tile = _stored(problem, k_tile, n_tile)
+    held = {
+        "x_tiles": pltpu.VMEM((config.x_slots, m, k_tile), jnp.dtype(problem.dtype)),
+        "x_arrived": pltpu.SemaphoreType.DMA((config.x_slots,)),
+        "tiles": pltpu.VMEM((config.tile_slots, *w_tile), jnp.dtype(problem.w_dtype)),
+        "tile_arrived": pltpu.SemaphoreType.DMA((config.tile_slots,)),
+        "sums": pltpu.VMEM((m, n_tile), jnp.float32),
+        "results": pltpu.VMEM((m, n_tile), jnp.dtype(problem.out_dtype)),
+        "results_left": pltpu.SemaphoreType.DMA,
+    }
+    if problem.on_host:
+        held["chunk_arrived"] = pltpu.SemaphoreType.DMA((config.chunk_slots,))
+    return held
 
 
-def config_of(problem: Problem) -> Config | None:
-    """The widest tiles with which the problem fits VMEM, x resident if that is possible at all;
-    None if nothing fits."""
+def vmem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of VMEM: the scratch, and the factors of all columns."""
+    factors = onchip.vmem_bytes((1, problem.n), "float32") if problem.scaled else 0
+    return onchip.vmem_total(scratch(problem, config)) + factors
+
+
+def candidates(problem: Problem) -> Iterator[Config]:
+    """Tiles that fit VMEM, the default first: the deepest, for the sums are read and written once
+    a tile; then the widest; with x resident if that is possible at all."""
     k_unit, n_unit = _units(problem)
-    k_tile = _tile(problem.k, 512, k_unit)
-    k_tiles = problem.k // k_tile
+    depths = dict.fromkeys(_tile(problem.k, k, k_unit) for k in (2048, 1024, 512))
     widths = dict.fromkeys(_tile(problem.n, n, n_unit) for n in (1024, 512, 256, 128))
-    for x_slots in (k_tiles, min(3, k_tiles)):
-        for n_tile in widths:
-            tile_bytes = k_tile * n_tile * jnp.dtype(problem.w_dtype).itemsize
-            chunk_tiles = _divisor(k_tiles, max(1, _CHUNK_BYTES // tile_bytes))
-            chunks_early = math.ceil(_CHUNK_BYTES_IN_FLIGHT / (chunk_tiles * tile_bytes))
-            tiles_early = min(15, math.ceil(_TILE_BYTES_IN_FLIGHT / tile_bytes))
-            config = Config(
-                m_block=512,
-                k_tile=k_tile,
-                n_tile=n_tile,
-                x_slots=x_slots,
-                tile_slots=1 + tiles_early,
-                chunk_tiles=chunk_tiles,
-                chunk_slots=1 + max(2, chunks_early, math.ceil(tiles_early / chunk_tiles)),
-            )
-            if config.vmem_bytes(problem) <= _VMEM_BYTES:
-                return config
-    return None
+    for x_stays, k_tile, n_tile in itertools.product((True, False), depths, widths):
+        k_tiles = problem.k // k_tile
+        tile_bytes = k_tile * n_tile * jnp.dtype(problem.w_dtype).itemsize
+        chunk_tiles = _divisor(k_tiles, max(1, _CHUNK_BYTES // tile_bytes))
+        chunks_early = math.ceil(_CHUNK_BYTES_IN_FLIGHT / (chunk_tiles * tile_bytes))
+        tiles_early = min(15, max(2, math.ceil(_TILE_BYTES_IN_FLIGHT / tile_bytes)))
+        config = Config(
+            m_block=512,
+            k_tile=k_tile,
+            n_tile=n_tile,
+            x_slots=k_tiles if x_stays else min(3, k_tiles),
+            tile_slots=1 + tiles_early,
+            chunk_tiles=chunk_tiles,
+            chunk_slots=1 + max(2, chunks_early, math.ceil(tiles_early / chunk_tiles)),
+        )
+        if vmem_bytes(problem, config) <= _VMEM_BYTES:
+            yield config
 
 
 def _units(problem: Problem) -> tuple[int, int]:
@@ -191,7 +207,7 @@ def refusal(problem: Problem, target: Target) -> str | None:
             f"m = {problem.m} rows take longer to multiply than weights take to come from HBM, and "
             f"XLA's own dot multiplies faster: expected at most {_ROWS_OF_A_STREAM}."
         )
-    if config_of(problem) is None:
+    if next(candidates(problem), None) is None:
         return f"a column of sums of m = {problem.m} rows is too large for VMEM: split the rows."
     return None
 
@@ -201,32 +217,19 @@ def forward(
 ) -> jax.Array:
     """The product; `reference.forward` documents the arguments."""
     del target
-    config = config_of(problem)
-    assert config is not None, "refused before"
-    return stream(problem, config, x, w, w_scales)
+    return stream(problem, next(candidates(problem)), x, w, w_scales)
 
 
 def stream(
     problem: Problem, config: Config, x: jax.Array, w: jax.Array, w_scales: jax.Array | None
 ) -> jax.Array:
     """The product with tiles and slots as `config` says."""
-    m, k_tile, n_tile = problem.m, config.k_tile, config.n_tile
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    out_types = [jax.ShapeDtypeStruct((m, problem.n), problem.out_dtype)]
-    scratch_types = {
-        "x_tiles": pltpu.VMEM((config.x_slots, m, k_tile), x.dtype),
-        "x_arrived": pltpu.SemaphoreType.DMA((config.x_slots,)),
-        "tiles": pltpu.VMEM((config.tile_slots, *_stored(problem, k_tile, n_tile)), w.dtype),
-        "tile_arrived": pltpu.SemaphoreType.DMA((config.tile_slots,)),
-        "sums": pltpu.VMEM((m, n_tile), jnp.float32),
-        "results": pltpu.VMEM((m, n_tile), problem.out_dtype),
-        "results_left": pltpu.SemaphoreType.DMA,
-    }
+    out_types = [jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)]
     if problem.on_host:
         # Scratch in HBM is not to be had: the ring is an output that nobody reads.
-        chunk = _stored(problem, config.chunk_tiles * k_tile, n_tile)
+        chunk = _stored(problem, config.chunk_tiles * config.k_tile, config.n_tile)
         out_types.append(jax.ShapeDtypeStruct((config.chunk_slots, *chunk), w.dtype))
-        scratch_types["chunk_arrived"] = pltpu.SemaphoreType.DMA((config.chunk_slots,))
     out, *_ = pl.pallas_call(
         partial(_kernel, problem, config),
         in_specs=[
@@ -236,7 +239,7 @@ def stream(
         ],
         out_specs=[in_hbm] * len(out_types),
         out_shape=out_types,
-        scratch_shapes=[scratch_types],
+        scratch_shapes=[scratch(problem, config)],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_LIMIT_BYTES),
         name="streamed_matmul",
     )(x, w, *([] if w_scales is None else [w_scales.reshape(1, problem.n)]))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.streamed_matmul.problem import Problem
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -26,6 +28,13 @@ class Shape:
     n: int
     w_dtype: str = "bfloat16"
     on_host: bool = True
+
+    @property
+    def problem(self) -> Problem:
+        """What `streamed_matmul` makes of it."""
+        scaled = self.w_dtype == "int8"
+        types = ("bfloat16", self.w_dtype, "bfloat16")
+        return Problem(self.m, self.k, self.n, *types, scaled=scaled, on_host=self.on_host)
 
 
 SHAPES = (

@@ -7,11 +7,14 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from experiments import kernel_programs as programs
+from memplan.kernels.evidence_tpu import tpu_evidence
 from pallas_kernels.decode import kernel_tpu
 from pallas_kernels.decode.api import decode_attention
 from pallas_kernels.decode.problem import Cache, Problem
 from pallas_kernels.decode.shapes import SHAPES, Shape
-from pallas_kernels.targets import target_of
+from pallas_kernels.onchip import vmem_total
+from pallas_kernels.targets import TPUS, Target, target_of
 from tests.pallas_kernels.decode import interpreted_tpu
 from tests.pallas_kernels.isolated import run
 
@@ -74,7 +77,7 @@ def problem(**changes: Any) -> Problem:
             {"batch": 512, "max_pages": 1024},
             "take 2113568 bytes of SMEM: it takes fewer than 917504",
         ),
-        ({"kv_heads": 4096, "q_heads": 4096}, "not even two pages fit into VMEM"),
+        ({"kv_heads": 8192, "q_heads": 8192}, "not even two pages fit into VMEM"),
     ],
 )
 def test_it_refuses(changes: dict[str, Any], sentence: str) -> None:
@@ -112,6 +115,31 @@ def test_candidates_fit() -> None:
 
 
 # --- compiled -----------------------------------------------------------------------------
+
+
+def check_bytes(shapes: list[Shape], chip: str) -> None:
+    """Buffers are as large as the compiler has them, and windows no larger than counted."""
+    found = tpu_evidence([programs.decode(shape, "tpu") for shape in shapes], chip)
+    for shape, (evidence,) in zip(shapes, found, strict=True):
+        problem = programs.decode_problem_of(shape)
+        config = next(kernel_tpu.candidates(problem, Target("tpu", chip, chip)))
+        buffers = vmem_total(kernel_tpu.scratch(problem, config))
+        assert evidence.vmem["scratch operand"] == buffers, shape.name
+        assert evidence.own_bytes <= kernel_tpu.vmem_bytes(problem, config), shape.name
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v6e", "v5p"])
+def test_the_compiler_lists_the_same_bytes(chip: str) -> None:
+    names = ("llama3-8b-8k-int8-page32", "gpt2-1k", "falcon-7b-2k-mqa")
+    check_bytes([shape for shape in SHAPES if shape.name in names], chip)
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_the_compiler_lists_the_same_bytes_of_every_shape(chip: str) -> None:
+    check_bytes(list(SHAPES), chip)
 
 
 def placed(device: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from experiments import kernel_programs as programs
+from memplan.kernels.evidence_tpu import tpu_evidence
 from pallas_kernels.streamed_matmul import kernel_tpu
 from pallas_kernels.streamed_matmul.api import streamed_matmul
 from pallas_kernels.streamed_matmul.problem import Problem
@@ -42,14 +44,11 @@ def test_a_planted_fault_is_caught(fault: str, ring: str, mode: str):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_a_config_fits_the_shape(shape):
-    scaled = shape.w_dtype == "int8"
-    types = "bfloat16", shape.w_dtype, "bfloat16"
-    problem = Problem(shape.m, shape.k, shape.n, *types, scaled=scaled, on_host=shape.on_host)
-    config = kernel_tpu.config_of(problem)
-    assert config is not None
+    problem = shape.problem
+    config = next(kernel_tpu.candidates(problem))
     assert problem.k % (config.k_tile * config.chunk_tiles) == 0
     assert problem.n % config.n_tile == 0
-    assert config.vmem_bytes(problem) <= 44 << 20
+    assert kernel_tpu.vmem_bytes(problem, config) <= 44 << 20
 
 
 def test_slots_that_would_deadlock_are_refused():
@@ -133,6 +132,16 @@ def test_every_shape_compiles(tpu_compiler, name: str):
         # The kernel itself reads the host: nothing else moves the weights.
         assert ("S(5)" in text) == shape.on_host, shape.name
         assert "copy-start(%w" not in text, shape.name
+
+
+@pytest.mark.tpu
+def test_the_compiler_lists_the_same_bytes():
+    names = ("llama2-7b-down-decode", "llama3-8b-head-decode", "llama3-70b-up-int8")
+    shapes = [shape for shape in SHAPES if shape.name in names]
+    found = tpu_evidence([programs.product(shape) for shape in shapes], "v6e")
+    for shape, (evidence,) in zip(shapes, found, strict=True):
+        config = next(kernel_tpu.candidates(shape.problem))
+        assert evidence.own_bytes == kernel_tpu.vmem_bytes(shape.problem, config), shape.name
 
 
 def test_the_gradient_of_x_streams_the_weights_too(tpu_compiler):
