@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from hlo_passes.fusion_traffic import FusionTraffic
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.advising import Advice
 from memplan.report.findings import Findings, GroupedBy, HeapView
@@ -110,6 +111,30 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
         limit,
         lambda k: f"%{k.step.instruction}",
     )
+    yield _hbm_table(findings.hbm)
+    if findings.pairs:
+        yield _limited(
+            "what a fusion would save",
+            (
+                Column("saves", right=True),
+                Column("takes", right=True),
+                Column("array"),
+                Column("written by"),
+                Column("read by"),
+                Column("because"),
+            ),
+            findings.pairs,
+            lambda p: (
+                format_bytes(p.saved_bytes),
+                _seconds(p.seconds),
+                p.shape,
+                str(p.producer),
+                str(p.consumer),
+                f"{p.reason}: {p.why}",
+            ),
+            limit,
+            lambda p: f"%{p.producer.instruction}",
+        )
 
 
 def advice_table(advice: Sequence[Advice], limit: int = LIMIT) -> Table:
@@ -146,6 +171,24 @@ def _heap_table(heap: HeapView) -> Table:
     peak = "" if heap.peak is None else f"%{heap.peak.instruction}"
     about = ((peak,), *(("",) for _ in rows[1:]))
     return Table("temporaries in the device's memory", columns, tuple(rows), about=about)
+
+
+def _hbm_table(hbm: FusionTraffic) -> Table:
+    rows = [
+        (name, format_bytes(found.read), format_bytes(found.written), format_bytes(found.total))
+        for name, found in (
+            ("without fusions", hbm.unfused),
+            ("as compiled", hbm.compiled),
+            ("at the least", hbm.bound),
+        )
+    ]
+    columns = (
+        Column(""),
+        Column("read", right=True),
+        Column("written", right=True),
+        Column("together", right=True),
+    )
+    return Table("to and from the device's memory in a step", columns, tuple(rows))
 
 
 def _limited[T](

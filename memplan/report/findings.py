@@ -6,6 +6,8 @@
     relayouts   what only moves bytes
     donations   arguments given away, and what came of it
     kernels     who moves most bytes
+    hbm         what fusions save of these bytes, and what none can
+    pairs       which kernels hand each other arrays through memory, and why
 
 Facts, in bytes, seconds and ticks; `memplan.report.inspecting` finds them.
 """
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hlo_passes.donation import Fate
+from hlo_passes.fusion_pairs import PairReason
+from hlo_passes.fusion_traffic import FusionTraffic
 from hlo_passes.plan import LiveRange
 from hlo_passes.relayouts import Reorder
 from memplan.report.view import Step
@@ -146,6 +150,30 @@ class KernelView:
     seconds: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class PairView:
+    """Two kernels, the one of which reads in the device's memory what the other wrote there.
+
+    Attributes:
+      producer, consumer: them.
+      shape: what goes from one to the other.
+      saved_bytes: that one kernel for both would not move, in a step.
+      seconds: that these take, predicted; None without a machine. What is hidden behind a
+        product's own time is saved as bytes, not as time.
+      reason, why: see `hlo_passes.fusion_pairs`.
+      conversion: the name of the one that only brings bytes into another order, or ``""``.
+    """
+
+    producer: Step
+    consumer: Step
+    shape: str
+    saved_bytes: int
+    seconds: float | None
+    reason: PairReason
+    why: str
+    conversion: str
+
+
 @dataclass(frozen=True)
 class Findings:
     """What there is to say of one program; each list with the most first.
@@ -153,6 +181,7 @@ class Findings:
     Attributes:
       held: groups of what is live in device memory at the peak, each way to group it.
       heap: None where the program has no temporaries in device memory.
+      hbm: bytes to and from device memory, without fusions, as it is, and at the least.
     """
 
     held: Mapping[GroupedBy, tuple[Group, ...]]
@@ -161,3 +190,5 @@ class Findings:
     relayouts: tuple[RelayoutView, ...]
     donations: tuple[DonationView, ...]
     kernels: tuple[KernelView, ...]
+    hbm: FusionTraffic
+    pairs: tuple[PairView, ...]
