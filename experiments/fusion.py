@@ -1,96 +1,108 @@
-"""What do XLA's fusions leave of LayerNorm ─► Linear ─► GeLU ─► Linear, on a TPU v5e and an H200?
+"""What do XLA's fusions leave of an MLP and of attention, on a TPU v5e and an H200?
 
-    python -m experiments.fusion [--models gpt2 llama-7b] [--targets v5e h200]
+    python -m experiments.fusion [--programs mlp attention] [--models gpt2 llama-7b]
+        [--targets v5e h200]
 
-8 x 1,024 tokens in bfloat16, the normalization in float32, forward alone and with the gradients
-of all arguments; weights stored as they are multiplied (``[in, out]``), the other way round
-(``[out, in]``), and the latter with ``memplan.jit(layouts="all")``. Compiled by the real
-compilers; nothing is run. Two Markdown tables:
+LayerNorm ─► Linear ─► GeLU ─► Linear, and three projections ─► softmax ─► projection without a
+mask, of 8 x 1,024 tokens in bfloat16, forward alone and with the gradients of all arguments;
+weights stored as they are multiplied (``[in, out]``), the other way round (``[out, in]``), and
+the latter with ``memplan.jit(layouts="all")``. Compiled by the real compilers; nothing is run.
+Two Markdown tables:
 
     bytes   to and from HBM in a step, read + written: without fusions, as XLA compiled it, at the
-            least (`hlo_passes.fusion_traffic`)
+            least (`hlo_passes.fusion_traffic`); what fusions of the pairs left would save, by why
+            they are pairs
     pairs   of kernels that still hand each other an array through HBM, and why
-            (`hlo_passes.fusion_pairs`); those that would save a hundredth of the step's bytes
+            (`hlo_passes.fusion_pairs`); those that look the same and would save a twentieth of
+            the step's bytes together
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product, starmap
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 import memplan
-from hlo_passes.fusion_pairs import FusionPair, fusion_pairs
+from hlo_passes.fusion_pairs import PairReason, fusion_pairs
 from hlo_passes.fusion_traffic import HbmBytes, fusion_traffic
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.units import format_bytes
 from memplan.topologies import topology
 
+type Cells = tuple[str, ...]
 type Stored = Literal["[in, out]", "[out, in]", "[out, in], layouts"]
 
 BATCH, TOKENS = 8, 1024
-WIDTHS = {"gpt2": (768, 3072), "llama-7b": (4096, 16384)}
+
+
+class Widths(NamedTuple):
+    """Of one model: the residual stream, the MLP's hidden layer, heads and their width."""
+
+    d: int
+    hidden: int
+    heads: int
+    head: int
+
+
+MODELS = {"gpt2": Widths(768, 3072, 12, 64), "llama-7b": Widths(4096, 16384, 32, 128)}
 
 _EPSILON = 1e-5
-# Of a step's bytes: what saves less is in no row.
-_WORTH_A_ROW = 0.01
+# Of a step's bytes: what saves less is in no row, and in no sum.
+_WORTH_A_ROW = 0.05
+_WORTH_A_SUM = 0.01
 
 
 class Case(NamedTuple):
     """One program.
 
     Attributes:
-      model: a key of `WIDTHS`.
+      program: a key of `PROGRAMS`.
+      model: a key of `MODELS`.
       target: a topology's name.
-      stored: how the weights lie.
       backward: whether gradients are part of it.
+      stored: how the weights lie.
     """
 
+    program: str
     model: str
     target: str
-    stored: Stored
     backward: bool
+    stored: Stored
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        return (
-            self.model,
-            self.target,
-            "forward + backward" if self.backward else "forward",
-            self.stored,
-        )
+    def cells(self) -> Cells:
+        way = "forward + backward" if self.backward else "forward"
+        return f"{self.program}, {self.model}", self.target, way
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
     options = parser.parse_args()
-    cases = [
-        Case(model, target, stored, backward)
-        for model in options.models
-        for target in options.targets
-        for backward in (False, True)
-        for stored in get_args(Stored.__value__)
-    ]
-    modules = {case: compiled(case) for case in cases}
-    of = ("model", "target", "", "weights")
-    bytes_ = (*of, "without fusions", "as compiled", "at the least", "pairs left")
-    _write(bytes_, (totals(c, m) for c, m in modules.items()))
+    backward, stored = (False, True), get_args(Stored.__value__)
+    of_all = product(options.programs, options.models, options.targets, backward, stored)
+    modules = {case: compiled(case) for case in starmap(Case, of_all)}
+    of = ("program", "target", "", "weights")
+    headings = (*of, "without fusions", "as compiled", "at the least", "pairs left")
+    _write(headings, _merged((case, totals(module)) for case, module in modules.items()))
     print()
-    pairs = (*of, "saves", "array", "written by", "read by", "because")
-    _write(pairs, (row for c, m in modules.items() for row in left(c, m)))
+    headings = (*of, "saves", "array", "written by", "read by", "because")
+    _write(headings, _merged((c, row) for c, m in modules.items() for row in pairs_left(m)))
 
 
-def block(params: Any, x: jax.Array, *, transposed: bool) -> jax.Array:
-    """LayerNorm ─► Linear ─► GeLU ─► Linear.
+def mlp(params: Any, x: jax.Array, *, transposed: bool) -> jax.Array:
+    """LayerNorm ─► Linear ─► GeLU ─► Linear; the normalization in float32.
 
     Args:
-      params: ``scale, bias`` [d]; ``up`` [d, h], ``down`` [h, d], or each the other way round;
-        ``up_bias`` [h], ``down_bias`` [d].
+      params: as `mlp_params` says.
       x: [batch, tokens, d].
     """
     wide = x.astype(jnp.float32)
@@ -98,64 +110,95 @@ def block(params: Any, x: jax.Array, *, transposed: bool) -> jax.Array:
     variance = jnp.square(centred).mean(-1, keepdims=True)
     normal = centred * jax.lax.rsqrt(variance + _EPSILON)
     normal = (normal * params["scale"] + params["bias"]).astype(x.dtype)
-    product = "bti,oi->bto" if transposed else "bti,io->bto"
-    hidden = jax.nn.gelu(jnp.einsum(product, normal, params["up"]) + params["up_bias"])
-    return jnp.einsum(product, hidden, params["down"]) + params["down_bias"]
+    spec = "bti,oi->bto" if transposed else "bti,io->bto"
+    hidden = jax.nn.gelu(jnp.einsum(spec, normal, params["up"]) + params["up_bias"])
+    return jnp.einsum(spec, hidden, params["down"]) + params["down_bias"]
 
 
-def program(backward: bool, transposed: bool) -> Callable[..., Any]:
-    """The block, or the block and its gradients for a gradient of its result."""
+def mlp_params(widths: Widths, transposed: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes."""
+    d, h = widths.d, widths.hidden
+    up, down = ((h, d), (d, h)) if transposed else ((d, h), (h, d))
+    small = {"scale": (d,), "bias": (d,), "up_bias": (h,), "down_bias": (d,)}
+    return {**small, "up": up, "down": down}
+
+
+def attention(params: Any, x: jax.Array, *, transposed: bool) -> jax.Array:
+    """Of all tokens to all tokens, heads outside tokens.
+
+    Args:
+      params: as `attention_params` says.
+      x: [batch, tokens, d].
+    """
+    read, written = ("hkd", "dhk") if transposed else ("dhk", "hkd")
+    q, k, v = (jnp.einsum(f"btd,{read}->bhtk", x, params[name]) for name in "qkv")
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k) / q.shape[-1] ** 0.5
+    context = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
+    return jnp.einsum(f"bhtk,{written}->btd", context, params["o"])
+
+
+def attention_params(widths: Widths, transposed: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes."""
+    d, _, heads, head = widths
+    outer, inner = (d, heads, head), (heads, head, d)
+    read, written = (inner, outer) if transposed else (outer, inner)
+    return {"q": read, "k": read, "v": read, "o": written}
+
+
+PROGRAMS = {"mlp": (mlp, mlp_params), "attention": (attention, attention_params)}
+
+
+def compiled(case: Case) -> Module:
+    """The final module."""
+    function, shapes = PROGRAMS[case.program]
+    widths, transposed = MODELS[case.model], case.stored != "[in, out]"
 
     def forward(params: Any, x: jax.Array) -> jax.Array:
-        return block(params, x, transposed=transposed)
+        return function(params, x, transposed=transposed)
 
     def both(params: Any, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, Any]:
         y, pull = jax.vjp(forward, params, x)
         return y, pull(gradient)
 
-    return both if backward else forward
-
-
-def compiled(case: Case) -> Module:
-    """The final module."""
-    d, h = WIDTHS[case.model]
-    transposed = case.stored != "[in, out]"
-    sizes = {"scale": (d,), "bias": (d,), "up_bias": (h,), "down_bias": (d,)}
-    sizes |= {"up": (h, d), "down": (d, h)} if transposed else {"up": (d, h), "down": (h, d)}
-    params = {name: jax.ShapeDtypeStruct(size, jnp.bfloat16) for name, size in sizes.items()}
-    x = jax.ShapeDtypeStruct((BATCH, TOKENS, d), jnp.bfloat16)
-    args = (params, x, x) if case.backward else (params, x)
+    params = {
+        name: jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        for name, size in shapes(widths, transposed).items()
+    }
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, widths.d), jnp.bfloat16)
     layouts = "all" if case.stored.endswith("layouts") else None
     step = memplan.jit(
-        program(case.backward, transposed), machine=topology(case.target), layouts=layouts
+        both if case.backward else forward, machine=topology(case.target), layouts=layouts
     )
-    return step.lower(*args).compile().module
+    return step.lower(*((params, x, x) if case.backward else (params, x))).compile().module
 
 
-def totals(case: Case, module: Module) -> tuple[str, ...]:
-    """A row of the first table."""
+def totals(module: Module) -> Cells:
+    """Cells of the first table."""
     found = fusion_traffic(module)
-    pairs = fusion_pairs(module)
-    reasons = dict.fromkeys(p.reason for p in pairs if _is_worth_a_row(p, found.compiled))
-    left = (
-        f"{reason} {format_bytes(sum(p.saved for p in pairs if p.reason == reason))}"
-        for reason in reasons
+    saved: Counter[PairReason] = Counter()
+    for pair in fusion_pairs(module):
+        saved[pair.reason] += pair.saved
+    left = ", ".join(
+        f"{reason} {format_bytes(n)}"
+        for reason, n in saved.most_common()
+        if n >= _WORTH_A_SUM * found.compiled.total
     )
     columns = (found.unfused, found.compiled, found.bound)
-    return *case.cells, *map(_read_and_written, columns), ", ".join(left) or "none"
+    return *map(_read_and_written, columns), left or "none"
 
 
-def left(case: Case, module: Module) -> Iterator[tuple[str, ...]]:
-    """Rows of the second table."""
-    compiled = fusion_traffic(module).compiled
+def pairs_left(module: Module) -> Iterator[Cells]:
+    """Cells of the second table, those that save most first."""
+    saved: defaultdict[Cells, list[int]] = defaultdict(list)
     for p in fusion_pairs(module):
-        if _is_worth_a_row(p, compiled):
-            ends = _called(p.producer), _called(p.consumer)
-            yield *case.cells, format_bytes(p.saved), str(p.shape), *ends, f"{p.reason}: {p.why}"
-
-
-def _is_worth_a_row(pair: FusionPair, compiled: HbmBytes) -> bool:
-    return pair.saved >= _WORTH_A_ROW * compiled.total
+        # Of names of instructions nobody knows what they stand for.
+        why = p.reason if p.reason in ("layout", "opaque") else f"{p.reason}: {p.why}"
+        saved[str(p.shape), _called(p.producer), _called(p.consumer), why].append(p.saved)
+    worth = _WORTH_A_ROW * fusion_traffic(module).compiled.total
+    for cells, sizes in sorted(saved.items(), key=lambda row: -sum(row[1])):
+        if sum(sizes) >= worth:
+            times = f"{len(sizes)} pairs, " if len(sizes) > 1 else ""
+            yield times + format_bytes(sum(sizes)), *cells
 
 
 def _read_and_written(found: HbmBytes) -> str:
@@ -164,12 +207,22 @@ def _read_and_written(found: HbmBytes) -> str:
 
 def _called(i: Instruction) -> str:
     """By what the user wrote: jit(forward)/dot_general as dot_general."""
-    return f"{i.op_name.rpartition('/')[2] or i.opcode} `%{i.name}`"
+    return i.op_name.rpartition("/")[2] or i.opcode
 
 
-def _write(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    for cells in (headings, ["---"] * len(headings), *rows):
-        print("|", " | ".join(cells), "|", flush=True)
+def _merged(rows: Iterable[tuple[Case, Cells]]) -> Iterator[Cells]:
+    """One row for all ways to store the weights of which the same can be said."""
+    found: defaultdict[tuple[Cells, Cells], list[str]] = defaultdict(list)
+    for case, cells in rows:
+        found[case.cells, cells].append(case.stored)
+    for (of, cells), stored in found.items():
+        is_all = len(stored) == len(get_args(Stored.__value__))
+        yield *of, "all" if is_all else "; ".join(stored), *cells
+
+
+def _write(headings: Cells, rows: Iterable[Cells]) -> None:
+    for cells in (headings, ("---",) * len(headings), *rows):
+        print("|", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,18 @@ this order:
                 whatever happens
     open        none of these: XLA did not
 
-``sums`` is what XLA says with *expensive*: its fusion never duplicates a dot, a convolution or a
-reduction into its readers (xla/service/instruction_fusion.cc, InstructionFusion::IsExpensive and
-ShouldFuse), and XLA:GPU fuses what reads a reduction only where it is element-wise
-(xla/service/gpu/gpu_fusible.cc, IsProducerConsumerFusible). Kernels written for a pattern do fuse
-such pairs (attention); that is no fusion of loops.
+Where the rules come from:
+
+- ``layout``: XLA:GPU does not fuse what physically transposes into a reduction, or with several
+  outputs (IsPhysicallyTransposing in xla/service/gpu/gpu_fusible.cc and its callers); layout
+  assignment puts copies where layouts conflict, before fusion (docs/gpu_architecture.md).
+- ``sums``: XLA calls dots, convolutions, reductions and the like expensive (IsExpensive in
+  xla/service/instruction_fusion.cc), and fuses what is expensive neither into what reuses its
+  elements (cpu_instruction_fusion.cc, ShouldFuse; gpu_fusible.cc, CreatesHeavyComputation) nor,
+  at the cost of doing it twice, into one reader of several. Behind a reduction XLA:GPU fuses
+  element-wise work at most (IsProducerConsumerFusible). What is expensive for each element alone
+  (exponentials, divisions) does not count here.
+- Kernels written for a pattern do fuse pairs of sums (attention); that is no fusion of loops.
 
 ``open`` is no promise: what a fused kernel needs of registers and on-chip memory is not known
 here, nor whether the sum of both is faster.
@@ -47,7 +54,7 @@ _SUMS = frozenset(
     {"cholesky", "convolution", "dot", "fft", "ragged-dot", "reduce", "reduce-window", "scatter"}
     | {"select-and-scatter", "sort", "topk", "triangular-solve"}
 )
-# These read an element of an operand several times.
+# These read an element of an operand several times, if they give more than there are.
 _REPEATS = frozenset({"broadcast", "gather"})
 
 _OPAQUE = frozenset(
@@ -223,14 +230,13 @@ class _Pairs:
     def _wanted(self, consumer: Instruction, reader: _Access) -> str:
         """What needs the elements of an operand several times, or many for each of its own."""
         value = self._value(reader.part)
+        if consumer.opcode != "fusion":
+            return consumer.opcode if consumer.opcode in _SUMS or self._repeats(consumer) else ""
         places = [
             n
             for n, o in enumerate(consumer.operand_ids)
-            if not self._module.instructions[o].shape.is_tuple
-            and self._flow.value_at(self._module.instructions[o]) is value
+            if self._flow.value_at(self._module.instructions[o]) is value
         ]
-        if consumer.opcode != "fusion":
-            return consumer.opcode if consumer.opcode in _SUMS | _REPEATS else ""
         (body,) = (self._module.computations[c] for c in consumer.called_computation_ids)
         reached = {body.parameters[n].id for n in places}
         for i in body.instructions:
@@ -239,9 +245,15 @@ class _Pairs:
             reached.add(i.id)
             if found := self._sums(i):
                 return found
-            if i.opcode in _REPEATS:
+            if self._repeats(i):
                 return i.opcode
         return ""
+
+    def _repeats(self, i: Instruction) -> bool:
+        if i.opcode not in _REPEATS:
+            return False
+        operand = self._module.instructions[i.operand_ids[0]]
+        return i.shape.element_count > operand.shape.element_count
 
     def _sums(self, i: Instruction) -> str:
         if i.opcode != "fusion":

@@ -5,10 +5,11 @@
     bound        x ─► HBM ─► ........................................ HBM
 
 *Unfused*, what a fusion does is done by kernels, each of which reads its operands from HBM and
-writes its result there. An array that is there only as its reader's view of another one is no
-kernel: a bitcast, a reshape, a broadcast (read with a stride of zero) and a convert (done as it
-is read), which XLA:TPU puts into fusions by itself. All else is counted as it stands in the
-module. What XLA put into on-chip memory between kernels is not HBM traffic here either.
+writes its result there. What is there only as its reader's view of another array is no kernel: a
+bitcast, a reshape, a broadcast (read with a stride of zero) and a convert (done as it is read),
+which XLA:TPU puts into fusions by itself. Constants within fusions are in their code. All else
+is counted as it stands in the module, in the types that XLA computes in. What XLA put into
+on-chip memory between kernels is no HBM traffic here either.
 
 The *bound* is what no fusion can save: each argument is read once, as much of it as is read at
 all, and each result written once, as much of it as is not there already.
@@ -29,14 +30,15 @@ from hlo_passes.ir import (
     Instruction,
     Module,
     Shape,
-    ShapeIndex,
 )
 from hlo_passes.once import once
 from hlo_passes.traffic import NO_TRAFFIC_OPCODES, SLICES, UPDATES, Part, accesses
 
 # What a reader sees through.
 _SEEN_THROUGH = frozenset({"bitcast", "broadcast", "convert", "opt-barrier", "reshape"})
-_NO_BYTES = NO_TRAFFIC_OPCODES | _SEEN_THROUGH | {"iota"}
+# What a reader makes by itself.
+_MADE_THERE = frozenset({"constant", "iota", "partition-id", "replica-id"})
+_NO_BYTES = NO_TRAFFIC_OPCODES | _SEEN_THROUGH | _MADE_THERE
 
 
 class HbmBytes(NamedTuple):
@@ -134,12 +136,13 @@ class _Pieces:
     """The instructions of a fusion's body, as kernels.
 
     Args:
-      operands: what the body's parameters are: their shapes outside, with their memory.
+      operands: what the body's parameters are: their shapes outside, with their memory; None of
+        what is not in memory.
       result: likewise.
     """
 
     def __init__(
-        self, module: Module, body: Computation, operands: Sequence[Shape], result: Shape
+        self, module: Module, body: Computation, operands: Sequence[Shape | None], result: Shape
     ) -> None:
         self._module = module
         self._body = body
@@ -173,10 +176,9 @@ class _Pieces:
         first = i.operand_ids[0] if i.operand_ids else None
         read = 0
         for o in dict.fromkeys(i.operand_ids):
-            shape = self._seen(o)
             if o == first and i.opcode in UPDATES:
                 continue
-            size = _hbm(shape)
+            size = _hbm(self._seen(o))
             read += min(size, i.shape.byte_size) if o == first and i.opcode in SLICES else size
         return read
 
@@ -193,14 +195,17 @@ class _Pieces:
             i = self._module.instructions[i.operand_ids[0]]
         return i
 
-    def _seen(self, id_: int) -> Shape:
-        """What is read where this is an operand."""
+    def _seen(self, id_: int) -> Shape | None:
+        """What is read where this is an operand; None of what is not in memory."""
         maker, path = self._maker(self._module.instructions[id_]), list[int]()
         while maker.opcode == "get-tuple-element":
             path.insert(0, maker.tuple_index)
             maker = self._maker(self._module.instructions[maker.operand_ids[0]])
+        if maker.opcode in _MADE_THERE:
+            return None
         if maker.opcode == "parameter":
-            return self._operands[maker.parameter_number].at(tuple(path))
+            given = self._operands[maker.parameter_number]
+            return None if given is None else given.at(tuple(path))
         return self._outputs.get(maker.id, maker.shape).at(tuple(path))
 
 
@@ -212,7 +217,6 @@ def _outputs(module: Module, body: Computation, result: Shape) -> Iterator[tuple
         yield id_, result.tuple_shapes[n]
 
 
-def _hbm(shape: Shape) -> int:
-    return sum(
-        leaf.byte_size for _, leaf in shape.leaves() if leaf.memory_space == DEVICE_MEMORY_SPACE
-    )
+def _hbm(shape: Shape | None) -> int:
+    leaves = () if shape is None else shape.leaves()
+    return sum(leaf.byte_size for _, leaf in leaves if leaf.memory_space == DEVICE_MEMORY_SPACE)

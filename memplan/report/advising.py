@@ -149,8 +149,8 @@ def _about_fusions(findings: Findings) -> Iterator[_Saving]:
             0,
             p.seconds or 0.0,
             f"%{p.producer.instruction} and %{p.consumer.instruction} hand {p.shape} on through "
-            f"memory, {format_bytes(p.saved_bytes)}, since {p.why}: in one order they can be one "
-            "kernel; memplan.jit(layouts=...) chooses orders of arguments",
+            f"memory, {format_bytes(p.saved_bytes)}, since {p.why}: in one order they could be "
+            "one kernel; memplan.jit(layouts=...) chooses orders of arguments",
             f"%{p.conversion}",
         )
 
