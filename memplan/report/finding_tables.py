@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hlo_passes.fusion_traffic import FusionTraffic
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.advising import Advice
-from memplan.report.findings import Findings, GroupedBy, HeapView
+from memplan.report.findings import Findings, GroupedBy, HeapView, PairView
 from memplan.report.tables import Column, Table
 
 LIMIT = 10
@@ -123,18 +124,31 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
                 Column("read by"),
                 Column("because"),
             ),
-            findings.pairs,
-            lambda p: (
-                format_bytes(p.saved_bytes),
-                _seconds(p.seconds),
-                p.shape,
-                str(p.producer),
-                str(p.consumer),
-                f"{p.reason}: {p.why}",
+            _by_array(findings.pairs),
+            lambda pairs: (
+                format_bytes(sum(p.saved_bytes for p in pairs)),
+                _seconds(_sum(p.seconds for p in pairs)),
+                pairs[0].shape,
+                str(pairs[0].producer),
+                str(pairs[0].consumer) + (f" and {len(pairs) - 1} more" if pairs[1:] else ""),
+                f"{pairs[0].reason}: {pairs[0].why}",
             ),
             limit,
-            lambda p: f"%{p.producer.instruction}",
+            lambda pairs: f"%{pairs[0].producer.instruction}",
         )
+
+
+def _by_array(pairs: Sequence[PairView]) -> list[list[PairView]]:
+    """Those together that read the same of one kernel, for the same reason."""
+    found: defaultdict[tuple[str, str, str], list[PairView]] = defaultdict(list)
+    for p in pairs:
+        found[p.producer.instruction, p.shape, p.reason].append(p)
+    return sorted(found.values(), key=lambda group: -sum(p.saved_bytes for p in group))
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    known = [s for s in seconds if s is not None]
+    return sum(known) if known else None
 
 
 def advice_table(advice: Sequence[Advice], limit: int = LIMIT) -> Table:
