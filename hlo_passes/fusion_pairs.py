@@ -139,8 +139,9 @@ class _Pairs:
                 continue
             readers = self._computing(value)
             is_kept = self._is_kept(value)
+            here = writer.instruction.computation_id
             for reader in readers:
-                if reader.instruction.computation_id == writer.instruction.computation_id:
+                if reader.size and reader.instruction.computation_id == here:
                     others = len({r.instruction.id for r in readers}) - 1
                     yield self._pair(writer, reader, value, others, is_kept)
 

@@ -205,3 +205,16 @@ body {{
     )
     assert (only.producer.name, only.consumer.name) == ("a", "b")
     assert only.saved == 5 * 2 * SIZE
+
+
+def test_what_a_transfer_brings_to_several_readers_is_read_from_memory_once():
+    on_chip = X.replace("1,0", "1,0:S(1)")
+    (only,) = pairs(f"""
+  a = {X} sine(p)
+  s = ({on_chip}, {X}, u32[]) copy-start(a)
+  d = {on_chip} copy-done(s)
+  b = {X} cosine(d)
+  c = {X} negate(d)
+  ROOT t = ({X}, {X}) tuple(b, c)
+""")
+    assert (only.consumer.name, only.reason, only.saved) == ("b", "shared", SIZE)
