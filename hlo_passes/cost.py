@@ -116,7 +116,7 @@ class _Costs:
 
     def __post_init__(self) -> None:
         self._found: dict[int, float] = {}
-        self._bytes_per_s = _stream_bytes_per_s(self.machine)
+        self._bytes_per_s = stream_bytes_per_s(self.machine)
         self._exchange_s: dict[int, float] = {}
         if self.machine.interconnect is not None:
             for id_, collective in collectives(self.module).items():
@@ -240,7 +240,8 @@ def _peak(machine: Machine, dtype: str) -> float:
     return known[dtype] if dtype in known else min(known.values())
 
 
-def _stream_bytes_per_s(machine: Machine) -> float:
+def stream_bytes_per_s(machine: Machine) -> float:
+    """Returns how fast a kernel reads or writes device memory."""
     device = machine.device_memory.name
     for link in machine.links:
         on_chip = machine.tier(link.destination).memory_space == 1

@@ -19,10 +19,10 @@ reshape between the fusion's parameter and the slice is looked through.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hlo_passes.ir import Computation, Instruction, Module, Shape
+from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.once import once
 
 NO_TRAFFIC_OPCODES = frozenset(
@@ -45,10 +45,11 @@ NO_TRAFFIC_OPCODES = frozenset(
 )
 """Instructions that move no bytes themselves; what control flow calls moves its own."""
 
-_SLICES = ("dynamic-slice", "gather", "slice")
+SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+"""Of operand 0 these read as many bytes as they give."""
 
-# In-place updates of operand 0, with the place of the operand that holds the new bytes.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""In-place updates of operand 0, with the place of the operand that holds the new bytes."""
 
 # One element of the result needs one element of the operand.
 _PER_ELEMENT = frozenset(
@@ -57,7 +58,19 @@ _PER_ELEMENT = frozenset(
 )
 
 
-type _Bytes = dict[int, int]  # by memory space
+type Part = tuple[int, ShapeIndex]
+"""Part of what an instruction gives: its id, and which part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """Bytes that one execution of an instruction moves, by what is read and written.
+
+    What an asynchronous start wraps reads and writes its own computation's parts.
+    """
+
+    read: Mapping[Part, int]
+    written: Mapping[Part, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +88,52 @@ def traffic(module: Module) -> Mapping[int, Traffic]:
     An asynchronous start has the traffic of what it wraps; its done has none. Instructions
     that move nothing are left out. O(instructions).
     """
+    found = {
+        id_: Traffic(_by_space(module, moved.read), _by_space(module, moved.written))
+        for id_, moved in accesses(module).items()
+    }
+    return {id_: moved for id_, moved in found.items() if moved.read or moved.written}
+
+
+@once
+def accesses(module: Module) -> Mapping[int, Accesses]:
+    """Returns what every instruction outside fusions reads and writes, by instruction id: as
+    `traffic`, by the array. O(instructions)."""
     fused = _Fusions(module)
-    found: dict[int, Traffic] = {}
+    found: dict[int, Accesses] = {}
     for computation in module.computations.values():
         if computation.is_fusion:
             continue
         for instruction in computation.instructions:
             moved = _of(instruction, module, fused)
-            if moved is not None and (moved.read or moved.written):
+            if moved is not None:
                 found[instruction.id] = moved
     return found
 
 
-def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Traffic | None:
+def _by_space(module: Module, parts: Mapping[Part, int]) -> Mapping[int, int]:
+    sizes: dict[int, int] = {}
+    for (id_, index), size in parts.items():
+        if size:
+            space = module.instructions[id_].shape.at(index).memory_space
+            sizes[space] = sizes.get(space, 0) + size
+    return sizes
+
+
+type _Sizes = dict[Part, int]
+
+
+def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Accesses | None:
     opcode = instruction.opcode
     if opcode in NO_TRAFFIC_OPCODES or opcode.endswith(("-done", "-update")):
         return None
-    if opcode == "copy-start":
-        destination, source = instruction.shape.tuple_shapes[:2]
-        return Traffic(
-            {source.memory_space: source.byte_size},
-            {destination.memory_space: destination.byte_size},
-        )
-    read: _Bytes = {}
-    written: _Bytes = {}
+    read: _Sizes = {}
+    written: _Sizes = {}
     operands = [module.instructions[i] for i in dict.fromkeys(instruction.operand_ids)]
-    if opcode == "async-start":
+    if opcode == "copy-start":
+        _add(read, instruction, (1,))
+        _add(written, instruction, (0,))
+    elif opcode == "async-start":
         (wrapped,) = instruction.called_computation_ids
         for i in module.computations[wrapped].instructions:
             if (moved := _of(i, module, fused)) is not None:
@@ -109,29 +142,29 @@ def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Traffic | 
     elif opcode == "fusion":
         (body,) = (module.computations[i] for i in instruction.called_computation_ids)
         for i, parameter in zip(instruction.operand_ids, body.parameters, strict=True):
-            _add(read, module.instructions[i].shape, fused.share(parameter))
-        fused.add_written(written, body, instruction.shape)
-    elif opcode in _SLICES:
+            _add(read, module.instructions[i], (), fused.share(parameter))
+        for index, share in fused.written(body, instruction.shape):
+            _add(written, instruction, index, share)
+    elif opcode in SLICES:
         source, *indices = operands
-        read[source.shape.memory_space] = instruction.shape.byte_size
-        _add(written, instruction.shape)
+        read[source.id, ()] = instruction.shape.byte_size
+        _add(written, instruction)
         for i in indices:
-            _add(read, i.shape)
-    elif opcode in _UPDATES:
+            _add(read, i)
+    elif opcode in UPDATES:
         _, *rest = operands
-        update = module.instructions[instruction.operand_ids[_UPDATES[opcode]]]
-        written[instruction.shape.memory_space] = update.shape.byte_size
+        update = module.instructions[instruction.operand_ids[UPDATES[opcode]]]
+        written[instruction.id, ()] = update.shape.byte_size
         for i in rest:
-            _add(read, i.shape)
+            _add(read, i)
     else:
         # A collective's start repeats its operands in front of its result, as aliases.
         result = instruction.shape
-        if opcode.endswith("-start") and result.is_tuple and len(result.tuple_shapes) > 1:
-            result = result.tuple_shapes[1]
+        repeats = opcode.endswith("-start") and result.is_tuple and len(result.tuple_shapes) > 1
         for i in operands:
-            _add(read, i.shape)
-        _add(written, result)
-    return Traffic(_without_none(read), _without_none(written))
+            _add(read, i)
+        _add(written, instruction, (1,) if repeats else ())
+    return Accesses(read, written)
 
 
 class _Fusions:
@@ -167,24 +200,28 @@ class _Fusions:
     def _share_for(self, value: Instruction, user: Instruction, place: int) -> float:
         if user.opcode in _PER_ELEMENT:
             return self.share(user)
-        if user.opcode in _SLICES and place == 0:
+        if user.opcode in SLICES and place == 0:
             return user.shape.element_count / max(1, value.shape.element_count)
-        if user.opcode in _UPDATES and place == 0:
+        if user.opcode in UPDATES and place == 0:
             return 0.0
         if user.opcode == "fusion":
             (body,) = user.called_computation_ids
             return self.share(self._module.computations[body].parameters[place])
         return 1.0
 
-    def add_written(self, written: _Bytes, body: Computation, shape: Shape) -> None:
-        """Adds the bytes that a fusion with this body writes to its output of this shape."""
-        outputs, shapes = [body.root], [shape]
-        if body.root.opcode == "tuple":
-            outputs = [self._module.instructions[i] for i in body.root.operand_ids]
-            shapes = shape.tuple_shapes
-        for output, part in zip(outputs, shapes, strict=True):
-            # A part with parts of its own (a variadic sort or reduce) is written whole.
-            _add(written, part, 1.0 if part.is_tuple else self._updated_share(output))
+    def written(self, body: Computation, shape: Shape) -> Iterator[tuple[ShapeIndex, float]]:
+        """Yields each output of a fusion with this body and of this shape, and the fraction of it
+        that is written."""
+        if body.root.opcode != "tuple":
+            yield (), self._share_written(body.root, shape)
+            return
+        for n, id_ in enumerate(body.root.operand_ids):
+            output = self._module.instructions[id_]
+            yield (n,), self._share_written(output, shape.tuple_shapes[n])
+
+    def _share_written(self, output: Instruction, shape: Shape) -> float:
+        # What has parts of its own (a variadic sort or reduce) is written whole.
+        return 1.0 if shape.is_tuple else self._updated_share(output)
 
     def _updated_share(self, output: Instruction) -> float:
         while output.opcode in _PER_ELEMENT or output.opcode == "fusion":
@@ -192,23 +229,19 @@ class _Fusions:
                 output = self._module.computations[output.called_computation_ids[0]].root
             else:
                 output = self._module.instructions[output.operand_ids[0]]
-        if output.opcode not in _UPDATES:
+        if output.opcode not in UPDATES:
             return 1.0
-        update = self._module.instructions[output.operand_ids[_UPDATES[output.opcode]]]
+        update = self._module.instructions[output.operand_ids[UPDATES[output.opcode]]]
         return min(1.0, update.shape.element_count / max(1, output.shape.element_count))
 
 
-def _add(total: _Bytes, shape: Shape, share: float = 1.0) -> None:
-    """Adds the bytes of a shape, or that share of them, to those of its memory space."""
-    for _, leaf in shape.leaves() if shape.is_tuple else (((), shape),):
-        space = leaf.memory_space
-        total[space] = total.get(space, 0) + round(leaf.byte_size * share)
+def _add(total: _Sizes, i: Instruction, index: ShapeIndex = (), share: float = 1.0) -> None:
+    """Adds the bytes of a part of what an instruction gives, or that share of them."""
+    for rest, leaf in i.shape.at(index).leaves():
+        part = i.id, (*index, *rest)
+        total[part] = total.get(part, 0) + round(leaf.byte_size * share)
 
 
-def _add_all(total: _Bytes, more: Mapping[int, int]) -> None:
-    for space, size in more.items():
-        total[space] = total.get(space, 0) + size
-
-
-def _without_none(sizes: _Bytes) -> _Bytes:
-    return {space: size for space, size in sizes.items() if size}
+def _add_all(total: _Sizes, more: Mapping[Part, int]) -> None:
+    for part, size in more.items():
+        total[part] = total.get(part, 0) + size

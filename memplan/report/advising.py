@@ -52,6 +52,7 @@ def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
             *_about_packing(findings),
             *_about_relayouts(findings),
             *_about_layouts(findings),
+            *_about_fusions(findings),
             *_about_waiting(run),
         )
     ]
@@ -153,6 +154,23 @@ def _about_layouts(findings: Findings) -> Iterator[_Saving]:
         f"{format_bytes(saved)} less to convert: memplan.jit(layouts=...) and place() do that",
         "",
     )
+
+
+def _about_fusions(findings: Findings) -> Iterator[_Saving]:
+    """One sentence for each conversion: of its maker and its readers, the pair that saves most."""
+    said: set[str] = set()
+    for p in findings.pairs:
+        if p.reason != "layout" or p.conversion in said:
+            continue
+        said.add(p.conversion)
+        yield (
+            0,
+            p.seconds or 0.0,
+            f"%{p.producer.instruction} and %{p.consumer.instruction} hand {p.shape} on through "
+            f"memory, {format_bytes(p.saved_bytes)}, since {p.why}: in one order they could be "
+            "one kernel; memplan.jit(layouts=...) chooses orders of arguments",
+            f"%{p.conversion}",
+        )
 
 
 def _about_waiting(run: RunView) -> Iterator[_Saving]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hlo_passes.fusion_traffic import FusionTraffic
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.advising import Advice
-from memplan.report.findings import Findings, GroupedBy, HeapView
+from memplan.report.findings import Findings, GroupedBy, HeapView, PairView
 from memplan.report.tables import Column, Table
 
 LIMIT = 10
@@ -127,6 +129,43 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
         limit,
         lambda k: f"%{k.step.instruction}",
     )
+    yield _hbm_table(findings.hbm)
+    if findings.pairs:
+        yield _limited(
+            "what a fusion would save",
+            (
+                Column("saves", right=True),
+                Column("takes", right=True),
+                Column("array"),
+                Column("written by"),
+                Column("read by"),
+                Column("because"),
+            ),
+            _by_array(findings.pairs),
+            lambda pairs: (
+                format_bytes(sum(p.saved_bytes for p in pairs)),
+                _seconds(_sum(p.seconds for p in pairs)),
+                pairs[0].shape,
+                str(pairs[0].producer),
+                str(pairs[0].consumer) + (f" and {len(pairs) - 1} more" if pairs[1:] else ""),
+                f"{pairs[0].reason}: {pairs[0].why}",
+            ),
+            limit,
+            lambda pairs: f"%{pairs[0].producer.instruction}",
+        )
+
+
+def _by_array(pairs: Sequence[PairView]) -> list[list[PairView]]:
+    """Those together that read the same of one kernel, for the same reason."""
+    found: defaultdict[tuple[str, str, str], list[PairView]] = defaultdict(list)
+    for p in pairs:
+        found[p.producer.instruction, p.shape, p.reason].append(p)
+    return sorted(found.values(), key=lambda group: -sum(p.saved_bytes for p in group))
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    known = [s for s in seconds if s is not None]
+    return sum(known) if known else None
 
 
 def advice_table(advice: Sequence[Advice], limit: int = LIMIT) -> Table:
@@ -163,6 +202,24 @@ def _heap_table(heap: HeapView) -> Table:
     peak = "" if heap.peak is None else f"%{heap.peak.instruction}"
     about = ((peak,), *(("",) for _ in rows[1:]))
     return Table("temporaries in the device's memory", columns, tuple(rows), about=about)
+
+
+def _hbm_table(hbm: FusionTraffic) -> Table:
+    rows = [
+        (name, format_bytes(found.read), format_bytes(found.written), format_bytes(found.total))
+        for name, found in (
+            ("without fusions", hbm.unfused),
+            ("as compiled", hbm.compiled),
+            ("at the least", hbm.bound),
+        )
+    ]
+    columns = (
+        Column(""),
+        Column("read", right=True),
+        Column("written", right=True),
+        Column("together", right=True),
+    )
+    return Table("to and from the device's memory in a step", columns, tuple(rows))
 
 
 def _limited[T](

@@ -7,6 +7,8 @@
     layouts     which arguments, given in another layout, would save that
     donations   arguments given away, and what came of it
     kernels     who moves most bytes
+    hbm         what fusions save of these bytes, and what none can
+    pairs       which kernels hand each other arrays through memory, and why
 
 Facts, in bytes, seconds and ticks; `memplan.report.inspecting` finds them.
 """
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hlo_passes.donation import Fate
+from hlo_passes.fusion_pairs import PairReason
+from hlo_passes.fusion_traffic import FusionTraffic
 from hlo_passes.plan import LiveRange
 from hlo_passes.relayouts import Reorder
 from memplan.report.view import Step
@@ -167,6 +171,30 @@ class KernelView:
     seconds: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class PairView:
+    """Two kernels, the one of which reads in the device's memory what the other wrote there.
+
+    Attributes:
+      producer, consumer: them.
+      shape: what goes from one to the other.
+      saved_bytes: that one kernel for both would not move, in a step.
+      seconds: that these take, predicted; None without a machine. What is hidden behind a
+        product's own time is saved as bytes, not as time.
+      reason, why: see `hlo_passes.fusion_pairs`.
+      conversion: the name of the one that only brings bytes into another order, or ``""``.
+    """
+
+    producer: Step
+    consumer: Step
+    shape: str
+    saved_bytes: int
+    seconds: float | None
+    reason: PairReason
+    why: str
+    conversion: str
+
+
 @dataclass(frozen=True)
 class Findings:
     """What there is to say of one program; each list with the most first.
@@ -176,6 +204,7 @@ class Findings:
       heap: None where the program has no temporaries in device memory.
       layouts: arguments that cost conversions.
       saved_by_layouts: bytes that a step reads and writes for these.
+      hbm: bytes to and from device memory, without fusions, as it is, and at the least.
     """
 
     held: Mapping[GroupedBy, tuple[Group, ...]]
@@ -186,3 +215,5 @@ class Findings:
     saved_by_layouts: int
     donations: tuple[DonationView, ...]
     kernels: tuple[KernelView, ...]
+    hbm: FusionTraffic
+    pairs: tuple[PairView, ...]

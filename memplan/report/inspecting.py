@@ -10,9 +10,11 @@ from functools import cached_property
 import numpy as np
 
 from hlo_passes.buffer_assignment import buffer_assignment
-from hlo_passes.cost import instruction_costs
+from hlo_passes.cost import instruction_costs, stream_bytes_per_s
 from hlo_passes.dataflow import Value, analyze_dataflow
 from hlo_passes.donation import donations
+from hlo_passes.fusion_pairs import fusion_pairs
+from hlo_passes.fusion_traffic import fusion_traffic
 from hlo_passes.host_transfers import nests
 from hlo_passes.idle import idle_temporaries
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
@@ -33,6 +35,7 @@ from memplan.report.findings import (
     IdleView,
     KernelView,
     LayoutView,
+    PairView,
     RelayoutView,
 )
 from memplan.report.names import Names
@@ -68,6 +71,7 @@ class Inspector:
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self.names = Names(self._ranges, {})
         self._usage: MemoryUsage = measure_memory(self._ranges, target)
+        self._bytes_per_s = None if machine is None else stream_bytes_per_s(machine)
         self._costs: Mapping[int, float] | None = (
             None if machine is None else instruction_costs(module, machine)
         )
@@ -84,6 +88,8 @@ class Inspector:
             saved_by_layouts=layouts[1],
             donations=tuple(self._donations()),
             kernels=tuple(sorted(self._kernels(), key=lambda k: -k.moved_bytes)),
+            hbm=fusion_traffic(self.module),
+            pairs=tuple(self._pairs()),
         )
 
     @cached_property
@@ -222,6 +228,19 @@ class Inspector:
                     size * nest.executions,
                     None if seconds is None else seconds * nest.executions,
                 )
+
+    def _pairs(self) -> Iterator[PairView]:
+        for p in fusion_pairs(self.module):
+            yield PairView(
+                self.names.step(p.producer),
+                self.names.step(p.consumer),
+                str(p.shape),
+                p.saved,
+                None if self._bytes_per_s is None else p.saved / self._bytes_per_s,
+                p.reason,
+                p.why,
+                "" if p.conversion is None else p.conversion.name,
+            )
 
     def _seconds_of(self, i: Instruction) -> float | None:
         """Of one execution."""

@@ -114,6 +114,35 @@ def test_what_moves_bytes_is_listed_with_them():
     assert "g" not in kernels
 
 
+def test_what_goes_through_memory_says_why():
+    findings = found()
+    pairs = {(p.producer.instruction, p.consumer.instruction): p for p in findings.pairs}
+    for ends in (("big", "moved"), ("moved", "e")):
+        pair = pairs[ends]
+        assert (pair.reason, pair.conversion) == ("layout", "moved")
+        assert pair.saved_bytes == 16 * SIZE
+        assert pair.seconds is None
+    assert pairs["a", "b"].reason == "shared"
+    # Nothing is fused here: each total is a sum over %a, %b, %big, %moved, %e, %f, %h and %d.
+    assert findings.hbm.unfused == findings.hbm.compiled
+    assert findings.hbm.compiled.read == (2 + 1 + 1 + 8 + 8 + 1 + 1 + 2) * SIZE
+    assert findings.hbm.compiled.written == (2 + 1 + 8 + 8 + 8 + 1 + 1 + 1) * SIZE
+    assert findings.hbm.bound == (2 * SIZE, SIZE)
+
+
+def test_a_conversion_between_two_kernels_is_advised_against_once():
+    machine = load_machine("cpu-cxl")
+    findings = found(machine=machine)
+    advice = advise(view_run("x", MODULE, machine), findings)
+    (fuse,) = (a for a in advice if "they could be one kernel" in a.sentence)
+    assert fuse.sentence.startswith(
+        "%big and %moved hand f32[8,64] on through memory, 4.0 KiB, since %moved only brings "
+        "{1,0} into {0,1}"
+    )
+    assert fuse.where == "%moved"
+    assert fuse.saves_s == pytest.approx(16 * SIZE / machine.hbm_bytes_per_s)
+
+
 def test_each_finding_becomes_advice_with_its_number():
     machine = load_machine("cpu-cxl")
     findings = found(machine=machine)
@@ -174,7 +203,7 @@ def test_a_conversion_says_for_whom_it_is_and_what_would_save_it():
     assert (view.name, view.size, view.before, view.after) == ("params['w']", 512, "{1,0}", "{0,1}")
     assert findings.saved_by_layouts == moved.moved_bytes == 1024
     advice = advise(view_run("x", module, load_machine("cpu-cxl")), findings)
-    (relaid,) = (a for a in advice if "memplan.jit(layouts=...)" in a.sentence)
+    (relaid,) = (a for a in advice if "less to convert" in a.sentence)
     assert "params['w']: {0,1} for {1,0}" in relaid.sentence
     assert relaid.saves_s == moved.seconds
 
