@@ -17,7 +17,7 @@ any order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -127,12 +127,16 @@ def layout_flow(
     """
     flow = _Flow(module)
     for computation_id, nest in nests(module).items():
-        flow.walk(module.computations[computation_id], nest.executions, in_fusion=False)
-    entry = module.entry
+        flow.executions[computation_id] = nest.executions
+    for computation_id in nests(module):
+        flow.walk(module.computations[computation_id])
+    entry, fixed = module.entry, flow.found.fixed
     for p in entry.parameters:
         if p.parameter_number not in free_parameters:
-            flow.fix(s for s, _ in flow.leaves(p))
-    flow.fix(s for s, _ in flow.leaves(entry.root) if (s.part or (0,))[0] not in free_results)
+            fixed.update(flow.sites(p))
+    for site in flow.sites(entry.root):
+        if (site.part or (0,))[0] not in free_results:
+            fixed.add(site)
     for alias in module.input_output_aliases:
         parameter = entry.parameters[alias.parameter]
         flow.tie(Site(parameter.id, alias.parameter_index), Site(entry.root.id, alias.output_index))
@@ -140,169 +144,161 @@ def layout_flow(
 
 
 class _Flow:
+    """Walks through computations.
+
+    Attributes:
+      found: so far.
+      executions: of each computation, how often it runs in a step.
+    """
+
     def __init__(self, module: Module) -> None:
         self.found = LayoutFlow()
+        self.executions: dict[int, int] = {}
         self._module = module
-        self._executions = 1
-        self._in_fusion = False
+        self._fused: set[int] = set()
 
-    def walk(self, computation: Computation, executions: int, *, in_fusion: bool) -> None:
+    def walk(self, computation: Computation) -> None:
         for i in computation.instructions:
-            self._executions, self._in_fusion = executions, in_fusion
             self._instruction(i)
 
-    def leaves(self, i: Instruction) -> Iterator[tuple[Site, Shape]]:
+    def sites(self, i: Instruction) -> list[Site]:
         """The sites of what an instruction gives."""
-        for index, shape in i.shape.leaves():
-            if shape.is_array and len(order_of(shape)) > 1:
-                site = Site(i.id, index)
-                self._add(site, shape)
-                yield site, shape
-
-    def fix(self, sites: Iterator[Site] | Sequence[Site]) -> None:
-        self.found.fixed.update(sites)
+        return [
+            site for part, shape in i.shape.leaves() if self._add(site := Site(i.id, part), shape)
+        ]
 
     def tie(self, before: Site, after: Site) -> None:
         """The same array, in the same order."""
-        shape = self.found.shapes.get(before)
-        if shape is not None and after in self.found.shapes:
-            same = aligned(shape.dimensions, shape.dimensions)
-            self.found.links.append(Link(before, after, (same,), 0, is_tie=True))
+        self._same(before, after, is_tie=True)
 
     # --- one instruction ------------------------------------------------------------------
 
     def _instruction(self, i: Instruction) -> None:
-        for _ in self.leaves(i):
-            pass
+        own = self.sites(i)
         operands = [self._module.instructions[o] for o in i.operand_ids]
+        is_fused = i.computation_id in self._fused
         match i.opcode:
             case "tuple":
                 for k, operand in enumerate(operands):
-                    for site, shape in self.leaves(operand):
-                        self._link(site, Site(i.id, (k, *site.part)), shape)
+                    for site in self.sites(operand):
+                        self._same(site, Site(i.id, (k, *site.part)), is_tie=is_fused)
             case "get-tuple-element":
-                for site, _ in self.leaves(i):
+                for site in own:
                     self.tie(Site(operands[0].id, (i.tuple_index, *site.part)), site)
-            case "while" | "call" | "conditional" | "async-start" | "fusion":
-                self._calls(i, operands)
+            case "fusion":
+                self._fusion(i, operands)
+            case "while" | "call" | "conditional":
+                self._control_flow(i, operands)
+            case "async-start":
+                self._async(i, operands)
             case "copy-start":
-                for index in ((0,), (1,)):
-                    self.tie(Site(operands[0].id), Site(i.id, index))
+                self.tie(Site(operands[0].id), Site(i.id, (0,)))
+                self.tie(Site(operands[0].id), Site(i.id, (1,)))
             case "copy-done":
                 self.tie(Site(operands[0].id, (0,)), Site(i.id))
             case "async-update" | "opt-barrier" | "domain":
-                for site, _ in self.leaves(i):
-                    self.tie(site._replace(instruction=operands[0].id), site)
+                self._handed_on(operands[0], i)
             case "async-done":
-                for site, _ in self.leaves(i):
+                for site in own:
                     self.tie(Site(operands[0].id, (1, *site.part)), site)
+            case "copy" | "transpose" if is_fused:
+                pass
             case opcode if opcode in _VIEWS:
-                self._view(i, operands[0])
+                step = _step(self._module, i)
+                self._made(operands[0], i, None if step is None else (step,))
             case opcode if opcode in _LOOSE:
                 pass
             case opcode if opcode in _FIXED:
                 self._fixed(i, operands)
-            case _:
-                self._elementwise(i, operands)
+            case _ if i.shape.is_tuple:  # An all-reduce of several arrays.
+                for k, operand in enumerate(operands):
+                    self._same(Site(operand.id), Site(i.id, (k,)), is_tie=is_fused)
+            case opcode:
+                for operand in operands[: _ARRAYS.get(opcode)]:
+                    if len(operand.shape.dimensions) == len(i.shape.dimensions):
+                        maps = (aligned(operand.shape.dimensions, i.shape.dimensions),)
+                        self._made(operand, i, maps)
 
-    def _calls(self, i: Instruction, operands: Sequence[Instruction]) -> None:
-        bodies = [self._module.computations[c] for c in i.called_computation_ids]
-        if i.opcode == "fusion":
-            maps = _mover(self._module, bodies[0])
-            if maps is not None:
-                if self._in_fusion:
-                    return
-                if all(maps):
-                    self._read(operands[0], i, tuple(m for m in maps if m))
-                else:
-                    self._fixed(i, operands)
-                return
-            executions = self._executions
-            for operand, parameter in zip(operands, bodies[0].parameters, strict=True):
-                for site, shape in self.leaves(operand):
-                    inner = site._replace(instruction=parameter.id)
-                    self._add(inner, parameter.shape.at(site.part))
-                    self._link(site, inner, shape)
-            self.walk(bodies[0], executions, in_fusion=True)
-            self._executions, self._in_fusion = executions, False
-            self._same(bodies[0].root, i)
+    def _fusion(self, i: Instruction, operands: Sequence[Instruction]) -> None:
+        (body,) = (self._module.computations[c] for c in i.called_computation_ids)
+        moved = _moved(self._module, body)
+        if moved is not None:
+            if i.computation_id not in self._fused:
+                self._made(operands[moved.parameter], i, moved.maps)
             return
-        if i.opcode == "async-start":
-            self.walk(bodies[0], self._executions, in_fusion=True)
-            self._in_fusion = False
-            for k, (operand, parameter) in enumerate(
-                zip(operands, bodies[0].parameters, strict=True)
-            ):
-                self._same(operand, parameter)
-                for site, _ in self.leaves(operand):
-                    self.tie(site, Site(i.id, (0, k, *site.part)))
-            for site, _ in self.leaves(bodies[0].root):
-                self.tie(site, Site(i.id, (1, *site.part)))
-            return
-        for n, body in enumerate(bodies):
+        self._fused.add(body.id)
+        self.executions[body.id] = self.executions[i.computation_id]
+        for operand, parameter in zip(operands, body.parameters, strict=True):
+            self._handed_on(operand, parameter, is_tie=False)
+        self.walk(body)
+        self._handed_on(body.root, i)
+
+    def _control_flow(self, i: Instruction, operands: Sequence[Instruction]) -> None:
+        for n, called in enumerate(i.called_computation_ids):
+            body = self._module.computations[called]
             taken = [operands[n + 1]] if i.opcode == "conditional" else operands
             for operand, parameter in zip(taken, body.parameters, strict=True):
-                self._same(operand, parameter)
-            if not (i.opcode == "while" and body.root.shape.dtype == "pred"):
-                self._same(body.root, i)
+                self._handed_on(operand, parameter)
             if i.opcode == "while":
-                self._same(body.parameters[0], i)
+                self._handed_on(body.parameters[0], i)
+            if body.root.shape.dtype != "pred" or i.opcode != "while":
+                self._handed_on(body.root, i)
 
-    def _same(self, before: Instruction, after: Instruction) -> None:
-        for site, shape in self.leaves(before):
-            self._add(site._replace(instruction=after.id), shape)
-            self.tie(site, site._replace(instruction=after.id))
-
-    def _view(self, i: Instruction, operand: Instruction) -> None:
-        if self._in_fusion and i.opcode in ("copy", "transpose"):
-            return
-        step = _step(self._module, i)
-        if step is None:
-            self._fixed(i, [operand])
-        else:
-            self._read(operand, i, (step,))
+    def _async(self, i: Instruction, operands: Sequence[Instruction]) -> None:
+        (body,) = (self._module.computations[c] for c in i.called_computation_ids)
+        self._fused.add(body.id)
+        self.executions[body.id] = self.executions[i.computation_id]
+        self.walk(body)
+        for k, (operand, parameter) in enumerate(zip(operands, body.parameters, strict=True)):
+            self._handed_on(operand, parameter)
+            for site in self.sites(operand):
+                self.tie(site, Site(i.id, (0, k, *site.part)))
+        for site in self.sites(body.root):
+            self.tie(site, Site(i.id, (1, *site.part)))
 
     def _fixed(self, i: Instruction, operands: Sequence[Instruction]) -> None:
-        self.fix([site for site, _ in self.leaves(i)])
+        self.found.fixed.update(self.sites(i))
         for k, operand in enumerate(operands):
-            for site, shape in self.leaves(operand):
+            for site in self.sites(operand):
                 taken = Site(i.id, site.part, k)
-                self._add(taken, shape)
-                self.fix([taken])
-                self._link(site, taken, shape)
+                self._add(taken, operand.shape.at(site.part))
+                self.found.fixed.add(taken)
+                self._same(site, taken, is_tie=i.computation_id in self._fused)
 
-    def _elementwise(self, i: Instruction, operands: Sequence[Instruction]) -> None:
-        """Of a tuple, as an all-reduce of several has, part by part."""
-        if i.shape.is_tuple:
-            for k, operand in enumerate(operands):
-                for site, shape in self.leaves(operand):
-                    self._link(site, Site(i.id, (k,)), shape)
-            return
-        for operand in operands[: _ARRAYS.get(i.opcode)]:
-            if len(operand.shape.dimensions) == len(i.shape.dimensions):
-                maps = (aligned(operand.shape.dimensions, i.shape.dimensions),)
-                self._read(operand, i, maps)
+    # --- sites and links ------------------------------------------------------------------
 
-    # --- links ----------------------------------------------------------------------------
+    def _add(self, site: Site, shape: Shape) -> bool:
+        """Whether it is an array that has more than one order."""
+        if not shape.is_array or len(order_of(shape)) < 2:
+            return False
+        self.found.shapes[site] = shape
+        computation = self._module.instructions[site.instruction].computation_id
+        self.found.executions[site] = self.executions[computation]
+        return True
 
-    def _add(self, site: Site, shape: Shape) -> None:
-        if site not in self.found.shapes:
-            self.found.shapes[site] = shape
-            self.found.executions[site] = self._executions
+    def _handed_on(self, before: Instruction, after: Instruction, *, is_tie: bool = True) -> None:
+        """All parts as they are."""
+        self.sites(after)
+        for site in self.sites(before):
+            self._same(site, site._replace(instruction=after.id), is_tie=is_tie)
 
-    def _read(self, before: Instruction, after: Instruction, maps: tuple[OrderMap, ...]) -> None:
-        shapes = self.found.shapes
-        if Site(after.id) in shapes and any(True for _ in self.leaves(before)):
+    def _same(self, before: Site, after: Site, *, is_tie: bool) -> None:
+        shape = self.found.shapes.get(before)
+        if shape is not None and after in self.found.shapes:
+            same = aligned(shape.dimensions, shape.dimensions)
+            self.found.links.append(Link(before, after, (same,), 0, is_tie))
+
+    def _made(
+        self, before: Instruction, after: Instruction, maps: tuple[OrderMap, ...] | None
+    ) -> None:
+        """One array made of another; without maps in this order only."""
+        if maps is None:
+            self._fixed(after, [before])
+        elif self.sites(before) and self.sites(after):
             tiles = before.shape.layout.tiles
             rows = tiles[0][0] if tiles and len(tiles[0]) > 1 else 0
-            self.found.links.append(
-                Link(Site(before.id), Site(after.id), maps, rows, self._in_fusion)
-            )
-
-    def _link(self, before: Site, after: Site, shape: Shape) -> None:
-        if after in self.found.shapes:
-            same = aligned(shape.dimensions, shape.dimensions)
-            self.found.links.append(Link(before, after, (same,), 0, self._in_fusion))
+            is_tie = after.computation_id in self._fused
+            self.found.links.append(Link(Site(before.id), Site(after.id), maps, rows, is_tie))
 
 
 def _step(module: Module, view: Instruction) -> OrderMap | None:
@@ -318,13 +314,27 @@ def _step(module: Module, view: Instruction) -> OrderMap | None:
             return aligned(before.dimensions, view.shape.dimensions)
 
 
-def _mover(module: Module, body: Computation) -> list[OrderMap | None] | None:
-    """The maps from the first operand of a fusion to its result, if that only slices and moves;
-    None if it does anything else."""
+class _Moved(NamedTuple):
+    """What a fusion that only slices and moves does.
+
+    Attributes:
+      parameter: the number of what it moves.
+      maps: from that to its result; None where no other order of the one is one of the other.
+    """
+
+    parameter: int
+    maps: tuple[OrderMap, ...] | None
+
+
+def _moved(module: Module, body: Computation) -> _Moved | None:
+    """None if a fusion does anything else."""
     steps: list[OrderMap | None] = []
     i, moves = body.root, False
     while i.opcode in _VIEWS | _SLICES:
         moves = moves or i.opcode in ("copy", "transpose")
         steps.append(_step(module, i))
         i = module.instructions[i.operand_ids[0]]
-    return steps[::-1] if moves and i.opcode == "parameter" else None
+    if not moves or i.opcode != "parameter":
+        return None
+    maps = tuple(step for step in reversed(steps) if step is not None)
+    return _Moved(i.parameter_number, maps if len(maps) == len(steps) else None)

@@ -13,7 +13,7 @@ from hlo_passes.ir import Module
 from hlo_passes.layout_choice import choose_orders, conversions
 from hlo_passes.layout_flow import LayoutFlow, Link, Site, layout_flow
 from hlo_passes.layout_maps import Order, order_of
-from hlo_passes.layout_plan import LayoutPlan, conversion_bytes, plan_layouts
+from hlo_passes.layout_plan import LayoutPlan, conversion_bytes, converted, plan_layouts
 from hlo_passes.reader import read_module
 from hlo_passes.relayouts import relayouts
 
@@ -120,8 +120,8 @@ cond {
   ROOT less = pred[] compare(i, n), direction=LT
 }
 moved {
-  p = f32[4,8,16]{2,1,0} parameter(0)
-  at = s32[] parameter(1)
+  at = s32[] parameter(0)
+  p = f32[4,8,16]{2,1,0} parameter(1)
   zero = s32[] constant(0)
   s = f32[1,8,16]{2,1,0} dynamic-slice(p, at, zero, zero), dynamic_slice_sizes={1,8,16}
   b = f32[8,16]{1,0} bitcast(s)
@@ -132,7 +132,7 @@ body {
   i = s32[] get-tuple-element(a), index=0
   w = f32[4,8,16]{2,1,0} get-tuple-element(a), index=1
   x = f32[16,16]{1,0} get-tuple-element(a), index=2
-  m = f32[16,8]{1,0} fusion(w, i), kind=kLoop, calls=moved
+  m = f32[16,8]{1,0} fusion(i, w), kind=kLoop, calls=moved
   d = f32[16,16]{1,0} dot(m, m), lhs_contracting_dims={1}, rhs_contracting_dims={1}
   one = s32[] constant(1)
   j = s32[] add(i, one)
@@ -155,6 +155,22 @@ def test_a_stack_is_stored_as_its_slices_are_read():
     assert plan.bytes_before == 4 * 2 * BYTES  # A slice in each of four iterations.
     assert plan.parameters == {0: (1, 2, 0)}
     assert plan.bytes_after == 0
+
+
+def test_what_a_loop_hands_on_is_converted_as_often_as_it_runs():
+    """x comes from the body in rows, and is carried in columns."""
+    called = LOOP.replace("d = f32[16,16]{1,0} dot", "c = f32[16,16]{1,0} dot").replace(
+        "  one = ", "  d = f32[16,16]{0,1} copy(c)\n  one = "
+    )
+    carried = "f32[16,16]{0,1}"
+    called = called.replace(", f32[16,16]{1,0})", f", {carried})").replace(
+        "x = f32[16,16]{1,0} get", f"x = {carried} get"
+    )
+    entry = LOOP_ENTRY.replace("f32[16,16]{1,0}", carried)
+    plan = planned(module(entry, called), 1)
+    moved = [c for c in converted(module(entry, called)) if c.reader.name == "d"]
+    assert [c.size for c in moved] == [4 * 2 * 4 * 16 * 16]
+    assert plan.bytes_before == 4 * 2 * BYTES + moved[0].size
 
 
 def test_a_donated_argument_and_its_result_stay_alike():
