@@ -35,7 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import autotune
+from experiments import autotune, kernel_programs
 from memplan.kernels import search_gpu
 from memplan.kernels.autotune import first_line, measured
 from memplan.kernels.timing import Call, Timer, device_seconds, in_turns
@@ -345,7 +345,7 @@ def main() -> None:
         decode(shape, copied, out)
     if options.tune is not None:
         kernels = ((search, p.of_kernels()) for p in problems for search in autotune.ATTENTION)
-        caches = ((search_gpu.DECODE, autotune.decode_problem(s)) for s in shapes)
+        caches = ((search_gpu.DECODE, kernel_programs.decode_problem_of(s)) for s in shapes)
         method = measured(search_gpu.versions())
         autotune.run((*kernels, *caches), method, options.tune)
 

@@ -13,7 +13,6 @@ again. All that was tried is printed, with why it lost.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -24,29 +23,13 @@ import jax
 from experiments import kernel_programs
 from memplan.kernels import search_gpu
 from memplan.kernels.autotune import Method, NoCandidateError, Search, measured, table, tune
-from pallas_kernels.attention.api import problem_of
 from pallas_kernels.attention.shapes import SHAPES, Shape
-from pallas_kernels.decode.api import problem_of as decode_problem_of
 from pallas_kernels.decode.shapes import SHAPES as DECODE_SHAPES
 from pallas_kernels.decode.shapes import Shape as DecodeShape
 
 ROWS = Path(str(files("pallas_kernels") / "tuned.json"))
 
 ATTENTION = (search_gpu.FORWARD, search_gpu.QUERY_GRADIENT, search_gpu.KEY_GRADIENTS)
-
-
-def attention_problem(shape: Shape) -> Any:
-    """The problem that `attention` makes of a shape."""
-    _, (q, k, v, *_) = kernel_programs.gradient(shape)
-    problem = problem_of(q, k, v, **shape.options)
-    return dataclasses.replace(problem, segments=bool(shape.segment_lens))
-
-
-def decode_problem(shape: DecodeShape) -> Any:
-    """The problem that `decode_attention` makes of a shape."""
-    arguments, arrays = shape.abstract()
-    tables = arrays.get("block_tables")
-    return decode_problem_of(*arguments, block_tables=tables, **shape.options)
 
 
 type Job = tuple[Search[Any, Any], Any]
@@ -58,10 +41,16 @@ def jobs(only: str = "", kernel: str = "") -> Iterator[Job]:
         if only not in shape.name:
             continue
         is_decode = isinstance(shape, DecodeShape)
-        problem = decode_problem(shape) if is_decode else attention_problem(shape)
+        problem = _problem(shape)
         for search in (search_gpu.DECODE,) if is_decode else ATTENTION:
             if kernel in search.tunable.kernel:
                 yield search, problem
+
+
+def _problem(shape: Shape | DecodeShape) -> Any:
+    if isinstance(shape, DecodeShape):
+        return kernel_programs.decode_problem_of(shape)
+    return kernel_programs.attention_problem_of(shape)
 
 
 def run(jobs: Iterable[Job], method: Method, rows: Path, again: bool = False) -> None:

@@ -173,22 +173,112 @@ def test_what_a_loop_hands_on_is_converted_as_often_as_it_runs():
     assert plan.bytes_before == 4 * 2 * BYTES + moved[0].size
 
 
-def test_a_donated_argument_and_its_result_stay_alike():
-    text = f"""HloModule m, is_scheduled=true, input_output_alias={{ {{}}: (0, {{}}, may-alias) }}
+DONATION = ", input_output_alias={ {}: (0, {}, may-alias) }"
+STEP = f"""HloModule m, is_scheduled=true{DONATION}
 ENTRY e {{
   w = {W}{{1,0}} parameter(0)
+  x = f32[8,8]{{1,0}} parameter(1)
   c = {W}{{0,1}} copy(w)
-  d = f32[16,16]{{1,0}} dot(c, c), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
-  s = {W}{{0,1}} slice(d), slice={{[0:8], [0:16]}}
-  n = {W}{{0,1}} add(c, s)
+  d = {W}{{0,1}} dot(x, c), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  n = {W}{{0,1}} add(c, d)
   ROOT r = {W}{{1,0}} copy(n)
 }}
 """
-    m = read_module(text)
-    free = plan_layouts(m, [0], [0])
+
+
+def test_a_donated_argument_and_its_result_stay_alike():
+    free = plan_layouts(read_module(STEP), [0], [0])
     assert free.parameters == {0: (0, 1)}
     assert free.results == {0: (0, 1)}
-    assert not plan_layouts(m, [0]).parameters  # The result is given, and so is what it replaces.
+    # The result is given, and so is what it replaces; of what is not donated it is not.
+    assert not plan_layouts(read_module(STEP), [0]).parameters
+    kept = read_module(STEP.replace(DONATION, ""))
+    assert plan_layouts(kept, [0]).parameters == {0: (0, 1)}
+
+
+def test_a_loop_carries_one_order():
+    """What the body gives comes back as what it takes: to save the copy of the one would make
+    another of the other."""
+    called = LOOP.replace("d = f32[16,16]{1,0} dot", "c = f32[16,16]{0,1} dot").replace(
+        "  one = ",
+        "  d = f32[16,16]{1,0} copy(c)\n"
+        "  e = f32[16,16]{1,0} dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}\n"
+        "  one = ",
+    )
+    plan = plan_layouts(module(LOOP_ENTRY, called), [0, 1], [0])
+    assert [c.reader.name for c in plan.remaining] == ["d"]
+
+
+def test_within_a_kernel_that_computes_an_order_may_change():
+    """What it reads in columns it could as well read in rows: it moves the bytes anyway."""
+    plan = planned(
+        module(
+            f"""
+  w = {W}{{1,0}} parameter(0)
+  c = {W}{{0,1}} copy(w)
+  f = f32[16,8]{{0,1}} fusion(c), kind=kLoop, calls=turned
+  a = f32[8,8]{{1,0}} dot(f, f), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+  b = f32[8,8]{{1,0}} dot(w, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+  ROOT r = f32[8,8]{{1,0}} add(a, b)
+""",
+            f"""
+turned {{
+  p = {W}{{0,1}} parameter(0)
+  t = f32[16,8]{{0,1}} transpose(p), dimensions={{1,0}}
+  ROOT n = f32[16,8]{{0,1}} negate(t)
+}}
+""",
+        )
+    )
+    assert (plan.bytes_before, plan.bytes_after) == (2 * BYTES, 0)
+
+
+def test_a_kernel_that_reads_two_orders_converts_nothing():
+    text = f"""
+  w = {W}{{1,0}} parameter(0)
+  x = {W}{{0,1}} parameter(1)
+  ROOT f = {W}{{1,0}} fusion(w, x), kind=kLoop, calls=mixed
+"""
+    called = f"""
+mixed {{
+  p = {W}{{1,0}} parameter(0)
+  q = {W}{{0,1}} parameter(1)
+  ROOT a = {W}{{1,0}} add(p, q)
+}}
+"""
+    plan = planned(module(text, called), 0, 1)
+    assert (plan.parameters, plan.bytes_before) == ({}, 0)
+
+
+def test_of_two_orders_that_convert_as_much_the_one_with_less_padding_is_taken():
+    text = """
+  w = f32[128,8]{1,0:T(8,128)} parameter(0)
+  c = f32[128,8]{0,1:T(8,128)} copy(w)
+  a = f32[8,8]{1,0} dot(c, c), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  b = f32[8,8]{1,0} dot(w, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT r = f32[8,8]{1,0} add(a, b)
+"""
+    plan = planned(module(text), 0)
+    assert plan.bytes_before == plan.bytes_after > 0
+    assert plan.parameters == {0: (0, 1)}  # In rows 120 of 128 lanes would be empty.
+
+
+def test_who_gives_an_order_is_found_behind_what_hands_it_on():
+    (only,) = converted(
+        module(f"""
+  w = {W}{{1,0}} parameter(0)
+  x = {W}{{1,0}} parameter(1)
+  n = {W}{{1,0}} negate(w)
+  c = {W}{{0,1}} copy(n)
+  s = {W}{{0,1}} sine(c)
+{dot("s", "x")}
+""")
+    )
+    assert (only.instruction.name, only.reader.name) == ("n", "c")
+    assert only.given is not None
+    assert only.taken is not None
+    assert (only.given.instruction.name, only.taken.instruction.name) == ("w", "d")
+    assert only.argument is None  # What was computed from one is none.
 
 
 def test_tiles_of_a_tpu_are_not_torn():

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import autotune
+from experiments import autotune, kernel_programs
 from memplan.kernels import cost_gpu, search_gpu
 from memplan.kernels.autotune import measured, search
 from memplan.kernels.cost_gpu import HBM, L2, Ring, Work
@@ -157,7 +157,7 @@ def test_inputs_are_what_the_kernel_takes(each: Any, problem: Any) -> None:
 
 def test_candidates_are_measured_by_running_them() -> None:
     """Up to the device: what the timer is given is traced with the configuration it is of."""
-    problem = autotune.attention_problem(autotune.SHAPES[-3])
+    problem = kernel_programs.attention_problem_of(autotune.SHAPES[-3])
     small = dataclasses.replace(problem, batch=1, q_len=128, kv_len=128, q_heads=1, kv_heads=1)
     asked: list[Any] = []
 
