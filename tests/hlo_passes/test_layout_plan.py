@@ -250,19 +250,6 @@ mixed {{
     assert (plan.parameters, plan.bytes_before) == ({}, 0)
 
 
-def test_of_two_orders_that_convert_as_much_the_one_with_less_padding_is_taken():
-    text = """
-  w = f32[128,8]{1,0:T(8,128)} parameter(0)
-  c = f32[128,8]{0,1:T(8,128)} copy(w)
-  a = f32[8,8]{1,0} dot(c, c), lhs_contracting_dims={0}, rhs_contracting_dims={0}
-  b = f32[8,8]{1,0} dot(w, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}
-  ROOT r = f32[8,8]{1,0} add(a, b)
-"""
-    plan = planned(module(text), 0)
-    assert plan.bytes_before == plan.bytes_after > 0
-    assert plan.parameters == {0: (0, 1)}  # In rows 120 of 128 lanes would be empty.
-
-
 def test_who_gives_an_order_is_found_behind_what_hands_it_on():
     (only,) = converted(
         module(f"""

@@ -238,6 +238,8 @@ def test_a_donated_state_keeps_its_place(target: str):
     aliased = compiled.memory_analysis().alias_size_in_bytes
     assert aliased == own.memory_analysis().alias_size_in_bytes > 0
     assert conversion_bytes(compiled.module) <= conversion_bytes(own.module)
+    if target == "h200":  # The state is converted there, on v5e it is not.
+        assert compiled.layouts.arguments[0] == compiled.layouts.results[0] == (1, 3, 2, 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
