@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from hlo_passes import inject, xla
-from hlo_passes.errors import OffloadPatternError
+from hlo_passes.errors import LayoutsError, OffloadPatternError
 from hlo_passes.ir import Module
 from memplan.executable import Program, Target
 from memplan.function import Function
@@ -65,6 +65,7 @@ class Placing:
     def __init__(self, traced: jax.stages.Traced, function: Function, target: Target) -> None:
         """
         Raises:
+          LayoutsError: when a program with ordered effects is to be laid out.
           OffloadPatternError: when a pattern of ``offload`` matches no argument.
         """
         self.traced = traced
@@ -284,8 +285,13 @@ class Placing:
         """The layouts of arguments, and of what else the user leaves to memplan."""
         asked = self.function.options.layouts
         arguments = self.program.arguments
-        if asked is None or arguments.ordered_effects:
+        if asked is None:
             return None
+        if arguments.ordered_effects:
+            raise LayoutsError(
+                "a program with ordered effects (jax.debug.print(..., ordered=True)) cannot be "
+                "laid out anew: make them unordered, or leave layouts= away"
+            )
         infos = jax.tree.leaves(self.traced.args_info)
         free = {n: p for n, p in arguments.parameters.items() if can_be_laid_out(infos[n])}
         outs = jax.tree.leaves(self.traced.out_info)

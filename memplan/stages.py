@@ -76,6 +76,7 @@ class Traced:
         """Lowers it for its target.
 
         Raises:
+          LayoutsError: when a program with ordered effects is to be laid out.
           OffloadPatternError: when a pattern of ``offload`` matches no argument.
         """
         return Lowered(self)

@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import memplan
 from hlo_passes import xla
 from hlo_passes.errors import LayoutsError
+from hlo_passes.ir import Module
 from hlo_passes.layout_plan import conversion_bytes, plan_layouts
 from hlo_passes.reader import read_module
 from memplan.executable import TopologyExecutable
-from memplan.layouts import Chosen, Layouts, Relaid
+from memplan.layouts import Chosen, Layouts, Relaid, choose_layouts
 
 LAYERS, WIDTH, HEADS, HEAD, BATCH, TOKENS = 4, 256, 4, 64, 2, 128
 
@@ -156,6 +157,15 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
         memplan.jit(update, **options)
 
 
+def test_a_program_with_ordered_effects_is_refused():
+    def prints(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x.T @ x
+
+    with pytest.raises(LayoutsError, match="ordered effects"):
+        memplan.jit(prints, layouts="all").lower(jnp.ones((4, 8)))
+
+
 @settings(max_examples=20)
 @given(st.data())
 def test_no_layout_changes_results(data: st.DataObject):
@@ -264,3 +274,41 @@ def test_the_replay_computes_the_same(target: str):
     (found,) = memplan.replay(step.lower(*shapes()).compile().module, *arguments)
     expected = np.asarray(scanned(*arguments), np.float32)
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.01)
+
+
+def test_what_xla_leaves_is_another_start():
+    """XLA does not follow the first plan; of what it makes by itself the plan saves the rest."""
+
+    def compiled(w: str, n: str) -> Module:
+        return read_module(f"""HloModule m, is_scheduled=true
+ENTRY e {{
+  w = f32[8,16]{w} parameter(0)
+  n = f32[8,16]{n} copy(w)
+  b = f32[8,16]{{0,1}} copy(n)
+  ROOT d = f32[16,16]{{1,0}} dot(b, b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+}}
+""")
+
+    rows, columns = "{1,0}", "{0,1}"
+    made = {
+        None: compiled(rows, columns),  # Layout.AUTO.
+        (1, 0): compiled(rows, columns),
+        (0, 1): compiled(columns, columns),
+    }
+    asked: list[Layouts] = []
+
+    def look(layouts: Layouts) -> Module:
+        asked.append(layouts)
+        if len(asked) == 2:
+            return compiled(columns, rows)  # Columns, as planned, but by way of rows.
+        return made[layouts.arguments.get(0, (1, 0))]
+
+    chosen = choose_layouts(look, {0: 0}, [], can_be_left=True)
+    kept = 2 * 8 * 16 * 4
+    assert chosen.tried == {
+        "default": kept,
+        "planned": 2 * kept,
+        "auto": kept,
+        "planned from auto": 0,
+    }
+    assert chosen.chosen == Layouts({0: (0, 1)})
