@@ -28,6 +28,7 @@ ENTRY e {{
     [
         ("f32[8,16]{0,1} copy(a)", "relayout"),
         ("f32[8,16]{1,0:T(8,128)} copy(a)", "relayout"),
+        ("f32[8,16]{0,1:S(1)} copy(a)", "relayout"),  # To other memory, and in another order.
         ("f32[16,8]{1,0} transpose(a), dimensions={1,0}", "transpose"),
         ("f32[8,16]{1,0} copy(a)", "copy"),
     ],

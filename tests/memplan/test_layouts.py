@@ -73,6 +73,7 @@ def test_the_numbers_are_those_of_jax(layouts: Relaid, donated: str | None):
     step = memplan.jit(update, layouts=layouts, donate_argnames=donated)
     compiled = step.lower(*real_arguments()).compile()
     assert compiled.layouts.arguments  # XLA:CPU transposes x for its product.
+    assert not compiled.is_jax_own
     for _ in range(2):
         results = step(*step.place(*real_arguments()))
         jax.tree.map(np.testing.assert_array_equal, results, expected)
@@ -123,6 +124,29 @@ def test_what_is_left_to_xla_is_read_off_the_executable(
     assert compiled.layouts.arguments == {0: (1, 0), 1: (2, 1, 0), 2: (2, 1, 0)}
     results = step(*step.place(*real_arguments()))
     jax.tree.map(np.testing.assert_array_equal, results, expected)
+    whole = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec())
+    everywhere = jax.device_put(real_arguments(), whole)
+    compiled = step.lower(*everywhere).compile()
+    # Where a result is that nobody donated to, XLA says only when it has compiled.
+    assert compiled.layouts.results.keys() == ({0, 1} if donated else set())
+    jax.tree.map(np.testing.assert_array_equal, step(*step.place(*everywhere)), expected)
+
+
+def test_a_donated_state_on_a_mesh_comes_back_as_it_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """Where its result is, the argument says, before XLA does."""
+    orders = Layouts({1: (0, 1, 2)}, {1: (0, 1, 2)})
+
+    def chosen(look: Any, parameters: Any, results: Any, *, can_be_left: bool) -> Chosen:
+        return Chosen(orders, {1: 1}, {}, plan_layouts(look(Layouts())))
+
+    monkeypatch.setattr("memplan.placing.choose_layouts", chosen)
+    expected = jax.jit(update)(*real_arguments())
+    whole = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec())
+    step = memplan.jit(update, layouts="arguments", donate_argnames="params")
+    results = step(*step.place(*jax.device_put(real_arguments(), whole)))
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+    state: Any = results[0]["w"]
+    assert state.format.layout.major_to_minor == (2, 1, 0)
 
 
 def test_what_is_not_placed_is_moved_with_a_warning():
