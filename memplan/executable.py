@@ -138,6 +138,14 @@ class Program:
     def arguments(self) -> xla.LoweredArguments:
         return xla.lowered_arguments(self.lowered)
 
+    @property
+    def device(self) -> Any:
+        """One of those that it runs on."""
+        absent = self.target.absent
+        devices = self.arguments.devices if absent is None else absent.devices
+        assert devices is not None
+        return devices[0]
+
     def replicated(self) -> Sharding:
         """Each device that the program runs on holds the whole array."""
         found = self.arguments

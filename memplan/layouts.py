@@ -7,6 +7,9 @@ A plan says what would be if XLA changed nothing else; XLA assigns all layouts a
 compiled up to XLA's scheduler, and what is counted is what that module converts. XLA's own choice
 (``Layout.AUTO``) is one of them, and what it leaves another start: it does not look into loops,
 for one, whose stacks of weights it then converts slice by slice.
+
+Stacks that are streamed from the host are looked at once more, as they are streamed: XLA lays
+nothing on the host out by itself, and a slice is to be one piece of memory there.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ class Layouts:
     def __bool__(self) -> bool:
         return bool(self.arguments or self.results)
 
+    def __or__(self, other: Layouts) -> Layouts:
+        return Layouts({**self.arguments, **other.arguments}, {**self.results, **other.results})
+
     def beside(self, usual: Layouts) -> Layouts:
         """Those that are not as usual, and those that are left to XLA: told the layouts that it
         would choose, it does not choose the same ones inside."""
@@ -70,7 +76,7 @@ class Chosen:
       chosen: the best.
       donors: of results, the arguments whose place they take, by flat number.
       tried: bytes that a step converts, read and written, with each that was compiled:
-        ``"default"``, ``"auto"``, ``"planned"``, ``"planned from auto"``.
+        ``"default"``, ``"auto"``, ``"planned"``, ``"planned from auto"``, ``"as on the device"``.
       plan: of the module with the best: what remains, and why.
     """
 
@@ -88,6 +94,14 @@ class Chosen:
                 for k, order in self.chosen.results.items()
                 if self.donors.get(k) not in arguments
             },
+        )
+
+    def only(self, arguments: Collection[int]) -> Layouts:
+        """Those of some arguments, and of what takes their place."""
+        others = self.without(arguments)
+        return Layouts(
+            {n: o for n, o in self.chosen.arguments.items() if n not in others.arguments},
+            {k: o for k, o in self.chosen.results.items() if k not in others.results},
         )
 
 
@@ -151,16 +165,52 @@ def choose_layouts(
     return search.best(donors, {"auto"} if not can_be_left else frozenset())
 
 
+def choose_streamed(
+    look: Callable[[Layouts], Module],
+    parameters: Mapping[int, int],
+    donors: Mapping[int, int],
+    on_device: Layouts,
+) -> Chosen:
+    """Searches layouts of stacks that are streamed.
+
+    Args:
+      look: compiles the program with layouts of them up to XLA's scheduler, all streamed.
+      parameters: flat numbers of the stacks, to numbers of the entry's parameters.
+      donors: of results, the arguments whose place they take, by flat number.
+      on_device: the layouts of these stacks where they are on the device.
+    """
+    search = _Search(look, parameters, sorted(donors), sliced=True)
+    default = search.look("default", Layouts())
+    if search.tried["default"] > 0:
+        search.look_planned("planned", Layouts(), default)
+    possible = search.possible(on_device)
+    if min(search.tried.values()) > 0 and possible:
+        search.look("as on the device", possible)
+    return search.best(donors)
+
+
 class _Search:
+    """
+    Attributes:
+      tried: see `Chosen`.
+    """
+
     def __init__(
         self,
         look: Callable[[Layouts], Module],
         parameters: Mapping[int, int],
         results: Collection[int],
+        *,
+        sliced: bool = False,
     ) -> None:
+        """
+        Args:
+          sliced: whether slices along the leading axis have to be one piece of memory each.
+        """
         self._look = look
         self._parameters = parameters
         self._results = results
+        self._sliced = sliced
         self._found: dict[str, tuple[Layouts, Module]] = {}
         self.tried: dict[str, int] = {}
 
@@ -182,15 +232,23 @@ class _Search:
             n: plan.parameters[p] for n, p in self._parameters.items() if p in plan.parameters
         }
         returned = {n: plan.results[n] for n in self._results if n in plan.results}
-        if changed or returned:
-            self.look(name, Layouts({**start.arguments, **changed}, {**start.results, **returned}))
+        if found := self.possible(Layouts(changed, returned)):
+            self.look(name, start | found)
+
+    def possible(self, layouts: Layouts) -> Layouts:
+        """Those of them that may be."""
+
+        def among(orders: Mapping[int, MinorToMajor | None]) -> dict[int, MinorToMajor | None]:
+            return {n: o for n, o in orders.items() if not self._sliced or (o and o[-1] == 0)}
+
+        return Layouts(among(layouts.arguments), among(layouts.results))
 
     @property
     def left_to_xla(self) -> Layouts:
         """``Layout.AUTO`` for all that is free."""
         return Layouts(dict.fromkeys(self._parameters), dict.fromkeys(self._results))
 
-    def best(self, donors: Mapping[int, int], without: Collection[str]) -> Chosen:
+    def best(self, donors: Mapping[int, int], without: Collection[str] = ()) -> Chosen:
         """The first with the fewest bytes."""
         possible = [name for name in self.tried if name not in without]
         name = min(possible, key=lambda name: self.tried[name])

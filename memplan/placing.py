@@ -30,10 +30,12 @@ from memplan.layouts import (
     as_jax_has_it,
     can_be_laid_out,
     choose_layouts,
+    choose_streamed,
     tell_xla,
 )
 from memplan.signature import HOST_MEMORY_KIND
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
+from memplan.streams.orders import Order
 from memplan.streams.rewrite import streamed
 from memplan.streams.uses import Result, Source
 
@@ -85,14 +87,21 @@ class Placing:
     def out_tree(self) -> Any:
         return jax.tree.structure(self.traced.out_info)
 
-    def placed(self, hosting: Hosting, *, scheduled: bool = True) -> Program:
+    def placed(
+        self, hosting: Hosting, *, scheduled: bool = True, layouts: Layouts | None = None
+    ) -> Program:
         """Lowers the program with what `hosting` says on the host.
 
         Args:
           scheduled: prepare loops for memplan's schedule; otherwise each iteration brings
             what it reads, and XLA does with that what it does by itself.
+          layouts: others than were chosen.
         """
-        rings = self.streams.rings(hosting if scheduled else replace(hosting, depth=0))
+        if layouts is None:
+            layouts = self.layouts_beside(hosting)
+        rings = self.streams.rings(
+            hosting if scheduled else replace(hosting, depth=0), self._orders(layouts)
+        )
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self.target.platform != "gpu"
         run = streamed(
@@ -107,7 +116,7 @@ class Placing:
         program = self._lowered(
             run,
             self.ring_options if rings and scheduled else {},
-            self.layouts_beside(hosting),
+            layouts,
             hosting.arguments,
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.
@@ -316,10 +325,65 @@ class Placing:
         return jaxpr_as_fun(self.traced.jaxpr)(*args)
 
     def layouts_beside(self, hosting: Hosting) -> Layouts:
-        """The layouts where some arguments are on the host: rings keep stacks in rows."""
+        """The layouts where some arguments are on the host."""
         if self.layouts is None:
             return Layouts()
-        return self.layouts.without(hosting.arguments & self.streams.stacks.keys())
+        streamed = hosting.arguments & self.streams.stacks.keys()
+        if not streamed:
+            return self.layouts.chosen
+        return self.layouts.without(streamed) | self._layouts_of_streamed.only(streamed)
+
+    @functools.cached_property
+    def _layouts_of_streamed(self) -> Chosen:
+        """Of the stacks where they are on the host."""
+        assert self.layouts is not None
+        # With one slot the loops are the shortest; what they convert is the same.
+        everything = self.everything(1, 1.0)
+        streamed = everything.arguments & self.streams.stacks.keys()
+        others = self.layouts.without(streamed)
+        numbers = self.program.arguments.parameters
+
+        def look(layouts: Layouts) -> Module:
+            program = self.placed(everything, layouts=others | layouts)
+            return inject.capture(self.target.platform, program.stablehlo, program.compiler(None))
+
+        return choose_streamed(
+            look,
+            {n: p for n, p in numbers.items() if n in streamed},
+            {k: n for k, n in self.layouts.donors.items() if n in streamed},
+            self.layouts.only(streamed),
+        )
+
+    def _orders(self, layouts: Layouts) -> dict[Source, Order]:
+        """How the dimensions of the program's stacks lie, where that is known."""
+        streams = self.streams
+        replaced: dict[Source, Source] = {made: n for n, made in streams.replaced_by.items()}
+        found: dict[Source, Order] = {}
+        for source, stack in streams.sources.items():
+            argument = replaced.get(source, source)
+            if isinstance(argument, int):
+                order = layouts.arguments.get(argument, self._usual_orders.get(argument))
+            else:
+                given = (layouts.results[k] for k in stack.returned if k in layouts.results)
+                order = next(given, self._usual_order(stack.aval.dtype, stack.aval.shape))
+            if order is not None:
+                found[source] = order
+        return found
+
+    @functools.cached_property
+    def _usual_orders(self) -> dict[int, Order | None]:
+        """Of the arguments that loops take apart, as jax has them."""
+        taken = [n for n, stack in self.streams.sources.items() if stack.taken]
+        return {
+            n: self._usual_order(info.dtype, self.sharding(n).shard_shape(info.shape))
+            for n, (_, info) in enumerate(self._leaves)
+            if n in taken
+        }
+
+    def _usual_order(self, dtype: Any, shape: Sequence[int]) -> Order | None:
+        if len(shape) < 2 or jnp.issubdtype(dtype, jax.dtypes.extended):
+            return None
+        return xla.default_layout(self.program.device, dtype, shape)
 
     def _known_sharding(self, k: int) -> Any:
         """Where a result is, as far as that is known before XLA says."""

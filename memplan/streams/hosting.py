@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.extend.core import (
 
 from memplan.streams.counted import count_loops
 from memplan.streams.fusion import fuse_maps
+from memplan.streams.orders import Order, lies_in_rows, order_of_view
 from memplan.streams.programs import Path, inline_calls
 from memplan.streams.regions import Limits, is_outside_tiles
 from memplan.streams.rewrite import Stream
@@ -58,7 +59,8 @@ class Streams:
         candidates is done in scans (see `slicing`), and of these those that need no loop of
         their own are parts of others (see `fusion`).
       scans: all of them.
-      stacks: those that can be streamed, by what they are.
+      sources: all arguments and stacked results, by what they are.
+      stacks: those of them that can be streamed.
       replaced_by: a donated argument among them to the result that takes its place.
       left_alone: why an argument that a loop reads cannot be streamed.
     """
@@ -92,7 +94,7 @@ class Streams:
         self.jaxpr = jaxpr.replace(jaxpr=fuse_maps(sliced.jaxpr))
         uses = find_uses(self.jaxpr)
         self.scans = uses.scans
-        found = {s.source: s for s in uses.stacks}
+        self.sources = found = {s.source: s for s in uses.stacks}
         reasons = {s.source: _reason(s, tiled) for s in uses.stacks}
         returned = {k: s.source for s in uses.stacks for k in s.returned}
         arguments: dict[int, str] = {}
@@ -133,8 +135,14 @@ class Streams:
         replaced = {self.replaced_by[a] for a in hosting.arguments if a in self.replaced_by}
         return hosting.results | replaced
 
-    def rings(self, hosting: Hosting) -> dict[Path, Stream]:
-        """The scans that are streamed under a choice."""
+    def rings(
+        self, hosting: Hosting, orders: Mapping[Source, Order] | None = None
+    ) -> dict[Path, Stream]:
+        """The scans that are streamed under a choice.
+
+        Args:
+          orders: of the dimensions of stacks; the others lie in rows.
+        """
         stored: defaultdict[Path, set[int]] = defaultdict(set)
         for result in self.stored(hosting):
             stored[result.path].add(result.number)
@@ -147,7 +155,16 @@ class Streams:
             # A stack that stays on the device is then updated in place.
             for result in self.replaced_by.values():
                 rings.setdefault(result.path, Stream(1))
-        return rings
+        taken: defaultdict[Path, dict[int, Order]] = defaultdict(dict)
+        made: defaultdict[Path, dict[int, Order]] = defaultdict(dict)
+        for source, order in (orders or {}).items():
+            for scan in self.sources[source].taken:
+                seen = order_of_view(order, len(scan.aval.shape))
+                if seen is not None and not lies_in_rows(seen):
+                    taken[scan.path][scan.number] = seen
+            if isinstance(source, Result) and order[-1] == 0 and not lies_in_rows(order):
+                made[source.path][source.number] = order
+        return {p: replace(r, taken=taken[p], made=made[p]) for p, r in rings.items()}
 
 
 def stack_bytes(stack: Stack) -> int:
@@ -159,7 +176,8 @@ def _reason(stack: Stack, tiled: bool) -> str:
     """Why a stack cannot be streamed; ``""`` when it can."""
     if stack.whole:
         return "; ".join(dict.fromkeys(stack.whole))
-    for aval in (*stack.taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
+    taken = [t.aval for t in stack.taken]
+    for aval in (*taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
         if tiled and aval.dtype.itemsize < 2:
             return f"XLA:TPU cannot slice {aval.dtype} arrays on the host"
         if tiled and (len(aval.shape) < 3 or not is_outside_tiles(aval.shape, aval.dtype.itemsize)):

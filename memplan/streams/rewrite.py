@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +32,14 @@ from jax.extend.core import (
 
 from hlo_passes import xla
 from memplan.streams.leading_axis import splits_leading_axis
+from memplan.streams.orders import (
+    Order,
+    aval_in_rows,
+    seen_as_it_was,
+    seen_in_rows,
+    slice_as_it_was,
+    slice_in_rows,
+)
 from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
 from memplan.streams.ring import DEVICE, HOST, Ring, run
 
@@ -46,11 +54,14 @@ class Stream:
       share: the stacks that a layer reads first, up to this share of the bytes that it
         fetches, have so many; the others have one.
       stored: the results, by index among the stacked ones, that go to the host.
+      taken, made: the orders of stacks and of stacked results that do not lie in rows.
     """
 
     depth: int
     share: float = 1.0
     stored: frozenset[int] = frozenset()
+    taken: Mapping[int, Order] = field(default_factory=dict[int, Order])
+    made: Mapping[int, Order] = field(default_factory=dict[int, Order])
 
 
 def streamed(
@@ -204,6 +215,15 @@ class _Rewrite:
                 reverse=eqn.params["reverse"],
             )
             return [*carry, *stacks]
+        taken, made = stream.taken, stream.made
+        in_rows = [aval_in_rows(a, taken.get(s)) for s, a in enumerate(avals)]
+        results_in_rows = [aval_in_rows(v.aval, made.get(r)) for r, v in enumerate(results)]
+
+        def layer_on_rows(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            turned = [slice_as_it_was(a, taken.get(s)) for s, a in enumerate(slices)]
+            carry, given = layer(carry, turned)
+            return carry, [slice_in_rows(a, made.get(r)) for r, a in enumerate(given)]
+
         ring = Ring(
             eqn.params["length"],
             eqn.params["reverse"],
@@ -212,20 +232,20 @@ class _Rewrite:
             stream.stored,
             frozenset(r for r in stream.stored if results[r] in given),
             _pair(
-                {r: v.aval for r, v in enumerate(results) if r not in stream.stored},
-                {s: avals[s] for s in on_device},
+                {r: a for r, a in enumerate(results_in_rows) if r not in stream.stored},
+                {s: in_rows[s] for s in on_device},
             ),
             self.tied,
         )
         with jax.named_scope(scope_of(path)):
             carry, stacks = run(
                 ring,
-                layer,
+                layer_on_rows,
                 [_on_device(c) for c in carry],
-                args[first:],
-                [r.aval for r in results],
+                [seen_in_rows(a, taken.get(s)) for s, a in enumerate(args[first:])],
+                results_in_rows,
             )
-        return [*carry, *stacks]
+        return [*carry, *(seen_as_it_was(a, made.get(r)) for r, a in enumerate(stacks))]
 
     def _while(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
         (body,) = programs(eqn)

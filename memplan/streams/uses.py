@@ -41,6 +41,20 @@ Source = int | Result
 """An array: the flat argument of that number, or a scan's result."""
 
 
+class Taken(NamedTuple):
+    """A scan takes a stack apart.
+
+    Attributes:
+      path: of the scan.
+      number: of the stack, among those that it takes apart.
+      aval: shape and dtype in which it does.
+    """
+
+    path: Path
+    number: int
+    aval: Any
+
+
 @dataclass
 class Stack:
     """An array and all that reads it.
@@ -48,8 +62,7 @@ class Stack:
     Attributes:
       source: what it is.
       aval: shape and dtype.
-      scans: paths of the scans that take it apart, in program order.
-      taken: shape and dtype in which they do.
+      taken: by which scans, in program order.
       whole: what else is done with it, a sentence each; it can be streamed when there is
         nothing.
       returned: which results of the program it is.
@@ -58,11 +71,15 @@ class Stack:
 
     source: Source
     aval: Any
-    scans: list[Path] = field(default_factory=list[Path])
-    taken: list[Any] = field(default_factory=list[Any])
+    taken: list[Taken] = field(default_factory=list[Taken])
     whole: list[str] = field(default_factory=list[str])
     returned: list[int] = field(default_factory=list[int])
     is_in_loop: bool = False
+
+    @property
+    def scans(self) -> list[Path]:
+        """Paths of the scans that take it apart, in program order."""
+        return [t.path for t in self.taken]
 
 
 class Scan(NamedTuple):
@@ -147,8 +164,8 @@ class _Finder:
                 stack.is_in_loop |= is_loop and role in ("slices", "input")
                 match role:
                     case "slices":
-                        stack.scans.append(path)
-                        stack.taken.append(var.aval)
+                        first = sum(xla.scan_operands(eqn.params))
+                        stack.taken.append(Taken(path, k - first, var.aval))
                     case "input":
                         for program, found in zip(inner, below, strict=True):
                             var_inside = program.jaxpr.invars[k - program.first]

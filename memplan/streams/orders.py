@@ -1,0 +1,70 @@
+"""Stacks that do not lie in rows.
+
+A ring works on rows: arrays whose last dimension is the innermost. A stack that lies otherwise
+is seen as one whose memory is rows of the same bytes, and what is sliced off is turned back
+where a layer takes it, which XLA does within what reads it:
+
+    w [L, D, H, K] {1,3,2,0}  ─ seen ─►  [L, H, K, D]  ─ slot ─►  [H, K, D]  ─ back ─►  [D, H, K]
+
+Orders are minor to major, as XLA has them. TPUs lay out by themselves what would be padded in
+rows, and memplan lays out what XLA would have to convert; see `memplan.layouts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+type Order = tuple[int, ...]
+"""All dimensions of a stack, minor to major."""
+
+
+def lies_in_rows(order: Order) -> bool:
+    return list(order) == sorted(order, reverse=True)
+
+
+def order_of_view(order: Order, rank: int) -> Order | None:
+    """Returns the order of a stack seen with its leading axis split in two, or its leading two
+    axes joined, as an array of `rank` dimensions; None where no slice is one piece of memory,
+    since another axis is around the leading one."""
+    more = rank - len(order)
+    outer, leading = max(1, 1 - more), max(1, 1 + more)
+    if order[-outer:] != tuple(reversed(range(outer))):
+        return None
+    return (*(d + more for d in order[:-outer]), *reversed(range(leading)))
+
+
+def seen_in_rows(stack: Any, order: Order | None) -> Any:
+    """A stack as rows of the same memory; one without an order lies in them."""
+    return stack if order is None else lax.transpose(stack, order[::-1])
+
+
+def seen_as_it_was(stack: Any, order: Order | None) -> Any:
+    """The stack again."""
+    return stack if order is None else lax.transpose(stack, _inverse(order[::-1]))
+
+
+def slice_in_rows(array: Any, order: Order | None) -> Any:
+    """What is to be a slice of a stack so seen."""
+    return seen_in_rows(array, _of_slice(order))
+
+
+def slice_as_it_was(array: Any, order: Order | None) -> Any:
+    """A slice of a stack so seen, turned back."""
+    return seen_as_it_was(array, _of_slice(order))
+
+
+def aval_in_rows(aval: Any, order: Order | None) -> Any:
+    """Shape and dtype of a slice of a stack so seen."""
+    if order is None:
+        return aval
+    return aval.update(shape=tuple(aval.shape[d] for d in _of_slice(order)[::-1]))
+
+
+def _of_slice(order: Order | None) -> Any:
+    return None if order is None else tuple(d - 1 for d in order[:-1])
+
+
+def _inverse(permutation: Order) -> Order:
+    return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
