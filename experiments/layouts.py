@@ -5,13 +5,16 @@
 
 Each program is compiled four times by the target's own compiler, nothing is run: with the
 layouts that jax gives to arguments and results, with ``Layout.AUTO`` for all of them, and by
-``memplan.jit`` with ``layouts="arguments"`` and ``layouts="all"``. Columns:
+``memplan.jit`` with ``layouts="arguments"`` and ``layouts="all"``. Scanned layers twice more, their
+stacks streamed from the host. Columns:
 
     converted     bytes that a step reads and writes to bring arrays into other layouts
     of arguments  those of them whose array is an argument of the program, or a slice of one
-    inside        what would be saved of it by other orders of what the program itself makes,
-                  predicted
+    inside        what would be saved of it by other orders of what the program itself makes, if
+                  its products took and gave what they do: predicted
     temp          bytes, as XLA reports them
+    step          seconds of all kernels, one after another: on TPUs by XLA's own estimates, else
+                  of a roofline
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,19 @@ from jax.experimental.layout import Format, Layout
 
 from experiments.isolated import Failure, isolated
 from experiments.layout_programs import PROGRAMS
-from hlo_passes import xla
+from hlo_passes import cost, inject, xla
 from hlo_passes.ir import Module
 from hlo_passes.layout_plan import converted, plan_layouts
 from hlo_passes.reader import read_module
-from hlo_passes.units import format_bytes
+from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.executable import Executable, TopologyExecutable
 from memplan.report.tables import Column, Table, write_tables
 from memplan.topologies import topology
 
 WAYS = ("jax", "AUTO", "arguments", "all")
+# With all that may be there in host memory; stacks come slice by slice.
+STREAMED = ("streamed, jax", "streamed, arguments")
 
 # No program needs a plan of its memory for this.
 _UNLIMITED = "1TiB"
@@ -56,6 +61,7 @@ class Row:
       inside: of `converted`, what other orders of what the program makes would save, if the
         compiler's kernels took and gave what they do: predicted.
       temp, arguments: bytes, as XLA reports them.
+      step_s: seconds of all kernels, predicted.
     """
 
     program: str
@@ -67,6 +73,7 @@ class Row:
     inside: int = 0
     temp: int = 0
     arguments: int = 0
+    step_s: float = 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,14 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Row(program, target, way)
         for target in options.target
         for program in options.program
-        for way in WAYS
+        for way in (*WAYS, *(STREAMED if program.startswith("attention") else ()))
     ]
     rows = list(_measured(wanted, options))
-    tables = [
-        Table(target, _COLUMNS, tuple(_lines([r for r in rows if r.target == target])))
-        for target in options.target
-    ]
-    write_tables(tables, sys.stdout)
+    tables: list[Table] = []
+    for target in options.target:
+        of_target = [r for r in rows if r.target == target]
+        tables.append(Table(target, _COLUMNS, tuple(_lines(of_target))))
+        streamed = tuple(_streamed_lines(of_target))
+        tables.append(Table(f"{target}, streamed", _STREAMED_COLUMNS, streamed))
+    write_tables([t for t in tables if t.rows], sys.stdout)
 
 
 def _measured(wanted: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
@@ -124,6 +133,8 @@ def measure(wanted: Row) -> Row:
     jax.config.update("jax_platforms", "cpu")
     make, donated = PROGRAMS[wanted.program]
     fun, args = make()
+    if wanted.way in STREAMED:
+        return _streamed(fun, args, donated, wanted)
     if wanted.way == "AUTO":
         executable = _left_to_xla(fun, args, donated, wanted.target)
         module = read_module(executable)
@@ -138,7 +149,19 @@ def measure(wanted: Row) -> Row:
         )
         executable = step.lower(*args).compile()
         module = executable.module
-    return _row(wanted, module, executable.memory_analysis())
+    memory = executable.memory_analysis()
+    row = _row(wanted, module)
+    return replace(row, temp=memory.temp_size_in_bytes, arguments=memory.argument_size_in_bytes)
+
+
+def _streamed(fun: Any, args: Any, donated: str | None, wanted: Row) -> Row:
+    """Compiled up to XLA's scheduler, with rings of two slots."""
+    layouts: Any = "arguments" if wanted.way == STREAMED[1] else None
+    where = topology(wanted.target)
+    step = jit(fun, hbm=_UNLIMITED, machine=where, layouts=layouts, donate_argnames=donated)
+    placing = step.lower(*args).placing
+    program = placing.placed(placing.everything(2, 1.0))
+    return _row(wanted, inject.capture(where.platform, program.stablehlo, program.compiler(None)))
 
 
 def _left_to_xla(fun: Any, args: Any, donated: str | None, target: str) -> Executable:
@@ -155,18 +178,15 @@ def _left_to_xla(fun: Any, args: Any, donated: str | None, target: str) -> Execu
     return TopologyExecutable(xla.compile_for_topology(stablehlo, where.devices[:1], {}))
 
 
-def _row(wanted: Row, module: Module, memory: Any) -> Row:
+def _row(wanted: Row, module: Module) -> Row:
     found, plan = converted(module), plan_layouts(module)
-    return Row(
-        wanted.program,
-        wanted.target,
-        wanted.way,
-        "",
-        sum(c.size for c in found),
-        sum(c.size for c in found if c.argument is not None),
-        plan.bytes_before - plan.bytes_after,
-        memory.temp_size_in_bytes,
-        memory.argument_size_in_bytes,
+    return replace(
+        wanted,
+        converted=sum(c.size for c in found),
+        of_arguments=sum(c.size for c in found if c.argument is not None),
+        # Where padding is what is saved, more is converted.
+        inside=max(0, plan.bytes_before - plan.bytes_after),
+        step_s=cost.step_seconds(module, topology(wanted.target).machine),
     )
 
 
@@ -176,18 +196,42 @@ _COLUMNS = (
     *(Column(f"of arguments, {way}", right=True) for way in WAYS),
     Column("inside, all", right=True),
     *(Column(f"temp, {way}", right=True) for way in WAYS),
+    *(Column(f"step, {way}", right=True) for way in WAYS),
 )
 
 
+_STREAMED_COLUMNS = (
+    Column("program"),
+    *(Column(f"converted, {way}", right=True) for way in STREAMED),
+    *(Column(f"of arguments, {way}", right=True) for way in STREAMED),
+)
+
+
+def _streamed_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    for program in dict.fromkeys(row.program for row in rows if row.way in STREAMED):
+        found = {row.way: row for row in rows if row.program == program and not row.failure}
+        if found.keys() >= set(STREAMED):
+            both = [found[way] for way in STREAMED]
+            yield (
+                program,
+                *(format_bytes(row.converted) for row in both),
+                *(format_bytes(row.of_arguments) for row in both),
+            )
+
+
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    for program in dict.fromkeys(row.program for row in rows):
+    for program in dict.fromkeys(row.program for row in rows if row.way in WAYS):
         by_way = {row.way: row for row in rows if row.program == program}
         found = [by_way.get(way) for way in WAYS]
 
-        def cells(name: str, found: Sequence[Row | None] = found) -> Iterator[str]:
+        def cells(
+            name: str,
+            found: Sequence[Row | None] = found,
+            write: Callable[[Any], str] = format_bytes,
+        ) -> Iterator[str]:
             for row in found:
                 lacks = row is None or row.failure
-                yield "–" if lacks else format_bytes(getattr(row, name))
+                yield "–" if lacks else write(getattr(row, name))
 
         yield (
             program,
@@ -195,6 +239,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             *cells("of_arguments"),
             *cells("inside", found[-1:]),
             *cells("temp"),
+            *cells("step_s", write=format_seconds),
         )
 
 

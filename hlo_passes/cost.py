@@ -75,6 +75,12 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
     return _Costs(module, machine, moved, moves(module, machine, moved)).all()
 
 
+def step_seconds(module: Module, machine: Machine) -> float:
+    """Returns the seconds that all instructions of a step take, one after another."""
+    costs = instruction_costs(module, machine)
+    return sum(costs[i.id] for i in module.entry.instructions)
+
+
 def estimates(executable: Module) -> Mapping[Hashable, int]:
     """Returns the cycles of the instructions for which XLA wrote them, by what they can be
     known by in another module of the same program. O(instructions)."""

@@ -22,6 +22,7 @@ from jax.sharding import (
 
 from hlo_passes import xla
 from hlo_passes.machine import Machine, load_machine
+from memplan.out_of_memory import is_exhausted
 from memplan.signature import as_shape, bound_sharding, on_device, on_one_device
 from memplan.topologies import Topology, topology
 
@@ -173,6 +174,15 @@ class Program:
         devices = absent.devices[: self.arguments.device_count]
         merged = {**self.options, **(options or {})}
         return lambda: TopologyExecutable(xla.compile_for_topology(self.stablehlo, devices, merged))
+
+    def fitting(self, options: Mapping[str, Any] | None) -> Executable | None:
+        """Compiles the program; None when it does not fit the device."""
+        try:
+            return self.compiler(options)()
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            return None
 
 
 def device_bytes(executable: Executable, hosted_bytes: int) -> int:

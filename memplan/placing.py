@@ -19,9 +19,11 @@ from jax.experimental.layout import Format, Layout
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from hlo_passes import inject, xla
+from hlo_passes import cost, inject, xla
 from hlo_passes.errors import LayoutsError, OffloadPatternError
 from hlo_passes.ir import Module
+from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.reader import read_module
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import (
@@ -33,6 +35,7 @@ from memplan.layouts import (
     choose_streamed,
     tell_xla,
 )
+from memplan.products import Form, Product, choose_forms, products_of_batches, with_forms
 from memplan.signature import HOST_MEMORY_KIND
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
@@ -44,6 +47,9 @@ from memplan.streams.uses import Result, Source
 # what a link of 15 to 55 GB/s needs for a few hundred KiB).
 _SMALLEST_SHARE = 1 / 4096
 _SMALLEST_BYTES = 1 << 20
+
+# Forms of products are searched where conversions take so much of a step.
+_CONVERSIONS = 0.01
 
 # XLA:TPU pipelines transfers of loops by itself, into the slot that is in use; with rings in
 # the program it has to leave them alone. The option holds for a whole compilation, so every
@@ -62,6 +68,8 @@ class Placing:
 
     Attributes:
       program: lowered, everything where the user has it.
+      layouts: of arguments and results; None where they are jax's.
+      forms: of products, where they are not left to XLA.
     """
 
     def __init__(self, traced: jax.stages.Traced, function: Function, target: Target) -> None:
@@ -74,9 +82,12 @@ class Placing:
         self.function = function
         self.target = target
         self.program = target.lower(traced, self._compiler_options)
+        self._jaxpr = traced.jaxpr
         self.layouts = self._choose_layouts()
-        if self.layouts is not None and self.layouts.chosen:
-            self.program = self._lowered(self._as_traced, {}, self.layouts.chosen)
+        self.forms = self._choose_forms()
+        if self.layouts is not None and (self.layouts.chosen or self.forms):
+            self._jaxpr = with_forms(traced.jaxpr, self.forms)
+            self.program = self._lowered(self._as_written, {}, self.layouts.chosen)
         self._may_move = self._choose_movable()
 
     @functools.cached_property
@@ -106,7 +117,7 @@ class Placing:
         tied = self.target.platform != "gpu"
         run = streamed(
             # Without rings loops that were made for them would be in the way.
-            self.streams.jaxpr if rings else self.traced.jaxpr,
+            self.streams.jaxpr if rings else self._jaxpr,
             rings,
             whole=hosting.arguments - self.streams.stacks.keys(),
             donated=self.streams.donated,
@@ -272,7 +283,7 @@ class Placing:
         found = self.program.arguments.shardings
         specs = {n: s.spec for n, s in found.items() if isinstance(s, NamedSharding)}
         return Streams(
-            self.traced.jaxpr,
+            self._jaxpr,
             self._may_move,
             [n for n, (_, info) in enumerate(self._leaves) if info.donated],
             sharded=[n for n, spec in specs.items() if len(spec) and spec[0] is not None],
@@ -313,7 +324,7 @@ class Placing:
         def look(layouts: Layouts) -> Module:
             # Lowered afresh: jax would hand out one module for the same function, with what was
             # written into it.
-            program = self._lowered(self._as_traced, {}, Layouts())
+            program = self._lowered(self._as_written, {}, Layouts())
             tell_xla(program, layouts)
             return inject.capture(self.target.platform, program.stablehlo, program.compiler(None))
 
@@ -321,8 +332,41 @@ class Placing:
         can_be_left = bool(self.target.absent) or not self.traced.args_info[1]
         return choose_layouts(look, free, results, can_be_left=can_be_left)
 
-    def _as_traced(self, *args: Any) -> list[Any]:
-        return jaxpr_as_fun(self.traced.jaxpr)(*args)
+    def _as_written(self, *args: Any) -> list[Any]:
+        return jaxpr_as_fun(self._jaxpr)(*args)
+
+    def _choose_forms(self) -> dict[Product, Form]:
+        """How products are to take their operands, with the layouts that were chosen."""
+        # XLA:GPU and XLA:CPU turn products into others first, whatever they are told.
+        if self.function.options.layouts != "all" or self.target.platform != "tpu":
+            return {}
+        assert self.layouts is not None
+        machine, layouts = self.target.machine, self.layouts.chosen
+        jaxpr = self.traced.jaxpr
+
+        def program(forms: Mapping[Product, Form]) -> Program:
+            run = jaxpr_as_fun(with_forms(jaxpr, forms))
+            return self._lowered(lambda *args: run(*args), {}, layouts)
+
+        def look(forms: Mapping[Product, Form]) -> Module:
+            found = program(forms)
+            return inject.capture(self.target.platform, found.stablehlo, found.compiler(None))
+
+        usual = look({})
+        seconds = cost.step_seconds(usual, machine)
+        if conversion_bytes(usual) < _CONVERSIONS * seconds * cost.stream_bytes_per_s(machine):
+            return {}
+        forms = choose_forms(
+            products_of_batches(jaxpr), lambda f: cost.step_seconds(look(f), machine), seconds
+        )
+        if not forms:
+            return {}
+        # XLA's own estimates come with its executables only; of what does not fit there is none.
+        new, old = (program(f).fitting(None) for f in (forms, {}))
+        if new is not None and old is not None:
+            took = [cost.step_seconds(read_module(e), machine) for e in (new, old)]
+            return forms if took[0] < took[1] else {}
+        return forms
 
     def layouts_beside(self, hosting: Hosting) -> Layouts:
         """The layouts where some arguments are on the host."""

@@ -34,7 +34,7 @@ from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
 from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.looks import Look, Looks
-from memplan.out_of_memory import explain_oom, is_exhausted, note
+from memplan.out_of_memory import explain_oom, note
 from memplan.placing import Placing
 from memplan.signature import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, memory_kind
 from memplan.streams.hosting import Hosting
@@ -152,7 +152,7 @@ class Lowered:
         @functools.cache
         def unplanned() -> Executable | None:
             begin = time.monotonic()
-            executable = self._compile_unplanned(compiler_options)
+            executable = self.placing.program.fitting(compiler_options)
             self._looks.took(time.monotonic() - begin)
             if executable is not None:
                 self._looks.compiled(executable)
@@ -196,15 +196,6 @@ class Lowered:
         """
         with explain_oom():
             return self.placing.program.compiler(compiler_options)()
-
-    def _compile_unplanned(self, options: Mapping[str, Any] | None) -> Executable | None:
-        """The same; None when it does not fit."""
-        try:
-            return self.placing.program.compiler(options)()
-        except jax.errors.JaxRuntimeError as error:
-            if not is_exhausted(error):
-                raise
-            return None
 
     def _compile_within(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Plans and compiles until XLA reports no more than `budget` bytes."""
@@ -291,6 +282,7 @@ class Compiled:
     Attributes:
       plan: what it follows; None where XLA's own program keeps to the budget.
       layouts: of the arguments and results that are not as jax has them.
+      forms: in which layouts products of batches take their operands, where XLA is told.
       rounds: what each compilation was planned for and what XLA reported.
       followed: what the checker found of the plan in the executable; None without a plan.
     """
@@ -305,6 +297,7 @@ class Compiled:
         layouts = lowered.placing.layouts_beside(self.hosting)
         parameters = lowered.placing.program.arguments.parameters
         self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
+        self.forms = lowered.placing.forms
         self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
         self.rounds = rounds
         self.followed = verify.verify_executable(look.plan, self.module) if look else None
@@ -332,7 +325,8 @@ class Compiled:
     @property
     def is_jax_own(self) -> bool:
         """Whether calling ``jax.jit`` runs this very executable."""
-        return self.plan is None and self._lowered.absent is None and not self.layouts
+        is_as_written = not self.layouts and not self.forms
+        return self.plan is None and self._lowered.absent is None and is_as_written
 
     @functools.cached_property
     def module(self) -> Module:

@@ -44,7 +44,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var, mapped_aval, no_effects, primi
 
 from hlo_passes import xla
 from memplan.streams.counters import Inputs, inputs_inside, known_integers, unknown, while_inputs
-from memplan.streams.programs import programs
+from memplan.streams.programs import programs, with_programs
 from memplan.streams.rows import (
     Row,
     Rows,
@@ -53,7 +53,6 @@ from memplan.streams.rows import (
     live,
     makers,
     variables,
-    with_programs,
 )
 
 

@@ -43,8 +43,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes import xla
 from memplan.streams.leading_axis import ELEMENTWISE
-from memplan.streams.programs import programs
-from memplan.streams.rows import live, variables, with_programs
+from memplan.streams.programs import programs, with_programs
+from memplan.streams.rows import live, variables
 
 # No more than a copy, an element at a time.
 _CHEAP = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze"}

@@ -9,6 +9,7 @@ jit, custom derivatives, other calls                  all operands
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import (
@@ -57,6 +58,19 @@ def programs(eqn: JaxprEqn) -> tuple[Program, ...]:
     if name in ("scan", "shard_map") or name in CALLS or name in REMATS:
         return (_program(params[_parameter(eqn)], 0),)
     return ()
+
+
+def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
+    """An equation with other programs inside, in the order of `programs`; the same object where
+    they are the same."""
+    if all(new is old.jaxpr for new, old in zip(jaxprs, programs(eqn), strict=True)):
+        return eqn
+    if eqn.primitive.name == "cond":
+        return eqn.replace(params={**eqn.params, "branches": tuple(jaxprs)})
+    (jaxpr,) = jaxprs
+    names = ("jaxpr", "body_jaxpr", "call_jaxpr")
+    name = next(n for n in names if n in eqn.params)
+    return eqn.replace(params={**eqn.params, name: jaxpr})
 
 
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:

@@ -36,7 +36,7 @@ from jax.extend.core import (
 )
 
 from memplan.streams.counters import Inputs, inputs_inside, known_integers, value_of
-from memplan.streams.programs import CALLS, REMATS, Program, programs
+from memplan.streams.programs import CALLS, REMATS, Program, programs, with_programs
 
 
 class Row(NamedTuple):
@@ -419,19 +419,6 @@ def live(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[JaxprEqn]:
 def variables(atoms: Iterable[Atom]) -> set[Var]:
     """Those that are no literals."""
     return {a for a in atoms if isinstance(a, Var)}
-
-
-def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
-    """An equation with other programs inside, in the order of `programs`; the same object where
-    they are the same."""
-    if all(new is old.jaxpr for new, old in zip(jaxprs, programs(eqn), strict=True)):
-        return eqn
-    if eqn.primitive.name == "cond":
-        return eqn.replace(params={**eqn.params, "branches": tuple(jaxprs)})
-    (jaxpr,) = jaxprs
-    names = ("jaxpr", "body_jaxpr", "call_jaxpr")
-    name = next(n for n in names if n in eqn.params)
-    return eqn.replace(params={**eqn.params, name: jaxpr})
 
 
 def _rows(values: Iterable[Any]) -> list[Row]:

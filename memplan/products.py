@@ -1,0 +1,182 @@
+"""Products of batches, and how their operands lie.
+
+    q [B, T, N, K] ─┐                      left to XLA:TPU: as the projections give them, turned by
+                    ├─ product over K      copies before and after; or turned nowhere, if it is told
+    k [B, S, N, K] ─┘  for each B and N    to take q as B, N, T, K (innermost last), k as B, N, S, K
+
+XLA assigns layouts from one product outwards, and puts copies where two do not agree. Which
+layouts a product takes at which price is nowhere written down, so they are tried: what a *form*
+of a product asks for is told to XLA by layout constraints, which change no number, and the
+program is judged by the seconds that what XLA makes of it is predicted to take. On GPUs such
+constraints change nothing: XLA turns products into ones of matrices in rows before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from itertools import product as combinations
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+from jax.core import Atom, ShapedArray
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from memplan.streams.programs import programs, with_programs
+
+type Inner = Literal["contracted", "free"] | None
+"""Which dimensions of an operand are the innermost; the batches are the outermost."""
+
+
+class Form(NamedTuple):
+    """How a product takes its operands and gives its result.
+
+    Attributes:
+      left, right: of its operands; None leaves it to XLA.
+      in_rows: its result's last dimension is the innermost; else that is left to XLA.
+    """
+
+    left: Inner
+    right: Inner
+    in_rows: bool = False
+
+
+FREE = Form(None, None)
+# What is tried, in this order.
+FORMS = tuple(
+    Form(*form)
+    for form in combinations(
+        ("contracted", "free", None), ("contracted", "free", None), (False, True)
+    )
+    if Form(*form) != FREE
+)
+# Compilations up to XLA's scheduler.
+_LOOKS = 120
+# A form has to save so much of a step.
+_SAVED = 0.002
+
+
+class Product(NamedTuple):
+    """Products of one kind: those of one line, of operands of the same types, in one way.
+
+    Attributes:
+      where: in the source, as jax words it.
+      operands: their types.
+      dimensions: contracted ones and batches, as ``lax.dot_general`` has them.
+    """
+
+    where: str
+    operands: tuple[str, ...]
+    dimensions: Any
+
+
+def products_of_batches(jaxpr: Jaxpr) -> tuple[Product, ...]:
+    """Returns those of a program and of the programs inside, the largest operands first."""
+    found: defaultdict[Product, int] = defaultdict(int)
+    for eqn in _products(jaxpr):
+        found[_kind(eqn)] += sum(math.prod(_aval(a).shape) for a in eqn.invars)
+    return tuple(sorted(found, key=lambda kind: -found[kind]))
+
+
+def with_forms(jaxpr: Jaxpr, forms: Mapping[Product, Form]) -> Jaxpr:
+    """Returns a program whose products are constrained so, and which computes the same; the very
+    object that was given where that changes nothing."""
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if _is_product_of_batches(eqn):
+            eqns += _constrained(eqn, forms.get(_kind(eqn), FREE))
+        else:
+            inside = [with_forms(p.jaxpr, forms) for p in programs(eqn)]
+            eqns.append(with_programs(eqn, inside))
+    changed = len(eqns) != len(jaxpr.eqns) or any(
+        new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)
+    )
+    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def choose_forms(
+    kinds: Sequence[Product], seconds: Callable[[Mapping[Product, Form]], float], usual: float
+) -> dict[Product, Form]:
+    """Searches kind by kind, until nothing is better.
+
+    Args:
+      kinds: of products; the first matter most.
+      seconds: that a step takes with such forms.
+      usual: seconds that it takes with none.
+    """
+    best: dict[Product, Form] = {}
+    least, looks, unchanged = usual, 0, 0
+    for kind in cycle(kinds):
+        if unchanged == len(kinds) or looks + len(FORMS) > _LOOKS:
+            break
+        others = [form for form in (FREE, *FORMS) if form != best.get(kind, FREE)]
+        tried = [{**best, kind: form} for form in others]
+        found = [seconds(forms) for forms in tried]
+        looks, unchanged = looks + len(tried), unchanged + 1
+        if min(found) < least * (1 - _SAVED):
+            least, unchanged = min(found), 1
+            best = tried[found.index(least)]
+    return best
+
+
+def _products(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if _is_product_of_batches(eqn):
+            yield eqn
+        for program in programs(eqn):
+            yield from _products(program.jaxpr)
+
+
+def _is_product_of_batches(eqn: JaxprEqn) -> bool:
+    """One batch is none."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batches, _) = eqn.params["dimension_numbers"]
+    return math.prod(_aval(eqn.invars[0]).shape[d] for d in batches) > 1
+
+
+def _kind(eqn: JaxprEqn) -> Product:
+    types = tuple(_aval(a).str_short() for a in eqn.invars)
+    where = source_info_util.summarize(eqn.source_info)
+    return Product(where, types, eqn.params["dimension_numbers"])
+
+
+def _constrained(eqn: JaxprEqn, form: Form) -> Iterator[JaxprEqn]:
+    contracted, batches = eqn.params["dimension_numbers"]
+    operands = list(eqn.invars)
+    for k, inner in enumerate((form.left, form.right)):
+        if inner is None or not isinstance(operands[k], Var):
+            continue
+        free = [d for d in range(_rank(operands[k])) if d not in (*contracted[k], *batches[k])]
+        inside = [*free, *contracted[k]] if inner == "contracted" else [*contracted[k], *free]
+        told, operands[k] = _told(eqn, operands[k], (*batches[k], *inside))
+        yield told
+    if not form.in_rows:
+        yield eqn.replace(invars=operands) if operands != eqn.invars else eqn
+        return
+    (result,) = eqn.outvars
+    made = Var(result.aval)
+    yield eqn.replace(invars=operands, outvars=[made])
+    told, _ = _told(eqn, made, tuple(range(_rank(made))))
+    yield told.replace(outvars=[result])
+
+
+def _told(product: JaxprEqn, array: Atom, major_to_minor: tuple[int, ...]) -> tuple[JaxprEqn, Var]:
+    """An equation that gives `array` in a layout, and its result."""
+    struct = jax.ShapeDtypeStruct(_aval(array).shape, _aval(array).dtype)
+    jaxpr = jax.make_jaxpr(lambda a: with_layout_constraint(a, Layout(major_to_minor)))(struct)
+    (eqn,) = jaxpr.eqns
+    made = Var(array.aval)
+    return eqn.replace(invars=[array], outvars=[made], source_info=product.source_info), made
+
+
+def _aval(atom: Atom) -> ShapedArray:
+    return cast(ShapedArray, atom.aval)
+
+
+def _rank(atom: Atom) -> int:
+    return len(_aval(atom).shape)
