@@ -52,6 +52,7 @@ def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
             *_about_packing(findings),
             *_about_relayouts(findings),
             *_about_layouts(findings),
+            *_about_products(findings),
             *_about_fusions(findings),
             *_about_waiting(run),
         )
@@ -154,6 +155,19 @@ def _about_layouts(findings: Findings) -> Iterator[_Saving]:
         f"{format_bytes(saved)} less to convert: memplan.jit(layouts=...) and place() do that",
         "",
     )
+
+
+def _about_products(findings: Findings) -> Iterator[_Saving]:
+    between = [r for r in findings.relayouts if r.can_be_told]
+    if between:
+        moved = sum(r.moved_bytes for r in between)
+        yield (
+            0,
+            sum(r.seconds or 0.0 for r in between),
+            f"{format_bytes(moved)} are converted between products of which one gives another order "
+            'than the next one takes: memplan.jit(layouts="all") looks for orders that both take',
+            f"%{between[0].step.instruction}",
+        )
 
 
 def _about_fusions(findings: Findings) -> Iterator[_Saving]:

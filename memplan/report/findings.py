@@ -108,6 +108,8 @@ class RelayoutView:
       moved_bytes: in a step, read and written.
       seconds: of a step, predicted; None without a machine.
       why: who wants which order; ``""`` where the order stays.
+      can_be_told: whether it stands between two products that XLA can be told how to take their
+        operands.
     """
 
     step: Step
@@ -116,6 +118,7 @@ class RelayoutView:
     moved_bytes: int
     seconds: float | None
     why: str
+    can_be_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

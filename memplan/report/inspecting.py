@@ -190,7 +190,14 @@ class Inspector:
                 r.moved_bytes,
                 None if seconds is None else seconds * r.executions,
                 "" if found is None else self._why(found),
+                found is not None and self._can_be_told(found),
             )
+
+    def _can_be_told(self, found: Converted) -> bool:
+        """XLA:TPU writes all products as convolutions. Others take matrices in rows only."""
+        ends = (found.given, found.taken)
+        is_between = all(d is not None and d.instruction.opcode == "convolution" for d in ends)
+        return self._target == "tpu" and is_between
 
     def _why(self, found: Converted) -> str:
         said = [

@@ -10,6 +10,7 @@ from hlo_passes.memory import memory_usage
 from hlo_passes.plan import LiveRange
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.reader import read_module
+from hlo_passes.sharing import Target
 from memplan.report.advising import advise
 from memplan.report.build import view_run
 from memplan.report.finding_tables import advice_table, finding_tables
@@ -213,3 +214,26 @@ def test_an_argument_that_costs_no_conversion_is_left_alone():
     findings = Inspector(module, "cpu").findings()
     assert not findings.layouts
     assert findings.saved_by_layouts == 0
+
+
+BETWEEN = """HloModule m, is_scheduled=true
+ENTRY e {
+  a = f32[16,16]{1,0} parameter(0)
+  p = f32[16,16]{1,0} convolution(a, a), dim_labels=bf_io->bf
+  c = f32[16,16]{0,1} copy(p)
+  ROOT q = f32[16,16]{1,0} convolution(c, a), dim_labels=bf_io->bf
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+def test_conversions_between_products_are_advised_against_where_xla_can_be_told(target: Target):
+    module = read_module(BETWEEN)
+    machine = load_machine({"tpu": "v5e", "gpu": "h200"}[target])
+    findings = Inspector(module, target, machine).findings()
+    (moved,) = findings.relayouts
+    assert moved.why == "%q takes {0,1}, %p gives {1,0}"
+    assert moved.can_be_told == (target == "tpu")
+    advice = advise(view_run("x", module, machine), findings)
+    told = [a for a in advice if "between products" in a.sentence]
+    assert [a.saves_s for a in told] == [moved.seconds] * (target == "tpu")
