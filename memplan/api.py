@@ -59,8 +59,9 @@ def jit(
         ``"params.*"``; by default every argument that is not donated.
       slots: at most so many streamed weights on the device at once.
       search_s: seconds to search for a faster plan than the first one found, where temporaries
-        are evicted or computed again. By default 5 % of what XLA takes to compile. What the
-        search finds may depend on the machine's speed where it is cut off.
+        are evicted or computed again. By default 5 % of what XLA takes to compile, and 300 s for
+        the layouts of products (``layouts="all"``). What a search finds may depend on the
+        machine's speed where it is cut off.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to
         give all results in such, too, and on TPUs to tell XLA in which layouts products of batches

@@ -50,6 +50,8 @@ _SMALLEST_BYTES = 1 << 20
 
 # Forms of products are searched where conversions take so much of a step.
 _CONVERSIONS = 0.01
+# And for so many seconds, if the user does not say.
+_FORMS_S = 300.0
 
 # XLA:TPU pipelines transfers of loops by itself, into the slot that is in use; with rings in
 # the program it has to leave them alone. The option holds for a whole compilation, so every
@@ -356,8 +358,12 @@ class Placing:
         seconds = cost.step_seconds(usual, machine)
         if conversion_bytes(usual) < _CONVERSIONS * seconds * cost.stream_bytes_per_s(machine):
             return {}
+        search_s = self.function.options.search_s
         forms = choose_forms(
-            products_of_batches(jaxpr), lambda f: cost.step_seconds(look(f), machine), seconds
+            products_of_batches(jaxpr),
+            lambda f: cost.step_seconds(look(f), machine),
+            seconds,
+            _FORMS_S if search_s is None else search_s,
         )
         if not forms:
             return {}

@@ -14,6 +14,7 @@ constraints change nothing: XLA turns products into ones of matrices in rows bef
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
@@ -99,7 +100,10 @@ def with_forms(jaxpr: Jaxpr, forms: Mapping[Product, Form]) -> Jaxpr:
 
 
 def choose_forms(
-    kinds: Sequence[Product], seconds: Callable[[Mapping[Product, Form]], float], usual: float
+    kinds: Sequence[Product],
+    seconds: Callable[[Mapping[Product, Form]], float],
+    usual: float,
+    search_s: float,
 ) -> dict[Product, Form]:
     """Searches kind by kind, until nothing is better.
 
@@ -107,11 +111,14 @@ def choose_forms(
       kinds: of products; the first matter most.
       seconds: that a step takes with such forms.
       usual: seconds that it takes with none.
+      search_s: seconds after which no other kind is begun.
     """
     best: dict[Product, Form] = {}
     least, looks, unchanged = usual, 0, 0
+    end = time.monotonic() + search_s
     for kind in cycle(kinds):
-        if unchanged == len(kinds) or looks + len(FORMS) > _LOOKS:
+        is_over = looks + len(FORMS) > _LOOKS or time.monotonic() > end
+        if unchanged == len(kinds) or is_over:
             break
         others = [form for form in (FREE, *FORMS) if form != best.get(kind, FREE)]
         tried = [{**best, kind: form} for form in others]

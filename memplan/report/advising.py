@@ -164,8 +164,8 @@ def _about_products(findings: Findings) -> Iterator[_Saving]:
         yield (
             0,
             sum(r.seconds or 0.0 for r in between),
-            f"{format_bytes(moved)} are converted between products of which one gives another order "
-            'than the next one takes: memplan.jit(layouts="all") looks for orders that both take',
+            f"{format_bytes(moved)} are converted between products of which one gives another "
+            'order than the next one takes: memplan.jit(layouts="all") looks for orders that both take',
             f"%{between[0].step.instruction}",
         )
 

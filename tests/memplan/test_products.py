@@ -114,12 +114,13 @@ def test_the_search_finds_what_only_goes_together():
         second = forms.get(kinds[1], FREE) != FREE
         return 1 - 0.1 * right + (0.05 if second and right < 2 else -0.05 * second)
 
-    found = choose_forms(kinds, seconds, 1.0)
+    found = choose_forms(kinds, seconds, 1.0, 60.0)
     assert {k: found[k] for k in wanted} == wanted
     assert seconds(found) == pytest.approx(0.75)
     assert next(looks) <= 121
-    assert choose_forms(kinds, lambda forms: 1 + len(forms), 1.0) == {}
-    assert choose_forms([], seconds, 1.0) == {}
+    assert choose_forms(kinds, lambda forms: 1 + len(forms), 1.0, 60.0) == {}
+    assert choose_forms([], seconds, 1.0, 60.0) == {}
+    assert choose_forms(kinds, seconds, 1.0, -1.0) == {}
 
 
 @pytest.mark.tpu
@@ -164,7 +165,7 @@ def test_attention_of_many_images_converts_less_and_takes_less():
 
 @pytest.mark.tpu
 def test_what_xla_says_is_slower_is_not_told(monkeypatch: pytest.MonkeyPatch):
-    def misled(kinds: Any, seconds: Any, usual: float) -> dict[Product, Form]:
+    def misled(kinds: Any, *others: Any) -> dict[Product, Form]:
         return dict.fromkeys(kinds, Form("free", "free", in_rows=True))
 
     monkeypatch.setattr("memplan.placing.choose_forms", misled)
