@@ -16,14 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from hlo_passes import cost, inject, xla
+from hlo_passes import inject, xla
 from hlo_passes.errors import LayoutsError, OffloadPatternError
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import conversion_bytes
-from hlo_passes.reader import read_module
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import (
@@ -35,7 +33,7 @@ from memplan.layouts import (
     choose_streamed,
     tell_xla,
 )
-from memplan.products import Form, Product, choose_forms, products_of_batches, with_forms
+from memplan.products import Form, Product, find_forms, with_forms
 from memplan.signature import HOST_MEMORY_KIND
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
@@ -47,11 +45,6 @@ from memplan.streams.uses import Result, Source
 # what a link of 15 to 55 GB/s needs for a few hundred KiB).
 _SMALLEST_SHARE = 1 / 4096
 _SMALLEST_BYTES = 1 << 20
-
-# Forms of products are searched where conversions take so much of a step.
-_CONVERSIONS = 0.01
-# And for so many seconds, if the user does not say.
-_FORMS_S = 300.0
 
 # XLA:TPU pipelines transfers of loops by itself, into the slot that is in use; with rings in
 # the program it has to leave them alone. The option holds for a whole compilation, so every
@@ -343,36 +336,12 @@ class Placing:
         if self.function.options.layouts != "all" or self.target.platform != "tpu":
             return {}
         assert self.layouts is not None
-        machine, layouts = self.target.machine, self.layouts.chosen
-        jaxpr = self.traced.jaxpr
+        layouts, search_s = self.layouts.chosen, self.function.options.search_s
 
-        def program(forms: Mapping[Product, Form]) -> Program:
-            run = jaxpr_as_fun(with_forms(jaxpr, forms))
-            return self._lowered(lambda *args: run(*args), {}, layouts)
+        def lower(jaxpr: Jaxpr) -> Program:
+            return self._lowered(jaxpr_as_fun(jaxpr), {}, layouts)
 
-        def look(forms: Mapping[Product, Form]) -> Module:
-            found = program(forms)
-            return inject.capture(self.target.platform, found.stablehlo, found.compiler(None))
-
-        usual = look({})
-        seconds = cost.step_seconds(usual, machine)
-        if conversion_bytes(usual) < _CONVERSIONS * seconds * cost.stream_bytes_per_s(machine):
-            return {}
-        search_s = self.function.options.search_s
-        forms = choose_forms(
-            products_of_batches(jaxpr),
-            lambda f: cost.step_seconds(look(f), machine),
-            seconds,
-            _FORMS_S if search_s is None else search_s,
-        )
-        if not forms:
-            return {}
-        # XLA's own estimates come with its executables only; of what does not fit there is none.
-        new, old = (program(f).fitting(None) for f in (forms, {}))
-        if new is not None and old is not None:
-            took = [cost.step_seconds(read_module(e), machine) for e in (new, old)]
-            return forms if took[0] < took[1] else {}
-        return forms
+        return find_forms(self.traced.jaxpr, lower, search_s)
 
     def layouts_beside(self, hosting: Hosting) -> Layouts:
         """The layouts where some arguments are on the host."""

@@ -27,6 +27,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from hlo_passes import inject
+from hlo_passes.cost import step_seconds, stream_bytes_per_s
+from hlo_passes.ir import Module
+from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.reader import read_module
+from memplan.executable import Program
 from memplan.streams.programs import programs, with_programs
 
 type Inner = Literal["contracted", "free"] | None
@@ -55,7 +61,10 @@ FORMS = tuple(
     )
     if Form(*form) != FREE
 )
-# Compilations up to XLA's scheduler.
+# They are searched where conversions take so much of a step.
+_CONVERSIONS = 0.01
+# For so many seconds, if the user does not say, and so many compilations up to XLA's scheduler.
+_SEARCH_S = 300.0
 _LOOKS = 120
 # A form has to save so much of a step.
 _SAVED = 0.002
@@ -97,6 +106,45 @@ def with_forms(jaxpr: Jaxpr, forms: Mapping[Product, Form]) -> Jaxpr:
         new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)
     )
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def find_forms(
+    jaxpr: Jaxpr, lower: Callable[[Jaxpr], Program], search_s: float | None
+) -> dict[Product, Form]:
+    """Searches the forms with which a program is fastest; those that are not left to XLA.
+
+    Args:
+      lower: makes the program of such equations ready to compile.
+      search_s: seconds after which no other kind is begun.
+    """
+
+    def program(forms: Mapping[Product, Form]) -> Program:
+        return lower(with_forms(jaxpr, forms))
+
+    def look(forms: Mapping[Product, Form]) -> Module:
+        found = program(forms)
+        return inject.capture(found.target.platform, found.stablehlo, found.compiler(None))
+
+    def seconds(module: Module) -> float:
+        return step_seconds(module, machine)
+
+    machine, usual = program({}).target.machine, look({})
+    bytes_per_s = stream_bytes_per_s(machine)
+    if conversion_bytes(usual) < _CONVERSIONS * seconds(usual) * bytes_per_s:
+        return {}
+    forms = choose_forms(
+        products_of_batches(jaxpr),
+        lambda forms: seconds(look(forms)),
+        seconds(usual),
+        _SEARCH_S if search_s is None else search_s,
+    )
+    if not forms:
+        return {}
+    # XLA's own estimates come with its executables only; of what does not fit there is none.
+    told, left = (program(f).fitting(None) for f in (forms, {}))
+    if told is None or left is None:
+        return forms
+    return forms if seconds(read_module(told)) < seconds(read_module(left)) else {}
 
 
 def choose_forms(

@@ -165,7 +165,7 @@ def _about_products(findings: Findings) -> Iterator[_Saving]:
             0,
             sum(r.seconds or 0.0 for r in between),
             f"{format_bytes(moved)} are converted between products of which one gives another "
-            'order than the next one takes: memplan.jit(layouts="all") looks for orders that both take',
+            'order than the next one takes: memplan.jit(layouts="all") looks for one for both',
             f"%{between[0].step.instruction}",
         )
 

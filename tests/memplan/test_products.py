@@ -168,7 +168,7 @@ def test_what_xla_says_is_slower_is_not_told(monkeypatch: pytest.MonkeyPatch):
     def misled(kinds: Any, *others: Any) -> dict[Product, Form]:
         return dict.fromkeys(kinds, Form("free", "free", in_rows=True))
 
-    monkeypatch.setattr("memplan.placing.choose_forms", misled)
+    monkeypatch.setattr("memplan.products.choose_forms", misled)
     fun, args = vit_forward(dataclasses.replace(VIT_B16_4L, num_layers=1), batch=1024)
     placing = memplan.jit(fun, machine="v5e", layouts="all").lower(*args).placing
     assert placing.forms == {}
