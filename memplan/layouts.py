@@ -15,7 +15,7 @@ nothing on the host out by itself, and a slice is to be one piece of memory ther
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -179,14 +179,22 @@ def choose_streamed(
       donors: of results, the arguments whose place they take, by flat number.
       on_device: the layouts of these stacks where they are on the device.
     """
-    search = _Search(look, parameters, sorted(donors), sliced=True)
+
+    def with_results(layouts: Layouts) -> Layouts:
+        """What takes a stack's place lies as the stack does, or the next step would have to lay
+        it out."""
+        orders = layouts.arguments
+        return Layouts(orders, {k: orders[n] for k, n in donors.items() if n in orders})
+
+    search = _Search(lambda layouts: look(with_results(layouts)), parameters, (), sliced=True)
     default = search.look("default", Layouts())
     if search.tried["default"] > 0:
         search.look_planned("planned", Layouts(), default)
-    possible = search.possible(on_device)
+    possible = search.possible(Layouts(on_device.arguments))
     if min(search.tried.values()) > 0 and possible:
         search.look("as on the device", possible)
-    return search.best(donors)
+    best = search.best(donors)
+    return replace(best, chosen=with_results(best.chosen))
 
 
 class _Search:

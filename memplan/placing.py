@@ -106,7 +106,7 @@ class Placing:
         if layouts is None:
             layouts = self.layouts_beside(hosting)
         rings = self.streams.rings(
-            hosting if scheduled else replace(hosting, depth=0), self._orders(layouts)
+            hosting if scheduled else replace(hosting, depth=0), self.orders(layouts)
         )
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self.target.platform != "gpu"
@@ -208,6 +208,22 @@ class Placing:
         if isinstance(source, int):
             return self.sizes[source]
         return stack_bytes(self.streams.stacks[source]) // self.program.arguments.device_count
+
+    def orders(self, layouts: Layouts) -> dict[Source, Order]:
+        """How the dimensions of the program's stacks lie, where that is known."""
+        streams = self.streams
+        replaced: dict[Source, Source] = {made: n for n, made in streams.replaced_by.items()}
+        found: dict[Source, Order] = {}
+        for source, stack in streams.sources.items():
+            argument = replaced.get(source, source)
+            if isinstance(argument, int):
+                order = layouts.arguments.get(argument, self._usual_orders.get(argument))
+            else:
+                given = (layouts.results[k] for k in stack.returned if k in layouts.results)
+                order = next(given, self._usual_order(stack.aval.dtype, stack.aval.shape))
+            if order is not None:
+                found[source] = order
+        return found
 
     # --- from here on: how ----------------------------------------------------------------
 
@@ -372,22 +388,6 @@ class Placing:
             {k: n for k, n in self.layouts.donors.items() if n in streamed},
             self.layouts.only(streamed),
         )
-
-    def _orders(self, layouts: Layouts) -> dict[Source, Order]:
-        """How the dimensions of the program's stacks lie, where that is known."""
-        streams = self.streams
-        replaced: dict[Source, Source] = {made: n for n, made in streams.replaced_by.items()}
-        found: dict[Source, Order] = {}
-        for source, stack in streams.sources.items():
-            argument = replaced.get(source, source)
-            if isinstance(argument, int):
-                order = layouts.arguments.get(argument, self._usual_orders.get(argument))
-            else:
-                given = (layouts.results[k] for k in stack.returned if k in layouts.results)
-                order = next(given, self._usual_order(stack.aval.dtype, stack.aval.shape))
-            if order is not None:
-                found[source] = order
-        return found
 
     @functools.cached_property
     def _usual_orders(self) -> dict[int, Order | None]:

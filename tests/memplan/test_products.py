@@ -86,6 +86,16 @@ def test_products_of_one_kind_go_together():
     assert not products_of_batches(jax.make_jaxpr(jnp.matmul)(*wide))
 
 
+def test_the_largest_come_first():
+    def both(a: jax.Array, b: jax.Array) -> Any:
+        return a @ a, b @ b
+
+    small, large = jnp.ones((2, 3, 3)), jnp.ones((2, 9, 9))
+    for args in ((small, large), (large, small)):
+        kinds = products_of_batches(jax.make_jaxpr(both)(*args))
+        assert ["9" in kind.operands[0] for kind in kinds] == [True, False]
+
+
 def test_what_is_told():
     jaxpr = jax.make_jaxpr(lambda a, b: jnp.einsum("bkm,bnk->bmn", a, b))(
         jnp.ones((2, 3, 4)), jnp.ones((2, 5, 3))
@@ -170,5 +180,22 @@ def test_what_xla_says_is_slower_is_not_told(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("memplan.products.choose_forms", misled)
     fun, args = vit_forward(dataclasses.replace(VIT_B16_4L, num_layers=1), batch=1024)
-    placing = memplan.jit(fun, machine="v5e", layouts="all").lower(*args).placing
+
+    def forms() -> Mapping[Product, Form]:
+        return memplan.jit(fun, machine="v5e", layouts="all").lower(*args).placing.forms
+
+    assert forms() == {}
+    # Of what does not fit XLA says nothing.
+    monkeypatch.setattr(Program, "fitting", lambda program, options: None)
+    assert len(forms()) == 2
+
+
+@pytest.mark.tpu
+def test_where_little_is_converted_nothing_is_searched(monkeypatch: pytest.MonkeyPatch):
+    def search(*others: Any) -> dict[Product, Form]:
+        raise AssertionError
+
+    monkeypatch.setattr("memplan.products.choose_forms", search)
+    wide = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16)
+    placing = memplan.jit(jnp.matmul, machine="v5e", layouts="all").lower(wide, wide).placing
     assert placing.forms == {}

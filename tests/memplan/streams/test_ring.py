@@ -138,6 +138,16 @@ def test_the_numbers_of_the_untouched_scan(program: Callable[..., Any], trips: i
     check(program, trips, depth)
 
 
+def test_stacks_whose_slices_are_in_pieces_are_taken_as_rows():
+    args = weights(4), activations()
+    streams = Streams(jax.make_jaxpr(gradients)(*args), range(3), (), tiled=False)
+    hosting = Hosting(frozenset({0, 1}), streams.residuals(0), 2)
+    orders = {source: tuple(range(len(s.aval.shape))) for source, s in streams.sources.items()}
+    rings = streams.rings(hosting, orders)
+    assert rings
+    assert not any(ring.taken or ring.made for ring in rings.values())
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("depth", "share"), [(1, 1.0), (2, 0.3), (3, 1.0)])
 @pytest.mark.parametrize(
