@@ -133,6 +133,13 @@ def test_the_search_finds_what_only_goes_together():
     assert choose_forms(kinds, seconds, 1.0, -1.0) == {}
 
 
+def test_the_search_ends_where_everything_is_always_better():
+    kinds = [Product(name, (), None) for name in "abc"]
+    looks = itertools.count(1)
+    choose_forms(kinds, lambda forms: 1 / next(looks), 1.0, 60.0)
+    assert next(looks) <= 121
+
+
 @pytest.mark.tpu
 def test_a_replay_of_what_was_told_is_the_same():
     target = find_target("v5e")
