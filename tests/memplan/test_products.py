@@ -140,6 +140,14 @@ def test_the_search_ends_where_everything_is_always_better():
     assert next(looks) <= 121
 
 
+@pytest.mark.parametrize("forms", [{}, {Product("", (), None): FREE}])
+def test_what_was_told_is_not_what_jax_runs(forms: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("memplan.placing.Placing._choose_forms", lambda placing: forms)
+    compiled = memplan.jit(jnp.sin, layouts="all").lower(jnp.ones(3)).compile()
+    assert compiled.forms == forms
+    assert compiled.is_jax_own == (not forms)
+
+
 @pytest.mark.tpu
 def test_a_replay_of_what_was_told_is_the_same():
     target = find_target("v5e")
