@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from hlo_passes.barriers import remove_barriers
-from hlo_passes.cost import estimates, instruction_costs, lend_estimates
+from hlo_passes.cost import estimates, instruction_costs, lend_estimates, step_seconds
 from hlo_passes.ir import Module
 from hlo_passes.machine import Interconnect, load_machine
 from hlo_passes.reader import read_module
@@ -280,6 +280,10 @@ def test_control_flow_costs_what_it_calls():
     assert found["either"] == pytest.approx(16.0)
     # The counter: 4 bytes and a constant's 4, and 4 written. The test: 4 + 4 + 1.
     assert found["loop"] == pytest.approx(5 * (8.0 + 0.12 + 0.09))
+    # What is called is part of who calls it.
+    module = module_of(CONTROL.replace("%START", "%z"))
+    step_s = found["called"] + found["either"] + found["loop"]
+    assert step_seconds(module, toy_machine()) == pytest.approx(step_s)
 
 
 def test_a_loop_of_unknown_length_runs_once():
