@@ -78,12 +78,14 @@ class Chosen:
       tried: bytes that a step converts, read and written, with each that was compiled:
         ``"default"``, ``"auto"``, ``"planned"``, ``"planned from auto"``, ``"as on the device"``.
       plan: of the module with the best: what remains, and why.
+      compiled: the best as that module has it: those that were left to XLA as XLA chose.
     """
 
     chosen: Layouts
     donors: Mapping[int, int]
     tried: Mapping[str, int]
     plan: LayoutPlan
+    compiled: Layouts
 
     def without(self, arguments: Collection[int]) -> Layouts:
         """The layouts but for those of some arguments, and of what takes their place."""
@@ -169,7 +171,7 @@ def choose_streamed(
     look: Callable[[Layouts], Module],
     parameters: Mapping[int, int],
     donors: Mapping[int, int],
-    on_device: Layouts,
+    on_device: Mapping[int, MinorToMajor | None],
 ) -> Chosen:
     """Searches layouts of stacks that are streamed.
 
@@ -190,7 +192,7 @@ def choose_streamed(
     default = search.look("default", Layouts())
     if search.tried["default"] > 0:
         search.look_planned("planned", Layouts(), default)
-    possible = search.possible(Layouts(on_device.arguments))
+    possible = search.possible(Layouts(on_device))
     if min(search.tried.values()) > 0 and possible:
         search.look("as on the device", possible)
     best = search.best(donors)
@@ -262,7 +264,9 @@ class _Search:
         name = min(possible, key=lambda name: self.tried[name])
         layouts, module = self._found[name]
         usual = self.left_to_xla.as_compiled(self._found["default"][1], self._parameters)
-        return Chosen(layouts.beside(usual), donors, self.tried, self._plan(module))
+        found = layouts.beside(usual)
+        compiled = found.as_compiled(module, self._parameters)
+        return Chosen(found, donors, self.tried, self._plan(module), compiled)
 
     def _plan(self, module: Module) -> LayoutPlan:
         return plan_layouts(module, tuple(self._parameters.values()), self._results)

@@ -386,7 +386,7 @@ class Placing:
             look,
             {n: p for n, p in numbers.items() if n in streamed},
             {k: n for k, n in self.layouts.donors.items() if n in streamed},
-            self.layouts.only(streamed),
+            {n: o for n, o in self.layouts.compiled.arguments.items() if n in streamed},
         )
 
     @functools.cached_property

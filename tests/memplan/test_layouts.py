@@ -123,7 +123,7 @@ def test_what_is_left_to_xla_is_read_off_the_executable(
         module = look(Layouts())
         donors = {a.output_index[0]: a.parameter for a in module.input_output_aliases}
         layouts = Layouts(dict.fromkeys(parameters), dict.fromkeys({*donors, *results}))
-        return Chosen(layouts, donors, {}, plan_layouts(module))
+        return Chosen(layouts, donors, {}, plan_layouts(module), layouts)
 
     monkeypatch.setattr("memplan.placing.choose_layouts", left_to_xla)
     expected = jax.jit(update)(*real_arguments())
@@ -145,7 +145,7 @@ def test_a_donated_state_on_a_mesh_comes_back_as_it_is_taken(monkeypatch: pytest
     orders = Layouts({1: (0, 1, 2)}, {1: (0, 1, 2)})
 
     def chosen(look: Any, parameters: Any, results: Any, *, can_be_left: bool) -> Chosen:
-        return Chosen(orders, {1: 1}, {}, plan_layouts(look(Layouts())))
+        return Chosen(orders, {1: 1}, {}, plan_layouts(look(Layouts())), orders)
 
     monkeypatch.setattr("memplan.placing.choose_layouts", chosen)
     expected = jax.jit(update)(*real_arguments())
@@ -440,8 +440,7 @@ ENTRY e {
         return read_module(text)
 
     assert plan_layouts(read_module(text), [0]).parameters == {0: (0, 1)}
-    on_device = Layouts({0: (0, 1)})
-    chosen = choose_streamed(look, {0: 0}, {}, on_device)
+    chosen = choose_streamed(look, {0: 0}, {}, {0: (0, 1)})
     assert asked == [Layouts()]
     assert chosen.chosen == Layouts()
 
@@ -467,10 +466,11 @@ ENTRY e {{
         # XLA does not follow the plan at first.
         return module("{1,2,0}" if len(asked) == 3 else "{2,1,0}")
 
-    chosen = choose_streamed(look, {0: 0}, {0: 0}, on_device)
+    chosen = choose_streamed(look, {0: 0}, {0: 0}, on_device.arguments)
     assert asked == [Layouts(), on_device, on_device]
     assert chosen.chosen == on_device
-    both = Chosen(Layouts({0: None, 1: (0, 1)}, {0: (1, 0), 1: (0, 1)}), {1: 0}, {}, chosen.plan)
+    layouts = Layouts({0: None, 1: (0, 1)}, {0: (1, 0), 1: (0, 1)})
+    both = Chosen(layouts, {1: 0}, {}, chosen.plan, layouts)
     assert both.only({0}) == Layouts({0: None}, {1: (0, 1)})
     assert both.without({0}) == Layouts({1: (0, 1)}, {0: (1, 0)})
 
