@@ -64,10 +64,10 @@ def jit(
         machine's speed where it is cut off.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to
-        give all results in such, too, and on TPUs to tell XLA in which layouts products of batches
-        (attention) are to take their operands, where that is predicted to be faster: a search
-        of up to 120 compilations up to XLA's scheduler, in programs that spend more than 1 % on
-        conversions. By default all layouts are those of ``jax.jit``.
+        give all results in such, too, and on TPUs to tell XLA in which layouts products are to
+        take their operands, where that is predicted to be faster: a search of up to 400
+        compilations up to XLA's scheduler, in programs that spend more than 1 % on conversions.
+        By default all layouts are those of ``jax.jit``.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning.
 
     Returns:

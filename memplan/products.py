@@ -1,4 +1,4 @@
-"""Products of batches, and how their operands lie.
+"""Products, and how their operands lie.
 
     q [B, T, N, K] ─┐                      left to XLA:TPU: as the projections give them, turned by
                     ├─ product over K      copies before and after; or turned nowhere, if it is told
@@ -30,7 +30,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from hlo_passes import inject
 from hlo_passes.cost import step_seconds, stream_bytes_per_s
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.layout_plan import conversion_bytes, converted
 from hlo_passes.reader import read_module
 from memplan.executable import Program
 from memplan.streams.programs import programs, with_programs
@@ -65,7 +65,7 @@ FORMS = tuple(
 _CONVERSIONS = 0.01
 # For so many seconds, if the user does not say, and so many compilations up to XLA's scheduler.
 _SEARCH_S = 300.0
-_LOOKS = 120
+_LOOKS = 400
 # A form has to save so much of a step.
 _SAVED = 0.002
 
@@ -83,11 +83,16 @@ class Product(NamedTuple):
     operands: tuple[str, ...]
     dimensions: Any
 
+    @property
+    def line(self) -> str:
+        """``file:line``."""
+        return ":".join(self.where.split(":")[:2])
 
-def products_of_batches(jaxpr: Jaxpr) -> tuple[Product, ...]:
+
+def products(jaxpr: Jaxpr) -> tuple[Product, ...]:
     """Returns those of a program and of the programs inside, the largest operands first."""
     found: defaultdict[Product, int] = defaultdict(int)
-    for eqn in _products(jaxpr):
+    for eqn in _equations(jaxpr):
         found[_kind(eqn)] += sum(math.prod(_aval(a).shape) for a in eqn.invars)
     return tuple(sorted(found, key=lambda kind: -found[kind]))
 
@@ -97,7 +102,7 @@ def with_forms(jaxpr: Jaxpr, forms: Mapping[Product, Form]) -> Jaxpr:
     object that was given where that changes nothing."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if _is_product_of_batches(eqn):
+        if _is_product(eqn):
             eqns += _constrained(eqn, forms.get(_kind(eqn), FREE))
         else:
             inside = [with_forms(p.jaxpr, forms) for p in programs(eqn)]
@@ -132,8 +137,10 @@ def find_forms(
     bytes_per_s = stream_bytes_per_s(machine)
     if conversion_bytes(usual) < _CONVERSIONS * seconds(usual) * bytes_per_s:
         return {}
+    at_lines = _conversions_at(usual)
+    kinds = sorted(products(jaxpr), key=lambda kind: -at_lines.get(kind.line, 0))
     forms = choose_forms(
-        products_of_batches(jaxpr),
+        kinds,
         lambda forms: seconds(look(forms)),
         seconds(usual),
         _SEARCH_S if search_s is None else search_s,
@@ -145,6 +152,16 @@ def find_forms(
     if told is None or left is None:
         return forms
     return forms if seconds(read_module(told)) < seconds(read_module(left)) else {}
+
+
+def _conversions_at(module: Module) -> Mapping[str, int]:
+    """Bytes that are converted for what a line of the source makes or reads."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for c in converted(module):
+        for demand in (c.given, c.taken):
+            if demand is not None:
+                found[module.source_line(demand.instruction)] += c.size
+    return found
 
 
 def choose_forms(
@@ -178,20 +195,17 @@ def choose_forms(
     return best
 
 
-def _products(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for eqn in jaxpr.eqns:
-        if _is_product_of_batches(eqn):
+        if _is_product(eqn):
             yield eqn
         for program in programs(eqn):
-            yield from _products(program.jaxpr)
+            yield from _equations(program.jaxpr)
 
 
-def _is_product_of_batches(eqn: JaxprEqn) -> bool:
-    """One batch is none."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    _, (batches, _) = eqn.params["dimension_numbers"]
-    return math.prod(_aval(eqn.invars[0]).shape[d] for d in batches) > 1
+def _is_product(eqn: JaxprEqn) -> bool:
+    """Of vectors there is but one layout."""
+    return eqn.primitive.name == "dot_general" and all(_rank(a) > 1 for a in eqn.invars)
 
 
 def _kind(eqn: JaxprEqn) -> Product:

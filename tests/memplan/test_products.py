@@ -1,4 +1,4 @@
-"""Products of batches: told how to take their operands they compute the same, and XLA less."""
+"""Products: told how to take their operands they compute the same, and XLA less."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from memplan.products import (
     Form,
     Product,
     choose_forms,
-    products_of_batches,
+    products,
     with_forms,
 )
 from models.vit import VIT_B16_4L
@@ -65,7 +65,7 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, jax.Array]:
 @given(st.data())
 def test_forms_change_no_number(program: Callable[..., Any], data: st.DataObject):
     jaxpr = jax.make_jaxpr(program)(*arguments())
-    kinds = products_of_batches(jaxpr)
+    kinds = products(jaxpr)
     assert kinds
     forms = {kind: data.draw(st.sampled_from((FREE, *FORMS))) for kind in kinds}
     told = with_forms(jaxpr, forms)
@@ -80,10 +80,12 @@ def test_products_of_one_kind_go_together():
     def twice(w: Any, x: jax.Array) -> jax.Array:
         return attend(w, attend(w, x))
 
-    once, both = (products_of_batches(jax.make_jaxpr(f)(*arguments())) for f in (attend, twice))
-    assert len(once) == len(both) == 2  # Projections have no batch.
-    wide = (jnp.ones((1, 4, 8)), jnp.ones((1, 8, 4)))
-    assert not products_of_batches(jax.make_jaxpr(jnp.matmul)(*wide))
+    once, both = (products(jax.make_jaxpr(f)(*arguments())) for f in (attend, twice))
+    # The projections of one line, the scores, what they weigh, and the way back.
+    assert len(once) == len(both) == 4
+    assert once[0].line.startswith(__file__)
+    vector = jnp.ones((4, 8)), jnp.ones(8)
+    assert not products(jax.make_jaxpr(jnp.matmul)(*vector))
 
 
 def test_the_largest_come_first():
@@ -92,7 +94,7 @@ def test_the_largest_come_first():
 
     small, large = jnp.ones((2, 3, 3)), jnp.ones((2, 9, 9))
     for args in ((small, large), (large, small)):
-        kinds = products_of_batches(jax.make_jaxpr(both)(*args))
+        kinds = products(jax.make_jaxpr(both)(*args))
         assert ["9" in kind.operands[0] for kind in kinds] == [True, False]
 
 
@@ -100,7 +102,7 @@ def test_what_is_told():
     jaxpr = jax.make_jaxpr(lambda a, b: jnp.einsum("bkm,bnk->bmn", a, b))(
         jnp.ones((2, 3, 4)), jnp.ones((2, 5, 3))
     )
-    (kind,) = products_of_batches(jaxpr)
+    (kind,) = products(jaxpr)
 
     def layouts(form: Form) -> list[Any]:
         eqns = with_forms(jaxpr, {kind: form}).eqns
@@ -127,7 +129,7 @@ def test_the_search_finds_what_only_goes_together():
     found = choose_forms(kinds, seconds, 1.0, 60.0)
     assert {k: found[k] for k in wanted} == wanted
     assert seconds(found) == pytest.approx(0.75)
-    assert next(looks) <= 121
+    assert next(looks) <= 401
     assert choose_forms(kinds, lambda forms: 1 + len(forms), 1.0, 60.0) == {}
     assert choose_forms([], seconds, 1.0, 60.0) == {}
     assert choose_forms(kinds, seconds, 1.0, -1.0) == {}
@@ -137,7 +139,7 @@ def test_the_search_ends_where_everything_is_always_better():
     kinds = [Product(name, (), None) for name in "abc"]
     looks = itertools.count(1)
     choose_forms(kinds, lambda forms: 1 / next(looks), 1.0, 60.0)
-    assert next(looks) <= 121
+    assert next(looks) <= 401
 
 
 @pytest.mark.parametrize("forms", [{}, {Product("", (), None): FREE}])
@@ -153,7 +155,7 @@ def test_a_replay_of_what_was_told_is_the_same():
     target = find_target("v5e")
     args = arguments(jnp.bfloat16)
     jaxpr = jax.make_jaxpr(attend)(*args)
-    forms = dict.fromkeys(products_of_batches(jaxpr), Form("contracted", "free", in_rows=True))
+    forms = dict.fromkeys(products(jaxpr), Form("contracted", "free", in_rows=True))
     modules = []
     for told in (jaxpr, with_forms(jaxpr, forms)):
         traced = jax.jit(jaxpr_as_fun(told)).trace(
@@ -169,8 +171,10 @@ def test_a_replay_of_what_was_told_is_the_same():
 
 
 @pytest.mark.tpu
-def test_attention_of_many_images_converts_less_and_takes_less():
-    """XLA brings tokens, then images, to the innermost place, forth and back in each layer."""
+def test_attention_of_many_images_converts_less_and_takes_less(monkeypatch: pytest.MonkeyPatch):
+    """XLA brings tokens, then images, to the innermost place, forth and back in each layer. What
+    is converted most is looked at first."""
+    monkeypatch.setattr("memplan.products._LOOKS", 3 * len(FORMS))
     fun, args = vit_forward(dataclasses.replace(VIT_B16_4L, num_layers=1), batch=1024)
     target = find_target("v5e")
     usual, told = (
@@ -178,9 +182,9 @@ def test_attention_of_many_images_converts_less_and_takes_less():
         for layouts in ("arguments", "all")
     )
     assert not usual.forms
-    assert len(told.forms) == 2
+    assert len(told.forms) > 1
     assert not told.is_jax_own
-    assert conversion_bytes(told.module) < 0.6 * conversion_bytes(usual.module)
+    assert conversion_bytes(told.module) < 0.7 * conversion_bytes(usual.module)
     # As XLA estimates both.
     took = [cost.step_seconds(c.module, target.machine) for c in (usual, told)]
     assert took[1] < 0.9 * took[0]
@@ -202,7 +206,7 @@ def test_what_xla_says_is_slower_is_not_told(monkeypatch: pytest.MonkeyPatch):
     assert forms() == {}
     # Of what does not fit XLA says nothing.
     monkeypatch.setattr(Program, "fitting", lambda program, options: None)
-    assert len(forms()) == 2
+    assert len(forms()) == 8
 
 
 @pytest.mark.tpu
