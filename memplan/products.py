@@ -192,7 +192,7 @@ def choose_forms(
         if min(found) < least * (1 - _SAVED):
             least, unchanged = min(found), 1
             best = tried[found.index(least)]
-    return best
+    return {kind: form for kind, form in best.items() if form != FREE}
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
