@@ -36,6 +36,8 @@ def test_small_shapes(chip: str) -> None:
 
 
 @pytest.mark.slow
+# All in one compiler process: minutes, on a machine that does other work besides many.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chip", TPUS)
 def test_every_shape(chip: str) -> None:
     check_compiles(chip, [shape for shape in SHAPES if shape.name != QUICK])
