@@ -6,9 +6,10 @@
 
 XLA assigns layouts from one product outwards, and puts copies where two do not agree. Which
 layouts a product takes at which price is nowhere written down, so they are tried: what a *form*
-of a product asks for is told to XLA by layout constraints, which change no arithmetic (but what is
-fused, and so rounded, may differ), and the program is judged by the seconds that what XLA makes of it is predicted to take. On GPUs such
-constraints change nothing: XLA turns products into ones of matrices in rows before.
+of a product asks for is told to XLA by layout constraints, which change no arithmetic (but what
+is fused, and so rounded, may differ), and the program is judged by the seconds that what XLA
+makes of it is predicted to take. On GPUs such constraints change nothing: XLA turns products into
+ones of matrices in rows before.
 """
 
 from __future__ import annotations
