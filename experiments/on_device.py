@@ -238,7 +238,7 @@ def _beyond(model: str, batch: int, tokens: int, hbm: str, machine: Machine, out
         compile_s=round(time.monotonic() - begin, 1),
         budget=parse_bytes(hbm),
         total=compiled.device_bytes,
-        arguments=lowered.placing.arguments_bytes,
+        arguments=lowered.placing.lowering.arguments_bytes,
         moved=plan.moved_bytes,
         on_host=sum(p.size for p in plan.placements if p.tier == "host"),
         follows=str(compiled.followed),

@@ -82,6 +82,7 @@ class Looks:
 
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
+        self._lowering = placing.lowering
         self._captured: dict[Any, tuple[Program, Module]] = {}
         self._estimates: dict[Hashable, int] = {}
         self._xla_s = 0.0
@@ -98,9 +99,9 @@ class Looks:
           HostResultsError: on CPU, when ``out_shardings`` ask for host memory.
         """
         if self._placing.program.arguments.ordered_effects:
-            raise OrderedEffectsError(self._placing.traced.fun_name)
-        if self._placing.target.platform == "cpu" and self._placing.returns_to_host:
-            raise HostResultsError(self._placing.traced.fun_name)
+            raise OrderedEffectsError(self._lowering.traced.fun_name)
+        if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
+            raise HostResultsError(self._lowering.traced.fun_name)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
         for ring in self._rings(budget):
@@ -130,12 +131,12 @@ class Looks:
     def compiled(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, where it says
         so, which is for TPU."""
-        if self._placing.target.platform == "tpu":
+        if self._lowering.target.platform == "tpu":
             self._estimates |= cost.estimates(read_module(executable))
 
     @property
     def _search_s(self) -> float:
-        asked = self._placing.function.options.search_s
+        asked = self._lowering.function.options.search_s
         return _SEARCH_SHARE * self._xla_s if asked is None else asked
 
     def forget(self) -> None:
@@ -147,7 +148,7 @@ class Looks:
         streams, everything = self._placing.streams, self._placing.everything(*_RINGS[0])
         if not streams.rings(everything):
             return _RINGS[:1]
-        slots = self._placing.function.options.slots
+        slots = self._lowering.function.options.slots
         rings = tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
         hosted = (*everything.arguments, *everything.results)
         size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
@@ -173,13 +174,13 @@ class Looks:
         if not self._placing.streams.rings(everything):
             return self._look_at(everything, budget, options)
         room = budget - self._least(module, program, everything)
-        seconds = ring_seconds(module, self._placing.target.machine)
+        seconds = ring_seconds(module, self._lowering.target.machine)
         while True:
             kept = choose_kept(
                 self._placing.streams,
                 everything,
                 seconds,
-                self._placing.target.machine,
+                self._lowering.target.machine,
                 room,
                 self._placing.stack_size,
             )
@@ -192,7 +193,7 @@ class Looks:
 
     def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
         """Plans with these stacks on the host; of the other arguments as many as must be."""
-        machine, slots = self._placing.target.machine, self._placing.function.options.slots
+        machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
         program, module = self._capture(hosting, options)
         numbers = program.arguments.parameters
         host_parameters, sliced = self._placing.on_host(program, hosting)
@@ -220,7 +221,7 @@ class Looks:
         plan = replace(
             plan,
             streams=record_streams(
-                self._placing.streams, hosting, self._placing.paths, self._placing.stack_size
+                self._placing.streams, hosting, self._lowering.paths, self._placing.stack_size
             ),
             left_alone=self._placing.left_alone,
             compiler_options=self._placing.ring_options
@@ -228,7 +229,7 @@ class Looks:
             else {},
         )
         held = {p.parameter: p.size for p in plan.placements}
-        on_cpu = self._placing.target.platform == "cpu"
+        on_cpu = self._lowering.target.platform == "cpu"
         hosted_on_cpu = sum(held[p] for p in host_parameters + sliced) if on_cpu else 0
         return Look(program, plan, hosting, hosted_on_cpu)
 
@@ -237,10 +238,10 @@ class Looks:
         host_parameters, sliced = self._placing.on_host(program, hosting)
         return pipeline.least_budget(
             module,
-            self._placing.target.machine,
+            self._lowering.target.machine,
             host_parameters=host_parameters,
             sliced_parameters=sliced,
-            slots=self._placing.function.options.slots,
+            slots=self._lowering.function.options.slots,
         )
 
     def _capture(
@@ -252,7 +253,7 @@ class Looks:
             program = self._placing.placed(hosting)
             begin = time.monotonic()
             module = inject.capture(
-                self._placing.target.platform, program.stablehlo, program.compiler(options)
+                self._lowering.target.platform, program.stablehlo, program.compiler(options)
             )
             self.took(time.monotonic() - begin)
             self._captured[key] = program, module

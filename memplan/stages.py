@@ -34,6 +34,7 @@ from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
 from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.looks import Look, Looks
+from memplan.lowering import Lowering
 from memplan.out_of_memory import explain_oom, note
 from memplan.placing import Placing
 from memplan.signature import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, memory_kind
@@ -86,25 +87,25 @@ class Lowered:
     """A function lowered for a target; nothing is placed yet."""
 
     def __init__(self, traced: Traced) -> None:
-        self.placing = Placing(traced.traced, traced.function, traced.target)
-        self._target = traced.target
+        self._lowering = Lowering(traced.traced, traced.function, traced.target)
+        self.placing = Placing(self._lowering)
         self._looks = Looks(self.placing)
 
     @property
     def args_info(self) -> Any:
-        return self.placing.traced.args_info
+        return self._lowering.traced.args_info
 
     @property
     def out_info(self) -> Any:
-        return self.placing.traced.out_info
+        return self._lowering.traced.out_info
 
     @property
     def in_tree(self) -> Any:
-        return self.placing.in_tree
+        return self._lowering.in_tree
 
     @property
     def out_tree(self) -> Any:
-        return self.placing.out_tree
+        return self._lowering.out_tree
 
     def as_text(self, dialect: str | None = None) -> Any:
         """The program before placement, as ``jax.stages.Lowered.as_text``."""
@@ -118,8 +119,8 @@ class Lowered:
     def budget(self) -> int:
         """Device bytes that the program may use."""
         return (
-            self.placing.function.options.budget
-            or self._target.machine.device_memory.capacity_bytes
+            self._lowering.function.options.budget
+            or self._lowering.target.machine.device_memory.capacity_bytes
         )
 
     def plan(self) -> Plan:
@@ -159,7 +160,7 @@ class Lowered:
             return executable
 
         def within(budget: int) -> Compiled:
-            executable = unplanned() if self.placing.arguments_bytes <= budget else None
+            executable = unplanned() if self._lowering.arguments_bytes <= budget else None
             if executable is not None and device_bytes(executable, 0) <= budget:
                 return Compiled(executable, self, None, ())
             return self._compile_within(budget, compiler_options)
@@ -168,19 +169,19 @@ class Lowered:
             return within(self.budget)
         except MemoryBudgetError as error:
             least = _least(error, within)
-            if least >= self.placing.arguments_bytes and (executable := unplanned()) is not None:
+            if least >= self._lowering.arguments_bytes and (executable := unplanned()) is not None:
                 least = min(least, device_bytes(executable, 0))
             raise error.asked_for(self.budget, least, self.placing.left_alone) from None
 
     @property
     def fun_name(self) -> str:
         """What the function is called."""
-        return self.placing.traced.fun_name
+        return self._lowering.traced.fun_name
 
     @property
     def absent(self) -> Topology | None:
         """The devices that it is lowered for, when they are not here."""
-        return self._target.absent
+        return self._lowering.target.absent
 
     @property
     def left_alone(self) -> Mapping[str, str]:
@@ -255,17 +256,19 @@ class Lowered:
         rewritten: list[Module] = []
 
         def transform(module: Module) -> Module:
-            rewritten.append(pipeline.rewrite_module(module, look.plan, self._target.machine))
+            rewritten.append(
+                pipeline.rewrite_module(module, look.plan, self._lowering.target.machine)
+            )
             return rewritten[-1]
 
-        if self._target.platform == "cpu":
+        if self._lowering.target.platform == "cpu":
             # Before compiling: an executable that is loaded from a cache has the calls in it.
             import custom_calls
 
             custom_calls.register()
         try:
             return inject.compile_with(
-                self._target.platform,
+                self._lowering.target.platform,
                 look.program.stablehlo,
                 f"{look.plan.fingerprint}-{__version__}",
                 transform,
@@ -396,7 +399,7 @@ class Compiled:
         """Where an argument is bound to, else where the program has it, in another memory."""
         if isinstance(leaf, jax.Array) and leaf.committed:
             return leaf.sharding.with_memory_kind(kind)
-        return self._lowered.placing.sharding(n).with_memory_kind(kind)
+        return self._lowered.placing.lowering.sharding(n).with_memory_kind(kind)
 
     @functools.cached_property
     def _consumed(self) -> tuple[int, ...]:

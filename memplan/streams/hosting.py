@@ -21,9 +21,15 @@ from jax.extend.core import (
 
 from memplan.streams.counted import count_loops
 from memplan.streams.fusion import fuse_maps
-from memplan.streams.orders import Order, lies_in_rows, order_of_view
+from memplan.streams.orders import (
+    Order,
+    OrderOf,
+    is_outside_tiles,
+    lies_in_rows,
+    order_of_view,
+)
 from memplan.streams.programs import Path, inline_calls
-from memplan.streams.regions import Limits, is_outside_tiles
+from memplan.streams.regions import Limits
 from memplan.streams.rewrite import Stream
 from memplan.streams.slicing import slice_elementwise
 from memplan.streams.uses import Result, Source, Stack, find_uses
@@ -72,14 +78,14 @@ class Streams:
         donated: Collection[int],
         *,
         sharded: Collection[int] = (),
-        tiled: bool,
+        order_of: OrderOf | None = None,
     ) -> None:
         """
         Args:
           candidates: flat numbers of the arguments that may live on the host.
           donated: those of the arguments whose memory results may take.
           sharded: those whose leading axis is divided among devices.
-          tiled: whether the target keeps arrays in tiles, as TPUs do.
+          order_of: of a target that keeps arrays in tiles, as TPUs do.
         """
         self.donated = frozenset(donated)
         places = _places(jaxpr, self.donated & frozenset(candidates))
@@ -89,13 +95,13 @@ class Streams:
             frozenset(places.values()),
             unsplittable=frozenset(sharded),
             unsplittable_results=frozenset(places[n] for n in sharded if n in places),
-            limits=Limits(tiled=tiled),
+            limits=Limits(order_of=order_of),
         )
         self.jaxpr = jaxpr.replace(jaxpr=fuse_maps(sliced.jaxpr))
         uses = find_uses(self.jaxpr)
         self.scans = uses.scans
         self.sources = found = {s.source: s for s in uses.stacks}
-        reasons = {s.source: _reason(s, tiled) for s in uses.stacks}
+        reasons = {s.source: _reason(s, order_of) for s in uses.stacks}
         returned = {k: s.source for s in uses.stacks for k in s.returned}
         arguments: dict[int, str] = {}
         self.replaced_by: dict[int, Result] = {}
@@ -172,15 +178,18 @@ def stack_bytes(stack: Stack) -> int:
     return math.prod(stack.aval.shape) * stack.aval.dtype.itemsize
 
 
-def _reason(stack: Stack, tiled: bool) -> str:
+def _reason(stack: Stack, order_of: OrderOf | None) -> str:
     """Why a stack cannot be streamed; ``""`` when it can."""
     if stack.whole:
         return "; ".join(dict.fromkeys(stack.whole))
+    if order_of is None:
+        return ""
     taken = [t.aval for t in stack.taken]
     for aval in (*taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
-        if tiled and aval.dtype.itemsize < 2:
+        if aval.dtype.itemsize < 2:
             return f"XLA:TPU cannot slice {aval.dtype} arrays on the host"
-        if tiled and (len(aval.shape) < 3 or not is_outside_tiles(aval.shape, aval.dtype.itemsize)):
+        order = order_of(aval.dtype, aval.shape) if len(aval.shape) > 2 else None
+        if order is None or not is_outside_tiles(order):
             return f"XLA:TPU has its leading axis inside the tiles of {list(aval.shape)}"
     return ""
 

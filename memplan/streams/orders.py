@@ -12,6 +12,7 @@ rows, and memplan lays out what XLA would have to convert; see `memplan.layouts`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -19,9 +20,18 @@ from jax import lax
 type Order = tuple[int, ...]
 """All dimensions of a stack, minor to major."""
 
+type OrderOf = Callable[[Any, Sequence[int]], Order | None]
+"""How the target has an array of a dtype and a shape; None where that cannot be told."""
+
 
 def lies_in_rows(order: Order) -> bool:
     return list(order) == sorted(order, reverse=True)
+
+
+def is_outside_tiles(order: Order) -> bool:
+    """Whether a TPU, which keeps the two minor axes in tiles of rows and lanes, keeps the slices
+    along the leading axis apart. In a matrix that axis may be that of the rows of tiles."""
+    return 0 not in (order[:2] if len(order) > 2 else order[:1])
 
 
 def order_of_view(order: Order, rank: int) -> Order | None:

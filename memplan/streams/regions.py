@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from hlo_passes.units import format_bytes
 from memplan.streams.leading_axis import (
     Rule,
+    aval_of,
     bytes_of,
     is_plain,
     is_reduction,
@@ -26,9 +27,10 @@ from memplan.streams.leading_axis import (
     shape_of,
     variables,
 )
+from memplan.streams.orders import OrderOf, is_outside_tiles
 
-# A TPU keeps the two minor axes of an array in tiles of so many rows and lanes.
-_TILE_ROWS, _TILE_LANES = 8, 128
+# A TPU keeps the two minor axes of an array in tiles of so many rows.
+_TILE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Limits:
       chunk_bytes: at most so many bytes of one array in a chunk of rows, where its leading
         axis has such a divisor.
       max_trips: longer leading axes are split into chunks of rows.
-      tiled: whether the target keeps arrays in tiles, as TPUs do. Then slices are whole
+      order_of: of a target that keeps arrays in tiles, as TPUs do. There slices are whole
         tiles: XLA would move the array through another copy on the host, or refuse.
     """
 
@@ -49,7 +51,7 @@ class Limits:
     min_slice_bytes: int = 1 << 18
     chunk_bytes: int = 16 << 20
     max_trips: int = 512
-    tiled: bool = True
+    order_of: OrderOf | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ def find_regions(
             moved = [v for v in arrays if v not in inside and is_large(v, limits)]
             if arrays & sharded:
                 trips = "its leading axis is sharded"
-            elif limits.tiled and any(itemsize_of(v) == 1 for v in arrays.intersection(hosted)):
+            elif limits.order_of and any(itemsize_of(v) == 1 for v in arrays.intersection(hosted)):
                 trips = "XLA brings host arrays of 8-bit numbers to a TPU whole"
             else:
                 trips = _trips(moved, limits)
@@ -151,8 +153,9 @@ def _trips(moved: Sequence[Var], limits: Limits) -> int | str:
         return "its leading axis has one index"
     most, least = max(map(bytes_of, moved)), min(map(bytes_of, moved))
     rows = 1
-    if limits.tiled:
-        if not all(is_outside_tiles(shape_of(v), itemsize_of(v)) for v in moved):
+    if limits.order_of:
+        orders = [limits.order_of(aval_of(v).dtype, shape_of(v)) for v in moved]
+        if not all(order and is_outside_tiles(order) for order in orders):
             return "its leading axis lies inside the tiles of the TPU's layout"
         flat = [itemsize_of(v) for v in moved if len(shape_of(v)) == 2]
         rows = max((_tile_rows(itemsize) for itemsize in flat), default=1)
@@ -173,23 +176,3 @@ def _trips(moved: Sequence[Var], limits: Limits) -> int | str:
 def _tile_rows(itemsize: int) -> int:
     """Rows that a TPU packs into one tile of an array: 8 of 32 bits."""
     return _TILE_ROWS * max(1, 4 // itemsize)
-
-
-def is_outside_tiles(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether a TPU keeps the slices along the leading axis apart.
-
-    XLA tiles the two axes that need the least padding, as far as seen (libtpu 0.0.51, v5e);
-    of equals, not the leading one. In a matrix that axis may be that of the rows of tiles.
-    """
-    packed = max(1, 4 // itemsize)
-
-    def padding(lanes: int, rows: int) -> float:
-        padded = -(-lanes // _TILE_LANES) * _TILE_LANES
-        tile = min(_TILE_ROWS, max(packed, 1 << (rows - 1).bit_length()))
-        return padded * -(-rows // tile) * tile / (lanes * rows)
-
-    axes = range(len(shape))
-    pairs = [(lanes, rows) for lanes in axes for rows in axes if lanes != rows]
-    leading = {(0, 1)} if len(shape) == 2 else {pair for pair in pairs if 0 in pair}
-    costs = {pair: padding(shape[pair[0]], shape[pair[1]]) for pair in pairs}
-    return min(costs[p] for p in costs if p not in leading) <= min(costs[p] for p in leading)

@@ -374,7 +374,7 @@ def test_a_training_step(clip_norm: float | None):
         lambda *flat: train_step(graphdef, options, *jax.tree.unflatten(tree, flat))
     )(*leaves)
     everything = frozenset(range(len(leaves) - 1))
-    limits = Limits(min_bytes=512, min_slice_bytes=64, tiled=False)
+    limits = Limits(min_bytes=512, min_slice_bytes=64)
     original = slice_elementwise(inline_calls(traced), everything, everything, limits=limits).jaxpr
     fused = fuse_maps(original)
     check_jaxpr(fused)
@@ -398,7 +398,7 @@ def test_fused_scans_stream(depth: int):
         return update(0.1, w, m, g)
 
     args = stack(length=5), stack(1, length=5), X.astype(jnp.bfloat16)
-    streams = Streams(jax.make_jaxpr(train)(*args), range(3), (0, 1), tiled=False)
+    streams = Streams(jax.make_jaxpr(train)(*args), range(3), (0, 1))
     assert len(streams.scans) == 2
     assert [len(streams.stacks[n].scans) for n in (0, 1)] == [2, 1]
     hosting = Hosting(frozenset((0, 1)), streams.residuals(0), depth)

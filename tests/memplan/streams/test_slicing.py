@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -18,11 +20,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from hlo_passes import xla
 from memplan.streams.leading_axis import splits_leading_axis
-from memplan.streams.regions import Limits, is_outside_tiles
+from memplan.streams.orders import OrderOf, is_outside_tiles
+from memplan.streams.regions import Limits
 from memplan.streams.slicing import Sliced, slice_elementwise
 
 # Small numbers, so that small arrays are worth slicing.
-SMALL = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16, tiled=False)
+SMALL = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16)
+
+
+@pytest.fixture
+def order_of(tpu_compiler: Callable[[str], Any]) -> OrderOf:
+    """Of a TPU."""
+    return partial(xla.default_layout, tpu_compiler("v5e:2x2").devices[0])
 
 
 def sliced(fun: Callable[..., Any], *args: Any, limits: Limits = SMALL, **options: Any) -> Sliced:
@@ -259,14 +268,14 @@ def test_what_factored_moments_do():
     assert not whole(result)
 
 
-def test_only_what_is_moved_is_measured():
+def test_only_what_is_moved_is_measured(order_of: OrderOf):
     """Neither the mask nor the rows of 4096 numbers ever leave the loop."""
 
     def fun(x: Any) -> Any:
         rows = lax.reshape(x, (8, 4096))
         return lax.reshape(jnp.where(rows > 0, rows, -rows), x.shape)
 
-    limits = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096)
+    limits = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, order_of=order_of)
     assert lengths(sliced(fun, array(8, 32, 128), limits=limits)) == [8]
     assert lengths(assert_same(fun, array(8, 32, 128))) == [8]
 
@@ -507,13 +516,15 @@ def test_other_axes_may_be_sharded():
         ((256, 3, 128), jnp.float32, None),  # Tiles of 8 × 1 × 128.
     ],
 )
-def test_slices_are_whole_tiles(shape: tuple[int, ...], dtype: Any, trips: int | None):
-    limits = Limits(min_bytes=1024, min_slice_bytes=128, chunk_bytes=4096, max_trips=16)
+def test_slices_are_whole_tiles(
+    order_of: OrderOf, shape: tuple[int, ...], dtype: Any, trips: int | None
+):
+    limits = replace(SMALL, order_of=order_of)
     result = sliced(lambda x: x * 2, array(*shape, dtype=dtype), limits=limits)
     assert result.values[0].trips == trips
 
 
-def test_the_layouts_that_a_tpu_gives(tpu_compiler: Callable[[str], Any]):
+def test_the_layouts_that_a_tpu_gives(tpu_compiler: Callable[[str], Any], order_of: OrderOf):
     """The leading axis is where the pass expects it, in and out of the tiles."""
     lengths = (2, 3, 5, 8, 24, 100, 128, 1000, 1600, 4096)
     rng = np.random.default_rng(0)
@@ -526,7 +537,10 @@ def test_the_layouts_that_a_tpu_gives(tpu_compiler: Callable[[str], Any]):
         for shape, kept in zip(shapes, compiled.input_formats[0], strict=True):
             *major, rows, lanes = kept.layout.major_to_minor
             outside = (rows, lanes) == (0, 1) if not major else 0 in major
-            assert is_outside_tiles(shape, np.dtype(dtype).itemsize) == outside, (shape, dtype)
+            order = order_of(dtype, shape)
+            assert order is not None
+            assert order == kept.layout.major_to_minor[::-1], (shape, dtype)
+            assert is_outside_tiles(order) == outside, (shape, dtype)
 
 
 # --- random programs ------------------------------------------------------------------------

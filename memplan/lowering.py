@@ -1,0 +1,203 @@
+"""A traced function and its flat arguments, and other functions of them lowered in its place.
+
+What memplan makes of a program takes the same arguments, by the same names, and returns the
+same tree of results; only where they are, and how they are laid out, is said anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from memplan.executable import Program, Target
+from memplan.function import Function
+from memplan.layouts import Layouts, as_jax_has_it, tell_xla
+from memplan.signature import HOST_MEMORY_KIND
+
+# What of jax.jit's options concerns the program that memplan lowers itself; the others act
+# when the user's function is traced.
+_PASSED_ON = ("out_shardings", "keep_unused")
+
+
+class Lowering:
+    """A traced function on a target.
+
+    Attributes:
+      program: lowered as the user has it.
+    """
+
+    def __init__(self, traced: jax.stages.Traced, function: Function, target: Target) -> None:
+        self.traced = traced
+        self.function = function
+        self.target = target
+        self.program = target.lower(traced, self._compiler_options)
+
+    @functools.cached_property
+    def in_tree(self) -> Any:
+        return jax.tree.structure(self.traced.args_info)
+
+    @functools.cached_property
+    def out_tree(self) -> Any:
+        return jax.tree.structure(self.traced.out_info)
+
+    @functools.cached_property
+    def arguments(self) -> list[Any]:
+        """Shape, dtype and donation of each flat argument (``jax.stages.ArgInfo``)."""
+        return jax.tree.leaves(self.traced.args_info)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """``params.layers.3.mlp.gate`` of each flat argument."""
+        flat = jax.tree_util.tree_flatten_with_path(self.traced.args_info)[0]
+        signature = self.function.signature
+        names = list(signature.parameters) if signature is not None else []
+        return [_path(path, names) for path, _ in flat]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each flat argument on one device; 0 where the program does not use it."""
+        found = self.program.arguments
+        return [
+            _shard_bytes(info, found.shardings.get(n)) if n in found.parameters else 0
+            for n, info in enumerate(self.arguments)
+        ]
+
+    @property
+    def arguments_bytes(self) -> int:
+        """With more than the budget, compiling without a plan is wasted."""
+        return sum(self.sizes)
+
+    @property
+    def returns_to_host(self) -> bool:
+        asked = jax.tree.leaves(self.function.jit_options.get("out_shardings"))
+        return any(getattr(s, "memory_kind", None) == HOST_MEMORY_KIND for s in asked)
+
+    def sharding(self, n: int) -> Any:
+        """Where the program has the flat argument `n`, before placement."""
+        found = self.program.arguments.shardings.get(n)
+        if found is None or isinstance(found, SingleDeviceSharding):
+            return self.program.replicated()
+        return found
+
+    def result_sharding(self, k: int) -> Any:
+        """Where the flat result `k` is; None where only XLA will say."""
+        asked = self.function.jit_options.get("out_shardings")
+        leaf = jax.tree.leaves(
+            jax.tree.broadcast(asked, self.traced.out_info, is_leaf=lambda s: s is None),
+            is_leaf=lambda s: s is None,
+        )[k]
+        if isinstance(leaf, Sharding):
+            return leaf
+        return self.program.replicated() if self.program.arguments.device_count == 1 else None
+
+    def lower(
+        self,
+        run: Callable[..., list[Any]],
+        layouts: Layouts,
+        *,
+        donors: Mapping[int, int] | None = None,
+        hosted: frozenset[int] = frozenset(),
+        options: Mapping[str, Any] | None = None,
+    ) -> Program:
+        """Lowers a function of the flat arguments as the user's is lowered.
+
+        Args:
+          layouts: of the arguments and results.
+          donors: of results, the arguments whose place they take, by flat number.
+          hosted: the arguments that are on the host.
+          options: of XLA, beside the user's.
+        """
+
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            return jax.tree.unflatten(self.out_tree, run(*jax.tree.leaves((args, kwargs))))
+
+        placed.__name__ = placed.__qualname__ = getattr(self.function.fun, "__name__", "fun")
+        if self.function.signature is not None:
+            placed.__signature__ = self.function.signature
+        told_by_jax = Layouts() if self.target.absent else layouts
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._structs(hosted, told_by_jax))
+        donated_args, donated_kwargs = self.traced.args_info
+        given = {k: v for k, v in self.function.jit_options.items() if k in _PASSED_ON}
+        if None in told_by_jax.arguments.values():
+            given["in_shardings"] = _left_to_xla(args, told_by_jax)
+        if told_by_jax.results:
+            given["out_shardings"] = self._out_shardings(told_by_jax, donors or {})
+        merged = {**self._compiler_options, **(options or {})}
+        jitted = jax.jit(
+            placed,
+            donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
+            donate_argnames=tuple(k for k, a in donated_kwargs.items() if _donated(a)),
+            compiler_options=merged,
+            **given,
+        )
+        program = self.target.lower(jitted.trace(*args, **kwargs), merged)
+        if self.target.absent:
+            tell_xla(program, layouts)
+        return program
+
+    @property
+    def _compiler_options(self) -> dict[str, Any]:
+        return dict(self.function.jit_options.get("compiler_options") or {})
+
+    def _out_shardings(self, layouts: Layouts, donors: Mapping[int, int]) -> Any:
+        leaves: list[Any] = []
+        for k in range(self.out_tree.num_leaves):
+            sharding = self.result_sharding(k)
+            if k in layouts.results:
+                sharding = self.sharding(donors[k]) if k in donors else sharding
+                sharding = Format(as_jax_has_it(layouts.results[k]), sharding)
+            leaves.append(sharding)
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+    def _structs(self, hosted: frozenset[int], layouts: Layouts) -> list[jax.ShapeDtypeStruct]:
+        """The flat arguments, bound as jax resolved them, or to the host."""
+        shardings: dict[int, Any] = dict(self.program.arguments.shardings)
+        shardings |= {n: self.sharding(n).with_memory_kind(HOST_MEMORY_KIND) for n in hosted}
+        for n, order in layouts.arguments.items():
+            sharding = shardings.get(n) or self.sharding(n)
+            shardings[n] = sharding if order is None else Format(as_jax_has_it(order), sharding)
+        return [
+            jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=shardings.get(n), weak_type=info._aval.weak_type
+            )
+            for n, info in enumerate(self.arguments)
+        ]
+
+
+def _left_to_xla(args: Any, layouts: Layouts) -> Any:
+    """As ``in_shardings`` has it that some layouts are XLA's choice: a shape cannot say so."""
+    leaves, tree = jax.tree.flatten(args)
+    free = [layouts.arguments.get(n, ()) is None for n in range(len(leaves))]
+    formats = [
+        Format(Layout.AUTO, leaf.sharding) if is_free else None
+        for leaf, is_free in zip(leaves, free, strict=True)
+    ]
+    return jax.tree.unflatten(tree, formats)
+
+
+def _donated(info: Any) -> bool:
+    return any(leaf.donated for leaf in jax.tree.leaves(info))
+
+
+def _path(path: Any, names: Sequence[str]) -> str:
+    """The outermost key tells positional from keyword arguments, the next one which it is."""
+    kind, argument, *rest = path
+    name = jax.tree_util.keystr((argument,), simple=True)
+    if kind.idx == 0 and argument.idx < len(names):
+        name = str(names[argument.idx])
+    below = jax.tree_util.keystr(tuple(rest), simple=True, separator=".")
+    return f"{name}.{below}" if below else name
+
+
+def _shard_bytes(info: Any, sharding: Any) -> int:
+    shape = info.shape if sharding is None else sharding.shard_shape(info.shape)
+    if jnp.issubdtype(info.dtype, jax.dtypes.extended):
+        return math.prod(shape) * info.dtype.itemsize
+    return -(-math.prod(shape) * jax.dtypes.itemsize_bits(info.dtype) // 8)  # int4: half a byte.
