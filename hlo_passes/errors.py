@@ -256,7 +256,7 @@ class LiveBuffer:
     op_name: str
 
 
-_STACKS_NAMED = 3
+_NAMED = 3
 
 
 class MemoryBudgetError(MemplanError):
@@ -270,7 +270,7 @@ class MemoryBudgetError(MemplanError):
       fixed: bytes of arguments and outputs that no plan moves.
       slots: the limit on streamed weights, if there was one.
       needed: bytes needed there; packing and XLA's later passes make `least` more.
-      left_alone: why stacked arguments that loops read are not streamed, by path.
+      left_alone: why arguments are on the device as a whole, by path.
     """
 
     def __init__(
@@ -296,11 +296,7 @@ class MemoryBudgetError(MemplanError):
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
         limit = f" with slots={slots}" if slots is not None else ""
-        stacks = [f"{path}: {reason}" for path, reason in self.left_alone.items()]
-        more = len(stacks) - _STACKS_NAMED
-        shown = "; ".join(stacks[:_STACKS_NAMED])
-        shown += f"; and {more} more, in `left_alone`" if more > 0 else ""
-        advice = f" On the device as a whole: {shown}." if stacks else ""
+        advice = f" On the device as a whole: {_by_reason(self.left_alone)}." if left_alone else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
             f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
@@ -330,6 +326,23 @@ class MemoryBudgetError(MemplanError):
             needed=self.needed,
             left_alone=left_alone or self.left_alone,
         )
+
+
+def _by_reason(left_alone: Mapping[str, str]) -> str:
+    """Some paths for each of some reasons."""
+    groups: dict[str, list[str]] = {}
+    for path, reason in left_alone.items():
+        groups.setdefault(reason, []).append(path)
+    named = list(groups.items())[:_NAMED]
+    sentences = [
+        ", ".join(paths[:_NAMED])
+        + (f" and {more} more" if (more := len(paths) - _NAMED) > 0 else "")
+        + f": {reason}"
+        for reason, paths in named
+    ]
+    if rest := len(left_alone) - sum(len(paths) for _, paths in named):
+        sentences.append(f"and {rest} more, in `left_alone`")
+    return "; ".join(sentences)
 
 
 class NotExecutableError(MemplanError, RuntimeError):

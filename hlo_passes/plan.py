@@ -422,7 +422,8 @@ class Plan:
       device_tier: name of the tier that the program computes in.
       loops: the transfers in loop bodies, and those of the entry that move no whole argument.
       streams: what was decided about loops over stacks, before XLA saw the program.
-      left_alone: why an argument that a loop reads cannot be streamed, by the user's path.
+      left_alone: why an argument that a loop reads cannot be streamed, and one that is donated
+        or not offered cannot be moved, by the user's path.
       compiler_options: the XLA options that the streams need.
       edits: what is done to the entry before transfers are placed in it.
       decisions: what was decided about temporaries that are idle while memory is short,

@@ -133,8 +133,9 @@ def set_module_attribute(stablehlo: Any, key: str, value: str) -> None:
 def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compiles a lowered module with a topology's compile-only client.
 
-    For GPUs, whose compile-only devices have no memories, so that jax's own path would
-    lose the memory kinds of the arguments.
+    For what jax cannot bind to them: GPUs, whose compile-only devices have no memories, so
+    that jax's own path would lose the memory kinds of the arguments, and functions that have
+    no arguments.
 
     Args:
       stablehlo: ``Lowered.compiler_ir("stablehlo")``.

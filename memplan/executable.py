@@ -166,8 +166,10 @@ class Program:
         Args:
           options: further XLA options, as ``Lowered.compile(compiler_options)`` takes them.
         """
-        absent = self.target.topology
-        if absent is None or absent.platform != "gpu":
+        absent, bound = self.target.absent, self.arguments.devices
+        # jax cannot compile for GPUs that are not here, and a function without arguments it
+        # compiles for one of the devices that are.
+        if absent is None or (bound is not None and bound[0].platform == absent.platform == "tpu"):
             # Without options jax would hand out its first executable again, whatever a hook is
             # to make of the program this time.
             return lambda: self.lowered.compile(compiler_options=dict(options or {}))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
@@ -159,7 +160,7 @@ class Lowering:
     def _structs(self, hosted: frozenset[int], layouts: Layouts) -> list[jax.ShapeDtypeStruct]:
         """The flat arguments, bound as jax resolved them, or to the host."""
         shardings: dict[int, Any] = dict(self.program.arguments.shardings)
-        shardings |= {n: self.sharding(n).with_memory_kind(HOST_MEMORY_KIND) for n in hosted}
+        shardings |= {n: self._sharding_on_host(n) for n in hosted}
         for n, order in layouts.arguments.items():
             sharding = shardings.get(n) or self.sharding(n)
             shardings[n] = sharding if order is None else Format(as_jax_has_it(order), sharding)
@@ -169,6 +170,16 @@ class Lowering:
             )
             for n, info in enumerate(self.arguments)
         ]
+
+    def _sharding_on_host(self, n: int) -> Any:
+        found = self.sharding(n).with_memory_kind(HOST_MEMORY_KIND)
+        if self.target.absent and found.memory_kind != HOST_MEMORY_KIND:
+            raise TopologyError(
+                self.target.absent.name,
+                f"{self.paths[n]} is bound to a mesh of its devices, and GPUs that are not here "
+                "have no memories: take a mesh from Topology.mesh(), which names none",
+            )
+        return found
 
 
 def _left_to_xla(args: Any, layouts: Layouts) -> Any:

@@ -73,7 +73,8 @@ class Placing:
         if self.layouts is not None and (self.layouts.chosen or self.forms):
             self._jaxpr = with_forms(self._jaxpr, self.forms)
             self.program = self._lower(self._as_written, self.layouts.chosen)
-        self._may_move = self._choose_movable()
+        self._movable = self._choose_movable()
+        self._may_move = self._choose_offered()
 
     def placed(
         self, hosting: Hosting, *, scheduled: bool = True, layouts: Layouts | None = None
@@ -165,7 +166,16 @@ class Placing:
         return min(int(sum(self.lowering.sizes) * _SMALLEST_SHARE), _SMALLEST_BYTES)
 
     def _choose_movable(self) -> frozenset[int]:
-        """The arguments that the user and their kind allow on the host."""
+        """The arguments whose kind and size allow them on the host."""
+        return frozenset(
+            n
+            for n, info in enumerate(self.lowering.arguments)
+            if self.lowering.sizes[n] > self._smallest
+            and not jnp.issubdtype(info.dtype, jax.dtypes.extended)
+        )
+
+    def _choose_offered(self) -> frozenset[int]:
+        """Those of them that the user allows there."""
         patterns = self.lowering.function.options.offload
         paths = self.lowering.paths
         unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
@@ -173,17 +183,19 @@ class Placing:
             raise OffloadPatternError(unmatched, paths)
         return frozenset(
             n
-            for n, info in enumerate(self.lowering.arguments)
-            if self.lowering.sizes[n] > self._smallest
-            and not jnp.issubdtype(info.dtype, jax.dtypes.extended)
-            and (patterns is None or any(fnmatch.fnmatch(paths[n], p) for p in patterns))
+            for n in self._movable
+            if patterns is None or any(fnmatch.fnmatch(paths[n], p) for p in patterns)
         )
 
     @property
     def left_alone(self) -> Mapping[str, str]:
-        """The arguments, by path, that a loop takes apart but that cannot be streamed, each
-        with the reason."""
-        return {self.lowering.paths[n]: reason for n, reason in self.streams.left_alone.items()}
+        """Why arguments stay, by path: those that a loop takes apart but that cannot be
+        streamed, and those that cannot be moved whatever reads them."""
+        stay = {n: "it is donated, and written while it would be away" for n in self._donated}
+        if self.lowering.function.options.offload is not None:
+            stay |= {n: "no pattern of offload= names it" for n in self._movable - self._may_move}
+        found = self.streams.left_alone | stay
+        return {self.lowering.paths[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property
     def streams(self) -> Streams:
@@ -203,9 +215,14 @@ class Placing:
         """The arguments that may live on the host. A donated one may where a stack takes its
         place: the others are written while they would be away. XLA:CPU has one memory, whose
         bytes it counts as the device's where a program writes to it."""
+        return self._may_move - self._donated
+
+    @property
+    def _donated(self) -> frozenset[int]:
+        """The donated ones that stay."""
         on_cpu = self.lowering.target.platform == "cpu"
         replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
-        return self._may_move - (self.streams.donated - replaced)
+        return self._may_move & (self.streams.donated - replaced)
 
     def _lower(self, run: Callable[..., list[Any]], layouts: Layouts, **given: Any) -> Program:
         donors = self.layouts.donors if self.layouts is not None else {}

@@ -297,7 +297,7 @@ def _slots_in_words(streams: LoopStreams) -> str:
 
 def _left_alone_table(of_run: str, left_alone: Mapping[str, str]) -> Table:
     return Table(
-        f"{of_run}read by loops, and on the device as a whole",
+        f"{of_run}on the device as a whole",
         (Column("argument"), Column("because")),
         tuple(left_alone.items()),
     )

@@ -349,7 +349,7 @@ class RunView:
       clock: None when no machine was named.
       is_planned: whether it follows a plan.
       streams: what was decided about loops over stacks before XLA saw them.
-      left_alone: why an argument that a loop reads is on the device, by the user's path.
+      left_alone: why an argument is on the device as a whole, by the user's path.
       compiler_options: the XLA options that the streams need.
       collectives: asynchronous ones, each once; none without a machine that has wires for them.
       recomputed: HLO name of an instruction that runs again to that of the first one.

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
@@ -68,7 +70,7 @@ class Streams:
       sources: all arguments and stacked results, by what they are.
       stacks: those of them that can be streamed.
       replaced_by: a donated argument among them to the result that takes its place.
-      left_alone: why an argument that a loop reads cannot be streamed.
+      left_alone: why an argument that a loop of the program reads cannot be streamed.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Streams:
         """
         self.donated = frozenset(donated)
         places = _places(jaxpr, self.donated & frozenset(candidates))
+        counted = inline_calls(count_loops(jaxpr.jaxpr))
         sliced = slice_elementwise(
-            inline_calls(count_loops(jaxpr.jaxpr)),
+            counted,
             frozenset(candidates),
             frozenset(places.values()),
             unsplittable=frozenset(sharded),
@@ -118,7 +121,10 @@ class Streams:
                 self.replaced_by[n] = made
             else:
                 arguments[n] = f"what takes its place is {reasons[made]}"
-        self.left_alone = {n: reason for n, reason in arguments.items() if reason}
+        # Of those that only loops of `slicing` take apart there is nothing to say.
+        written = find_uses(jaxpr.replace(jaxpr=counted)).stacks
+        in_loops = {s.source for s in written if s.is_in_loop}
+        self.left_alone = {n: r for n, r in arguments.items() if r and n in in_loops}
         streamed: set[Source] = {n for n, reason in arguments.items() if not reason}
         streamed |= set(self.replaced_by.values())
         streamed |= {
@@ -182,12 +188,16 @@ def _reason(stack: Stack, order_of: OrderOf | None) -> str:
     """Why a stack cannot be streamed; ``""`` when it can."""
     if stack.whole:
         return "; ".join(dict.fromkeys(stack.whole))
+    if jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended):
+        return f"{stack.aval.dtype} arrays are not numbers to be moved"
     if order_of is None:
         return ""
     taken = [t.aval for t in stack.taken]
     for aval in (*taken, *([stack.aval] if isinstance(stack.source, Result) else ())):
         if aval.dtype.itemsize < 2:
             return f"XLA:TPU cannot slice {aval.dtype} arrays on the host"
+        if aval.dtype.itemsize > 4:
+            return f"XLA:TPU makes two arrays of {aval.dtype}, and brings the whole for that"
         order = order_of(aval.dtype, aval.shape) if len(aval.shape) > 2 else None
         if order is None or not is_outside_tiles(order):
             return f"XLA:TPU has its leading axis inside the tiles of {list(aval.shape)}"

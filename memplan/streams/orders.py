@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 type Order = tuple[int, ...]
 """All dimensions of a stack, minor to major."""
@@ -69,7 +70,11 @@ def aval_in_rows(aval: Any, order: Order | None) -> Any:
     """Shape and dtype of a slice of a stack so seen."""
     if order is None:
         return aval
-    return aval.update(shape=tuple(aval.shape[d] for d in _of_slice(order)[::-1]))
+    dimensions, spec = _of_slice(order)[::-1], aval.sharding.spec
+    return aval.update(
+        shape=tuple(aval.shape[d] for d in dimensions),
+        sharding=aval.sharding.update(spec=P(*(spec[d] for d in dimensions))),
+    )
 
 
 def _of_slice(order: Order | None) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from memplan.streams.leading_axis import (
@@ -149,10 +150,7 @@ class Scans:
                 for y, v, reduction in zip(stacks, results, reductions, strict=True)
             ]
 
-        shapes = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            for aval in map(aval_of, args)
-        ]
+        shapes = [_struct(aval_of(a)) for a in args]
         made = jax.make_jaxpr(scan)(*shapes).jaxpr
         names = dict(zip(made.invars, args, strict=True))
         names |= dict(zip(made.outvars, results, strict=True))
@@ -232,6 +230,11 @@ class Scans:
 
 def _slice_of(var: Var, rows: int) -> Var:
     return Var(aval_of(var).update(shape=(rows, *shape_of(var)[1:])))
+
+
+def _struct(aval: ShapedArray) -> jax.ShapeDtypeStruct:
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def _made(step: _Step) -> set[Var]:

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -221,12 +222,18 @@ class _Ring:
         if r in self.ring.in_place:
             return self.stacks[self.ring.in_place[r]]
         aval = self.results[r]
-        stack = _varying(lax.empty((self.ring.length, *aval.shape), aval.dtype), aval)
+        # Not a number that is broadcast: XLA would write it.
+        sharding = aval.sharding.update(spec=P(None, *aval.sharding.spec))
+        shape = (self.ring.length, *aval.shape)
+        stack = _varying(lax.empty(shape, aval.dtype, out_sharding=sharding), aval)
         return jax.device_put(stack, HOST) if r in self.ring.stored else stack
 
     def _zeros(self, r: int) -> Any:
         aval = self.results[r]
-        return _varying(jnp.zeros(aval.shape, aval.dtype), aval)
+        # A broadcast names a sharding only where its mesh is set.
+        with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
+            zeros = jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
+        return _varying(zeros, aval)
 
 
 def _slice(stack: Any, at: Any) -> Any:
@@ -241,5 +248,11 @@ def _varying(array: Any, aval: Any) -> Any:
 
 def _row_major(array: Any) -> Any:
     """Keeps XLA from carrying a slot or a stack in another layout than that of the stacks in
-    memory, for which it would copy each slice once more, or a whole stack."""
+    memory, for which it would copy each slice once more, or a whole stack.
+
+    Keys of random numbers have more dimensions than jax knows a layout for, and of numbers of
+    64 bits XLA:TPU makes two, which it cannot with a constraint.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended) or array.dtype.itemsize > 4:
+        return array
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))

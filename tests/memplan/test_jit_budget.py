@@ -208,14 +208,41 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
-def test_of_many_stacks_that_stay_the_error_names_some():
+def test_of_many_arguments_that_stay_the_error_names_some():
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=1).lower(weights(), activations()).plan()
     left_alone = {f"w{n}": "read whole" for n in range(5)}
+    left_alone |= {f"v{n}": f"reason {n}" for n in range(4)}
     error = raised.value.asked_for(1, 2, left_alone)
-    assert "w2: read whole; and 2 more, in `left_alone`." in str(error)
-    assert "w3" not in str(error)
+    named = "w0, w1, w2 and 2 more: read whole; v0: reason 0; v1: reason 1; and 2 more, in"
+    assert f"On the device as a whole: {named} `left_alone`." in str(error)
     assert error.left_alone == left_alone
+
+
+def test_why_arguments_stay_that_no_loop_reads():
+    def decayed(weights: Any, x: Any) -> Any:
+        return [w / 2 for w in weights], chain(weights, x)
+
+    donated = memplan.jit(decayed, hbm=HALF, donate_argnums=0)
+    with pytest.raises(MemoryBudgetError, match=r"weights\.0, .* more: it is donated"):
+        donated.lower(weights(), activations()).plan()
+    offered = memplan.jit(chain, hbm=HALF, offload=["weights.0"]).lower(weights(), activations())
+    assert set(offered.left_alone) == {"x", *(f"weights.{n}" for n in range(1, len(weights())))}
+    with pytest.raises(MemoryBudgetError, match="no pattern of offload= names it"):
+        offered.plan()
+
+
+def test_nothing_is_said_of_loops_that_are_not_the_users():
+    def descend(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    args = (
+        jax.ShapeDtypeStruct((4096, 4096), jnp.float32),
+        jax.ShapeDtypeStruct((8, 4096), jnp.float32),
+    )
+    lowered = memplan.jit(descend).lower(*args)
+    assert 0 in lowered.placing.streams.sources
+    assert lowered.left_alone == {}
 
 
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):

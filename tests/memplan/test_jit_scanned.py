@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memplan.api as memplan
 import memplan.looks as looks
@@ -86,6 +88,70 @@ def test_the_numbers_of_plain_jit_within_a_budget(program: Any, spared: float):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def with_dropout(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes a key with each slice of the weights, and gives back another."""
+
+    def dropped(x: jax.Array, taken: Any) -> tuple[jax.Array, Any]:
+        w, key = taken
+        here, later = jax.random.split(key)
+        return jnp.tanh(x @ w) * jax.random.bernoulli(here, 0.9, x.shape), later
+
+    keys = jax.random.split(jax.random.key(0), len(weights))
+    x, keys = lax.scan(dropped, x, (weights, keys))
+    return x, jax.random.key_data(keys)
+
+
+def test_keys_beside_the_weights():
+    args = arguments(128, 16)
+    total = xla_total(with_dropout, *args)
+    step = memplan.jit(with_dropout, hbm=total - args[0].nbytes // 2)
+    assert step.lower(*args).compile().hosting.arguments == {0}
+    assert_same_bits(step(*step.place(*args)), jax.jit(with_dropout)(*args))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_keys_are_not_moved(target: str):
+    weights, x = shapes(256, 16, jnp.float32)
+    lowered = memplan.jit(with_dropout, hbm="1MiB", machine=topology(target)).lower(weights, x)
+    compiled = lowered.compile()
+    assert compiled.hosting.arguments == {0}
+    assert not compiled.hosting.results
+
+
+def with_activations(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.scan(lambda x, w: (layer(x, w)[0], x), x, weights)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("program", [with_activations, jax.grad(loss)], ids=["made", "gradient"])
+def test_the_mesh_is_named_in_the_types_or_not(program: Any, kind: AxisType):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    weights, x = arguments(128, 16)
+    weights = jax.device_put(weights, NamedSharding(mesh, P()))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    step = memplan.jit(program, hbm=xla_total(program, weights, x) - weights.nbytes // 4)
+    assert step.lower(weights, x).compile().hosting.arguments == {0}
+    found, expected = step(*step.place(weights, x)), jax.jit(program)(weights, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_residuals_on_a_mesh_that_is_named_in_the_types(kind: AxisType):
+    mesh = Mesh(np.array(topology("v5e:2x2").devices), ("data",), axis_types=(kind,))
+    specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    args = [
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
+        for s, sharding in zip(shapes(1024, 4 * 4096), specs, strict=True)
+    ]
+    step = memplan.jit(descend, hbm="56MiB", machine="v5e:2x2", donate_argnums=0)
+    compiled = step.lower(*args).compile()
+    assert compiled.hosting.results
+    assert compiled.device_bytes <= 56 << 20
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("program", [forward, by_index])
 def test_two_slots_hide_the_weights_of_all_layers(program: Any, target: str):
@@ -149,6 +215,25 @@ def test_stacks_that_the_tpu_cannot_slice_are_left_alone():
     lowered = memplan.jit(scaled, hbm="40MiB", machine="v5e").lower(scales, x)
     assert "inside the tiles" in lowered.left_alone["scales"]
     assert lowered.compile().device_bytes <= 40 << 20
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float64])
+def test_the_tpu_makes_two_of_numbers_of_64_bits(dtype: Any):
+    with jax.enable_x64(True):
+        weights, x = shapes(256, 16, dtype)
+        lowered = memplan.jit(forward, hbm="2.2MiB", machine="v5e").lower(weights, x)
+        assert "makes two arrays" in lowered.left_alone["weights"]
+        with pytest.raises(MemoryBudgetError, match="makes two arrays"):
+            lowered.compile()
+
+
+@pytest.mark.tpu
+def test_stacks_of_nothing():
+    weights, x = shapes(256, 16, jnp.float32)
+    nothing = jax.ShapeDtypeStruct((0, 256, 256), jnp.float32)
+    step = memplan.jit(lambda w, n, x: forward(w, x) + forward(n, x), hbm="1MiB", machine="v5e")
+    assert step.lower(weights, nothing, x).compile().hosting.arguments == {0}
 
 
 @pytest.mark.tpu

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import memplan.api as memplan
 from hlo_passes.cost import instruction_costs
-from hlo_passes.errors import CompilerMissingError, NotExecutableError
+from hlo_passes.errors import CompilerMissingError, NotExecutableError, TopologyError
 from hlo_passes.machine import load_machine
 from hlo_passes.timeline import schedule_events, simulate
 from memplan import topologies
@@ -99,6 +99,30 @@ def test_real_arrays_stand_for_their_shapes(name: str):
         step(*args)
     with pytest.raises(NotExecutableError, match=name):
         compiled(*args)
+
+
+@pytest.mark.gpu
+def test_a_mesh_of_gpus_that_are_not_here_names_no_devices():
+    mesh = Mesh(np.array(topologies.topology("h200:4").devices), ("x",))
+    step = memplan.jit(chain, hbm=3 * WEIGHT_BYTES, machine="h200:4")
+    lowered = step.lower(*abstract(NamedSharding(mesh, PartitionSpec())))
+    with pytest.raises(
+        TopologyError, match=r"weights\.0 is bound .* take a mesh from Topology.mesh"
+    ):
+        lowered.compile()
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_function_without_arguments(name: str):
+    def product() -> jax.Array:
+        return jnp.ones((512, 512)) @ jnp.ones((512, 512))
+
+    compiled = memplan.jit(product, machine=name).lower().compile()
+    platform = topologies.topology(name).platform
+    (module,) = compiled.runtime_executable().hlo_modules()
+    layout = module.to_string().split("entry_computation_layout=")[1].split("\n")[0]
+    assert ("T(8,128)" in layout) == (platform == "tpu")
+    assert compiled.device_bytes >= 512 * 512 * 4
 
 
 @pytest.mark.parametrize("name", FOUR_DEVICES)
