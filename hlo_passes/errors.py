@@ -333,7 +333,7 @@ class MemoryBudgetError(MemplanError):
 
 
 class NotExecutableError(MemplanError, RuntimeError):
-    """A program compiled for a topology was called."""
+    """A program compiled for a topology was called, or its arguments were to be placed."""
 
     def __init__(self, topology: str) -> None:
         super().__init__(

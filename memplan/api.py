@@ -185,6 +185,9 @@ class _PlannedFunction:
         Returns:
           The positional arguments as a tuple; with keyword arguments, a pair of that tuple
           and their dict. Static arguments are returned as they are.
+
+        Raises:
+          NotExecutableError: when the devices of `machine` are not here.
         """
         dynamic, leaves, compiled = self._compile(args, kwargs)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), compiled.move(leaves))

@@ -386,7 +386,12 @@ class Compiled:
         ]
 
     def move(self, leaves: Sequence[Any]) -> list[Any]:
-        """Moves flat arguments to their tiers, in their layouts; those that are there stay."""
+        """Moves flat arguments to their tiers, in their layouts; those that are there stay.
+
+        Raises:
+          NotExecutableError: when it was compiled for devices that are not here.
+        """
+        self._check_executable()
         moved = list(leaves)
         for n in self.displaced(leaves):
             kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
@@ -394,6 +399,10 @@ class Compiled:
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
             moved[n] = jax.device_put(leaves[n], to)
         return moved
+
+    def _check_executable(self) -> None:
+        if self._lowered.absent is not None:
+            raise NotExecutableError(self._lowered.absent.name)
 
     def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
         """Where an argument is bound to, else where the program has it, in another memory."""
@@ -414,8 +423,7 @@ class Compiled:
         Raises:
           NotExecutableError: when it was compiled for devices that are not here.
         """
-        if self._lowered.absent is not None:
-            raise NotExecutableError(self._lowered.absent.name)
+        self._check_executable()
         leaves, tree = jax.tree.flatten((args, kwargs))
         away = self.displaced(leaves) if tree == self.in_tree else []
         if away:

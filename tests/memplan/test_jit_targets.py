@@ -45,6 +45,8 @@ def test_a_machine_that_is_not_here(name: str):
     assert "copy-start" in compiled.as_text()
     with pytest.raises(NotExecutableError, match=f"{name}.*are not here"):
         compiled(*abstract())
+    with pytest.raises(NotExecutableError, match=f"{name}.*are not here"):
+        step.place(*abstract())
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
