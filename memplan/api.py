@@ -20,7 +20,7 @@ import jax
 from jax.experimental.layout import Format
 
 from hlo_passes import xla
-from hlo_passes.budget import parse_bytes
+from hlo_passes.budget import parse_bytes, whole_number
 from hlo_passes.errors import LayoutsError, SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
@@ -78,7 +78,7 @@ def jit(
       BudgetSyntaxError: when `hbm` cannot be read.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       SearchTimeError: when `search_s` is negative.
-      SlotsError: when `slots` is no positive int.
+      SlotsError: when `slots` is no positive integer.
       UnknownMachineError: when `machine` is in no machine file.
 
     >>> import jax.numpy as jnp
@@ -86,8 +86,11 @@ def jit(
     >>> float(step(jnp.eye(2), jnp.ones(2)).sum())
     2.0
     """
-    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
-        raise SlotsError(slots)
+    if slots is not None:
+        found = whole_number(slots)
+        if found is None or found < 1:
+            raise SlotsError(slots)
+        slots = found
     if search_s is not None and not search_s >= 0:
         raise SearchTimeError(search_s)
     if layouts not in (None, "arguments", "all"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hlo_passes.xla as xla
@@ -318,6 +319,13 @@ def test_budgets_that_cannot_be_read(budget: Any):
         memplan.jit(chain, hbm=budget)
     with pytest.raises(BudgetSyntaxError, match="12GiB"):
         memplan.jit(hbm=budget)
+
+
+def test_any_integer_is_one():
+    args = weights(), activations()
+    plan = memplan.jit(chain, hbm=HALF, slots=2).plan(*args)
+    of_numpy: Any = {"hbm": np.int64(HALF), "slots": np.uint8(2)}
+    assert memplan.jit(chain, **of_numpy).plan(*args) == plan
 
 
 def test_a_machine_that_does_not_exist():
