@@ -55,6 +55,16 @@ class SearchTimeError(MemplanError, ValueError):
         )
 
 
+class OffloadSyntaxError(MemplanError, ValueError):
+    """What ``offload=`` is given is no patterns."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(
+            f"offload={found!r}: expected a pattern of argument paths, or several, or None for "
+            "every argument. Try 'params.*'."
+        )
+
+
 class OffloadPatternError(MemplanError, ValueError):
     """Patterns of ``offload=`` that match no argument."""
 
@@ -122,7 +132,7 @@ class VerificationError(MemplanError):
 class UnknownMachineError(MemplanError, LookupError):
     """No machine of the library has the name."""
 
-    def __init__(self, found: str, close: Sequence[str], known: Sequence[str]) -> None:
+    def __init__(self, found: object, close: Sequence[str], known: Sequence[str]) -> None:
         suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
         super().__init__(
             f"no machine {found!r}. {suggestion}Known: {', '.join(known)}; "
@@ -190,7 +200,7 @@ class KernelCompilationError(MemplanError, RuntimeError):
 class TopologyError(MemplanError, ValueError):
     """A topology that cannot be had."""
 
-    def __init__(self, name: str, problem: str) -> None:
+    def __init__(self, name: object, problem: str) -> None:
         super().__init__(
             f"topology {name!r}: {problem}. Try 'v5e', 'v5e:2x2', 'v5p:2x2x1', 'h200' or 'h200:8'."
         )
@@ -399,10 +409,21 @@ class LoopMismatchError(MemplanError, ValueError):
         )
 
 
+class SubjectError(MemplanError, TypeError):
+    """What is to be explained has no plan of memplan's."""
+
+    def __init__(self, found: object) -> None:
+        kind = type(found)
+        super().__init__(
+            f"explain: found a {kind.__module__}.{kind.__qualname__}: expected a Plan, or what "
+            "memplan.jit(f).lower(...).compile() returns."
+        )
+
+
 class UnknownBufferError(MemplanError, LookupError):
     """A plan says nothing of what was asked about."""
 
-    def __init__(self, found: str, close: Sequence[str], known: int) -> None:
+    def __init__(self, found: object, close: Sequence[str], known: int) -> None:
         suggestion = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
         super().__init__(
             f"explain: no buffer of the plan is called {found!r}. {suggestion}It names {known} "

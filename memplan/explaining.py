@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from hlo_passes.errors import MemplanError, UnknownBufferError
+from hlo_passes.errors import MemplanError, SubjectError, UnknownBufferError
 from hlo_passes.fences import slot_name
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.machine import Machine, load_machine
@@ -85,9 +85,10 @@ def explain(subject: Compiled | Plan, buffer: str | None = None) -> str:
       A sentence on a line for each decision about such a buffer, largest first; or the tables.
 
     Raises:
+      SubjectError: when `subject` is neither.
       UnknownBufferError: when the plan says nothing of such a buffer.
     """
-    plan, module = (subject, None) if isinstance(subject, Plan) else (subject.plan, subject.module)
+    plan, module = (subject, None) if isinstance(subject, Plan) else _compiled(subject)
     if plan is None:
         return f"{NO_PLAN}\n"
     if buffer is None:
@@ -109,8 +110,9 @@ def explanations(
     Raises:
       UnknownBufferError: when the plan says nothing of such a buffer.
     """
-    teller = _Teller(plan, module, machine)
-    told = list(teller.all())
+    told = list(_Teller(plan, module, machine).all())
+    if not isinstance(pattern, str):
+        raise UnknownBufferError(pattern, [], len({e.buffer for e in told}))
     names = {name for e in told for name in (e.buffer, e.label) if name}
     wanted = pattern.removeprefix("%")
     # A path is full of brackets, which would be sets of characters.
@@ -121,6 +123,14 @@ def explanations(
         raise UnknownBufferError(pattern, close, len({e.buffer for e in told}))
     found = [e for e in told if chosen & {e.buffer, e.label}]
     return tuple(sorted(found, key=lambda e: -e.size))
+
+
+def _compiled(subject: object) -> tuple[Plan | None, Module]:
+    from memplan.stages import Compiled  # A plan alone does not wait for jax.
+
+    if not isinstance(subject, Compiled):
+        raise SubjectError(subject)
+    return subject.plan, subject.module
 
 
 def _by_buffer(transfers: Iterable[Transfer]) -> Mapping[str, list[Transfer]]:

@@ -1,11 +1,12 @@
 """Sentences that say why, and the errors of who asks for what is not there."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import memplan
-from hlo_passes.errors import UnknownBufferError
+from hlo_passes.errors import SubjectError, UnknownBufferError
 from hlo_passes.machine import Machine
 from hlo_passes.pipeline import plan_module, rewrite_module
 from hlo_passes.reader import read_module
@@ -182,6 +183,23 @@ def test_an_unknown_name_is_one_clear_error():
     )
     with pytest.raises(UnknownBufferError, match=r"is called 'zzz\*'\. It names"):
         explain(edited_plan(), "zzz*")
+
+
+@pytest.mark.parametrize("name", [3, b"a", ["a"]])
+def test_what_is_no_name(name):
+    with pytest.raises(UnknownBufferError, match="no buffer of the plan is called"):
+        explain(edited_plan(), name)
+
+
+def test_what_has_no_plan():
+    import jax
+
+    compiled: Any = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    number: Any = 3
+    with pytest.raises(SubjectError, match=r"found a jax\S*\.Compiled: expected a Plan, or what"):
+        explain(compiled)
+    with pytest.raises(SubjectError, match=r"found a builtins\.int"):
+        explain(number)
 
 
 def test_a_program_that_needs_no_plan():

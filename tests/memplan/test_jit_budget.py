@@ -16,7 +16,9 @@ from hlo_passes.errors import (
     BudgetSyntaxError,
     MemoryBudgetError,
     OffloadPatternError,
+    OffloadSyntaxError,
     PlanMismatchError,
+    SearchTimeError,
     SlotsError,
     UnknownMachineError,
 )
@@ -333,6 +335,30 @@ def test_a_machine_that_does_not_exist():
         memplan.jit(chain, machine="tpu-v5x")
     with pytest.raises(UnknownMachineError, match="no machine"):
         memplan.jit(machine="abacus:2x2")
+
+
+@pytest.mark.parametrize("machine", [5, b"v5e", ["v5e"], jax.devices()[0]])
+def test_what_names_no_machine(machine: Any):
+    with pytest.raises(UnknownMachineError, match=r"no machine .* Known: a100,"):
+        memplan.jit(chain, machine=machine)
+
+
+@pytest.mark.parametrize("offload", [5, [5], b"x", ["weights.*", None]])
+def test_what_is_no_pattern(offload: Any):
+    with pytest.raises(OffloadSyntaxError, match="expected a pattern of argument paths"):
+        memplan.jit(chain, offload=offload)
+
+
+@pytest.mark.parametrize("seconds", ["3", -1, float("nan"), [1]])
+def test_what_no_search_takes(seconds: Any):
+    with pytest.raises(SearchTimeError, match="expected seconds"):
+        memplan.jit(chain, search_s=seconds)
+
+
+def test_an_option_that_does_not_exist():
+    for given in ((), (chain,)):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'memory'"):
+            memplan.jit(*given, hbm="1GiB", memory="1GiB")
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.0, True, "2"])

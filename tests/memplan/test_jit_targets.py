@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import memplan.api as memplan
 from hlo_passes.cost import instruction_costs
-from hlo_passes.errors import CompilerMissingError, NotExecutableError
+from hlo_passes.errors import CompilerMissingError, NotExecutableError, TopologyError
 from hlo_passes.machine import load_machine
 from hlo_passes.timeline import schedule_events, simulate
 from memplan import topologies
@@ -135,6 +135,12 @@ def test_a_compiler_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("memplan.topologies.find_spec", lambda _: None)
     with pytest.raises(CompilerMissingError, match=rf"needs {package}, which is not installed"):
+        topologies.topology(name)
+
+
+@pytest.mark.parametrize("name", [3, b"v5e", ["v5e"]])
+def test_what_names_no_topology(name: Any):
+    with pytest.raises(TopologyError, match=r"expected a machine's name\. Try 'v5e'"):
         topologies.topology(name)
 
 
