@@ -222,6 +222,12 @@ def like(struct: jax.ShapeDtypeStruct, *shape: int, dtype: Any = None) -> jax.Sh
         ((Q, K, V), {"q_offset": 1.5}, r"q_offset is 1\.5: expected an int"),
         ((Q, K, V), {"window": -1}, "window is -1: expected at least 0 keys on a side"),
         ((Q, K, V), {"window": (4, 0.5)}, r"window is \(4, 0\.5\): expected at least 0 keys"),
+        (
+            (Q, K, V),
+            {"window": (1, 2, 3)},
+            r"window is \(1, 2, 3\): expected \(left, right\), or one",
+        ),
+        ((Q, K, V), {"soft_cap": "1"}, "soft_cap is '1': expected a positive number"),
         ((Q, K, V), {"scale": -0.1}, r"scale is -0\.1: expected a positive number"),
         ((Q, K, V), {"soft_cap": 0.0}, r"soft_cap is 0\.0: expected a positive number"),
         ((Q, K, V), {"q_segment_ids": Q_IDS}, "kv_segment_ids is None: expected ids of 40 keys"),
