@@ -57,7 +57,8 @@ def jit(
       machine: what it runs on: a machine name (``"v5e"``), a `Machine`, or a `topology` of
         hardware that is not here. None for ``jax.devices()[0]``.
       offload: glob patterns of argument paths that may live on the host, for example
-        ``"params.*"``; by default every argument that is not donated.
+        ``"params.layers.*"``, also as jax spells them, ``"params['layers']*"``; by default
+        every argument that is not donated.
       slots: at most so many streamed weights on the device at once.
       search_s: seconds to search for a faster plan than the first one found, where temporaries
         are evicted or computed again. By default 5 % of what XLA takes to compile, and 300 s for

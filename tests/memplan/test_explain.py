@@ -150,6 +150,45 @@ def test_the_same_by_every_name(streamed):
     assert explain(plan, "w.*") == explain(plan, "params*")
 
 
+def test_paths_of_a_dump_by_either_spelling(streamed):
+    plan, _ = streamed
+    assert explain(plan, "params.w.1") == explain(plan, "params['w'][1]")
+    assert explain(plan, "params.w.*") == explain(plan, "params['w'][*]") == explain(plan, "w.*")
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        None,
+        pytest.param("v5e", marks=pytest.mark.tpu),
+        pytest.param("h200", marks=pytest.mark.gpu),
+    ],
+)
+def test_paths_of_nested_arguments_by_either_spelling(machine):
+    import jax
+    import jax.numpy as jnp
+
+    def forward(params, x):
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    layer = {
+        "w": jax.ShapeDtypeStruct((256, 256), "float32"),
+        "b": jax.ShapeDtypeStruct((256,), "float32"),
+    }
+    x = jax.ShapeDtypeStruct((8, 256), "float32")
+    step = memplan.jit(forward, hbm="900KiB", machine=machine)
+    plan = step.plan({"layers": [layer] * 6}, x)
+    both = explain(plan, "params.layers.3.*")
+    assert sorted(line.partition(" (")[0] for line in both.splitlines()) == [
+        "params.layers.3.b",
+        "params.layers.3.w",
+    ]
+    assert explain(plan, "params['layers'][3]*") == both
+    assert explain(plan, "params['layers'][3]['w']") == explain(plan, "params.layers.3.w")
+
+
 def test_the_largest_comes_first():
     found = explanations(edited_plan(), "*")
     sizes = [e.size for e in found]

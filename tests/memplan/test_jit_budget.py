@@ -379,9 +379,25 @@ def test_offload_patterns_choose_what_may_move():
     plan = memplan.jit(chain, hbm=HALF, offload=["weights.[0-4]"]).plan(*args)
     moved = {plan.labels[t.buffer] for t in plan.transfers}
     assert moved
-    assert "weights[5]" not in moved
+    assert "weights.5" not in moved
     with pytest.raises(MemoryBudgetError):
         memplan.jit(chain, hbm=HALF, offload="x").plan(*args)
+
+
+@pytest.mark.parametrize(
+    ("ours", "jaxs"),
+    [("params.w.3", "params['w'][3]"), ("params.w.*", "params['w'][*]"), ("rest.1", "rest[1]")],
+)
+def test_offload_patterns_in_either_spelling(ours: str, jaxs: str):
+    def step(params: Any, x: Any, *rest: Any) -> Any:
+        return chain([*params["w"], *rest], x)
+
+    def movable(pattern: str) -> frozenset[int]:
+        args = {"w": weights()}, activations(), *weights()
+        return memplan.jit(step, offload=pattern).lower(*args).placing.candidates
+
+    assert movable(ours) == movable(jaxs)
+    assert len(movable(ours)) == (LAYERS if "*" in ours else 1)
 
 
 @pytest.mark.parametrize("budget", [HALF, "1GiB"])
