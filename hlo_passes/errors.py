@@ -216,6 +216,17 @@ class HookError(MemplanError):
         )
 
 
+class LoweringPlatformsError(MemplanError, NotImplementedError):
+    """A function within a budget is exported, or lowered for platforms."""
+
+    def __init__(self, function: str, platforms: Sequence[str]) -> None:
+        super().__init__(
+            f"{function}: lowering_platforms={tuple(platforms)!r}: a plan is made for one machine, "
+            "which machine= names, and an exported program carries none. Try jax.export of "
+            "jax.jit(f), and memplan.jit(exported.call, hbm=...) where it is to run."
+        )
+
+
 class OrderedEffectsError(MemplanError, NotImplementedError):
     """A program with ordered effects, whose arguments cannot live on the host."""
 
