@@ -128,6 +128,16 @@ def test_vmap_of_gradients_and_gradients_of_vmap() -> None:
         np.testing.assert_allclose(some, summed, atol=2e-5)
 
 
+def test_second_derivatives_in_reverse_mode() -> None:
+    q, k, v = (x[:, :3, :2, :4] for x in arrays())
+
+    def second(attend: Callable[..., jax.Array]) -> jax.Array:
+        return jax.jacrev(jax.grad(lambda q: jnp.sin(attend(q, k, v)).sum()))(q)
+
+    expected = second(jax.nn.dot_product_attention)
+    np.testing.assert_allclose(second(attention), expected, atol=3e-6)
+
+
 def test_shard_map_over_batch_and_heads() -> None:
     q, k, v = arrays(batch=2)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
