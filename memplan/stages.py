@@ -388,7 +388,8 @@ class Compiled:
 
     @property
     def device_bytes(self) -> int:
-        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports."""
+        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
+        CPU without the arguments on the host, which XLA:CPU counts among the device's."""
         return device_bytes(self._executable, self.hosted_on_cpu)
 
     def memory_analysis(self) -> Any:
