@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from hlo_passes.errors import BudgetSyntaxError
@@ -15,11 +16,25 @@ _UNITS = {
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
 
 
+def whole_number(value: object) -> int | None:
+    """Returns an int of any kind (Python's, numpy's) as Python's; None for anything else.
+
+    >>> whole_number(2), whole_number(True), whole_number(2.0)
+    (2, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
 def parse_bytes(text: str | int) -> int:
     """Reads an amount of memory.
 
     Args:
-      text: bytes as a positive ``int``, or a number followed without a space by ``B``,
+      text: bytes as a positive integer, or a number followed without a space by ``B``,
         ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024) or ``kB``, ``MB``, ``GB``,
         ``TB`` (powers of 1000).
 
@@ -32,12 +47,13 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("1.5GiB")
     1610612736
     """
-    if isinstance(text, bool) or not isinstance(text, int | str):
-        raise BudgetSyntaxError(text, "a string like '12GiB' or a number of bytes")
-    if isinstance(text, int):
-        if text <= 0:
+    if not isinstance(text, str):
+        number = whole_number(text)
+        if number is None:
+            raise BudgetSyntaxError(text, "a string like '12GiB' or a number of bytes")
+        if number <= 0:
             raise BudgetSyntaxError(text, "a positive number of bytes")
-        return text
+        return number
     match = _PATTERN.fullmatch(text)
     if match is None:
         hint = "no space between number and unit" if " " in text.strip() else "a positive number"

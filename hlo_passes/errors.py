@@ -55,6 +55,16 @@ class SearchTimeError(MemplanError, ValueError):
         )
 
 
+class OffloadSyntaxError(MemplanError, ValueError):
+    """What ``offload=`` is given is no patterns."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(
+            f"offload={found!r}: expected a pattern of argument paths, or several, or None for "
+            "every argument. Try 'params.*'."
+        )
+
+
 class OffloadPatternError(MemplanError, ValueError):
     """Patterns of ``offload=`` that match no argument."""
 
@@ -122,7 +132,7 @@ class VerificationError(MemplanError):
 class UnknownMachineError(MemplanError, LookupError):
     """No machine of the library has the name."""
 
-    def __init__(self, found: str, close: Sequence[str], known: Sequence[str]) -> None:
+    def __init__(self, found: object, close: Sequence[str], known: Sequence[str]) -> None:
         suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
         super().__init__(
             f"no machine {found!r}. {suggestion}Known: {', '.join(known)}; "
@@ -190,7 +200,7 @@ class KernelCompilationError(MemplanError, RuntimeError):
 class TopologyError(MemplanError, ValueError):
     """A topology that cannot be had."""
 
-    def __init__(self, name: str, problem: str) -> None:
+    def __init__(self, name: object, problem: str) -> None:
         super().__init__(
             f"topology {name!r}: {problem}. Try 'v5e', 'v5e:2x2', 'v5p:2x2x1', 'h200' or 'h200:8'."
         )
@@ -203,6 +213,17 @@ class HookError(MemplanError):
         super().__init__(
             f"compiler hook {token}: {problem}. memplan was seen to work with jax 0.11.2 to "
             "0.12.0.1; check jax.__version__ and the plugin's."
+        )
+
+
+class LoweringPlatformsError(MemplanError, NotImplementedError):
+    """A function within a budget is exported, or lowered for platforms."""
+
+    def __init__(self, function: str, platforms: Sequence[str]) -> None:
+        super().__init__(
+            f"{function}: lowering_platforms={tuple(platforms)!r}: a plan is made for one machine, "
+            "which machine= names, and an exported program carries none. Try jax.export of "
+            "jax.jit(f), and memplan.jit(exported.call, hbm=...) where it is to run."
         )
 
 
@@ -346,7 +367,7 @@ def _by_reason(left_alone: Mapping[str, str]) -> str:
 
 
 class NotExecutableError(MemplanError, RuntimeError):
-    """A program compiled for a topology was called."""
+    """A program compiled for a topology was called, or its arguments were to be placed."""
 
     def __init__(self, topology: str) -> None:
         super().__init__(
@@ -412,10 +433,21 @@ class LoopMismatchError(MemplanError, ValueError):
         )
 
 
+class SubjectError(MemplanError, TypeError):
+    """What is to be explained has no plan of memplan's."""
+
+    def __init__(self, found: object) -> None:
+        kind = type(found)
+        super().__init__(
+            f"explain: found a {kind.__module__}.{kind.__qualname__}: expected a Plan, or what "
+            "memplan.jit(f).lower(...).compile() returns."
+        )
+
+
 class UnknownBufferError(MemplanError, LookupError):
     """A plan says nothing of what was asked about."""
 
-    def __init__(self, found: str, close: Sequence[str], known: int) -> None:
+    def __init__(self, found: object, close: Sequence[str], known: int) -> None:
         suggestion = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
         super().__init__(
             f"explain: no buffer of the plan is called {found!r}. {suggestion}It names {known} "

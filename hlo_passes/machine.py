@@ -287,6 +287,8 @@ def load_machine(name_or_path: str | Path) -> Machine:
     >>> load_machine("v5litepod").name
     'tpu-v5e'
     """
+    if not isinstance(name_or_path, str | Path):
+        raise UnknownMachineError(name_or_path, [], machine_names())
     if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
         path = Path(name_or_path)
         try:

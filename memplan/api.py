@@ -14,14 +14,15 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import jax
 from jax.experimental.layout import Format
 
 from hlo_passes import xla
-from hlo_passes.budget import parse_bytes
-from hlo_passes.errors import LayoutsError, SearchTimeError, SlotsError
+from hlo_passes.budget import parse_bytes, whole_number
+from hlo_passes.errors import LayoutsError, OffloadSyntaxError, SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.executable import find_target
@@ -52,11 +53,14 @@ def jit(
       fun: what ``jax.jit`` takes; without it, a decorator is returned.
       hbm: the budget, ``"12GiB"`` or bytes: arguments + outputs + temporaries − aliased
         bytes on the device, as XLA reports them in ``memory_analysis()`` of the final
-        executable, are at most this, on each device. None for all that the machine has.
+        executable, are at most this, on each device: ``Compiled.device_bytes``, in which on
+        CPU, unlike in the report, what is on the host does not count. None for all that the
+        machine has.
       machine: what it runs on: a machine name (``"v5e"``), a `Machine`, or a `topology` of
         hardware that is not here. None for ``jax.devices()[0]``.
       offload: glob patterns of argument paths that may live on the host, for example
-        ``"params.*"``; by default every argument that is not donated.
+        ``"params.layers.*"``, also as jax spells them, ``"params['layers']*"``; by default
+        every argument that is not donated.
       slots: at most so many streamed weights on the device at once.
       search_s: seconds to search for a faster plan than the first one found, where temporaries
         are evicted or computed again. By default 5 % of what XLA takes to compile, and 300 s for
@@ -77,8 +81,10 @@ def jit(
     Raises:
       BudgetSyntaxError: when `hbm` cannot be read.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
-      SearchTimeError: when `search_s` is negative.
-      SlotsError: when `slots` is no positive int.
+      OffloadSyntaxError: when `offload` is neither a pattern nor several.
+      SearchTimeError: when `search_s` is no number, or negative.
+      SlotsError: when `slots` is no positive integer.
+      TypeError: when ``jax.jit`` has no such option.
       UnknownMachineError: when `machine` is in no machine file.
 
     >>> import jax.numpy as jnp
@@ -86,23 +92,32 @@ def jit(
     >>> float(step(jnp.eye(2), jnp.ones(2)).sum())
     2.0
     """
-    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
-        raise SlotsError(slots)
-    if search_s is not None and not search_s >= 0:
+    if slots is not None:
+        found = whole_number(slots)
+        if found is None or found < 1:
+            raise SlotsError(slots)
+        slots = found
+    if search_s is not None and not (isinstance(search_s, Real) and search_s >= 0):
         raise SearchTimeError(search_s)
     if layouts not in (None, "arguments", "all"):
         raise LayoutsError(f"expected 'arguments', 'all' or None, found {layouts!r}")
+    if layouts is not None and _has_formats(jit_options):
+        raise LayoutsError(
+            "in_shardings or out_shardings have layouts (Format): give shardings alone, or "
+            "leave layouts= away"
+        )
     options = Options(
         None if hbm is None else parse_bytes(hbm),
         machine,
-        (offload,) if isinstance(offload, str) else None if offload is None else tuple(offload),
+        _patterns(offload),
         slots,
         search_s,
         layouts,
     )
-    if isinstance(machine, str):
+    if not isinstance(machine, Machine | Topology | None):
         find_target(machine)  # A name that does not exist is an error here.
     if fun is None:
+        jax.jit(**jit_options)  # So is an option that does not exist.
         return functools.partial(_PlannedFunction, options=options, jit_options=jit_options)
     return _PlannedFunction(fun, options=options, jit_options=jit_options)
 
@@ -113,11 +128,6 @@ class _PlannedFunction:
     def __init__(
         self, fun: Callable[..., Any], *, options: Options, jit_options: Mapping[str, Any]
     ) -> None:
-        if options.layouts is not None and _has_formats(jit_options):
-            raise LayoutsError(
-                "in_shardings or out_shardings have layouts (Format): give shardings alone, or "
-                "leave layouts= away"
-            )
         if "in_shardings" in jit_options:
             given = in_device_memory(jit_options["in_shardings"])
             jit_options = {**jit_options, "in_shardings": given}
@@ -185,6 +195,9 @@ class _PlannedFunction:
         Returns:
           The positional arguments as a tuple; with keyword arguments, a pair of that tuple
           and their dict. Static arguments are returned as they are.
+
+        Raises:
+          NotExecutableError: when the devices of `machine` are not here.
         """
         dynamic, leaves, compiled = self._compile(args, kwargs)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), compiled.move(leaves))
@@ -211,6 +224,18 @@ class _PlannedFunction:
         with self._lock:
             once = self._programs.setdefault(key, _Once())
         return dynamic, leaves, once.get(lambda: self.lower(*args, **kwargs).compile())
+
+
+def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if offload is None:
+        return None
+    patterns = (offload,) if isinstance(offload, str) else offload
+    if not isinstance(patterns, Iterable):
+        raise OffloadSyntaxError(offload)
+    patterns = tuple(patterns)
+    if not all(isinstance(p, str) for p in patterns):
+        raise OffloadSyntaxError(offload)
+    return patterns
 
 
 def _has_formats(jit_options: Mapping[str, Any]) -> bool:

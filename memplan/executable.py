@@ -210,16 +210,16 @@ def find_target(machine: str | Machine | Topology | None) -> Target:
         ``jax.devices()[0].device_kind``.
 
     Raises:
-      UnknownMachineError: when the name or the device kind is in no machine file.
+      UnknownMachineError: when `machine` or the device kind is in no machine file.
     """
     if isinstance(machine, Topology):
         return Target(machine.machine, machine)
     if machine is None:
         return Target(load_machine(jax.devices()[0].device_kind), None)
-    if isinstance(machine, str):
-        if ":" in machine:
-            found = topology(machine)
-            return Target(found.machine, found)
+    if isinstance(machine, str) and ":" in machine:
+        found = topology(machine)
+        return Target(found.machine, found)
+    if not isinstance(machine, Machine):
         machine = load_machine(machine)
     if machine.platform == jax.default_backend():
         return Target(machine, None)

@@ -1,4 +1,4 @@
-"""Why a plan does with a buffer what it does: ``memplan.explain(compiled, "params['w']")``.
+"""Why a plan does with a buffer what it does: ``memplan.explain(compiled, "params.w")``.
 
     Plan ── decisions, edits, transfers, placements, streams, left_alone ──► one sentence each
 
@@ -9,14 +9,13 @@ the sentences also name source lines, and what stands around each transfer.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from hlo_passes.errors import MemplanError, UnknownBufferError
+from hlo_passes.errors import MemplanError, SubjectError, UnknownBufferError
 from hlo_passes.fences import slot_name
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.machine import Machine, load_machine
@@ -32,6 +31,7 @@ from hlo_passes.plan import (
 )
 from hlo_passes.rewrite import TRANSFER_ATTRIBUTE
 from hlo_passes.units import format_bytes, format_seconds
+from memplan.paths import dotted, matching
 from memplan.report.decisions import decision_tables
 from memplan.report.tables import plain_text
 
@@ -78,16 +78,18 @@ def explain(subject: Compiled | Plan, buffer: str | None = None) -> str:
 
     Args:
       subject: a compiled program, or a plan alone, which knows no source lines.
-      buffer: an HLO name, with or without ``%``, or the user's path of an argument; ``*``
-        matches any part of either. None for tables of the largest decisions.
+      buffer: an HLO name, with or without ``%``, or the user's path of an argument
+        (``params.layers.3.w`` or ``params['layers'][3]['w']``); ``*`` matches any part of
+        either. None for tables of the largest decisions.
 
     Returns:
       A sentence on a line for each decision about such a buffer, largest first; or the tables.
 
     Raises:
+      SubjectError: when `subject` is neither.
       UnknownBufferError: when the plan says nothing of such a buffer.
     """
-    plan, module = (subject, None) if isinstance(subject, Plan) else (subject.plan, subject.module)
+    plan, module = (subject, None) if isinstance(subject, Plan) else _compiled(subject)
     if plan is None:
         return f"{NO_PLAN}\n"
     if buffer is None:
@@ -109,18 +111,26 @@ def explanations(
     Raises:
       UnknownBufferError: when the plan says nothing of such a buffer.
     """
-    teller = _Teller(plan, module, machine)
-    told = list(teller.all())
+    told = list(_Teller(plan, module, machine).all())
+    if not isinstance(pattern, str):
+        raise UnknownBufferError(pattern, [], len({e.buffer for e in told}))
     names = {name for e in told for name in (e.buffer, e.label) if name}
     wanted = pattern.removeprefix("%")
-    # A path is full of brackets, which would be sets of characters.
-    glob = wanted.replace("[", "[[]")
-    chosen = {n for n in names if n == wanted} or set(fnmatch.filter(names, glob))
+    exact = {n for n in names if dotted(n) == dotted(wanted)}
+    chosen = exact or set(matching(wanted, names))
     if not chosen:
         close = difflib.get_close_matches(wanted, sorted(names))
         raise UnknownBufferError(pattern, close, len({e.buffer for e in told}))
     found = [e for e in told if chosen & {e.buffer, e.label}]
     return tuple(sorted(found, key=lambda e: -e.size))
+
+
+def _compiled(subject: object) -> tuple[Plan | None, Module]:
+    from memplan.stages import Compiled  # A plan alone does not wait for jax.
+
+    if not isinstance(subject, Compiled):
+        raise SubjectError(subject)
+    return subject.plan, subject.module
 
 
 def _by_buffer(transfers: Iterable[Transfer]) -> Mapping[str, list[Transfer]]:

@@ -195,7 +195,7 @@ class Looks:
         """Plans with these stacks on the host; of the other arguments as many as must be."""
         machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
         program, module = self._capture(hosting, options)
-        numbers = program.arguments.parameters
+        numbers, paths = program.arguments.parameters, self._lowering.paths
         host_parameters, sliced = self._placing.on_host(program, hosting)
         stay = pipeline.choose_stay(
             module,
@@ -208,6 +208,7 @@ class Looks:
         hosting = hosting.without([n for n in hosting.arguments if numbers[n] in stay])
         program, module = self._capture(hosting, options)
         host_parameters, sliced = self._placing.on_host(program, hosting)
+        named = {number: paths[n] for n, number in numbers.items()}
         plan = pipeline.plan_module(
             module,
             machine,
@@ -216,13 +217,15 @@ class Looks:
             sliced_parameters=sliced,
             slots=slots,
             search_s=self._search_s,
-            labels={p.name: p.op_name for p in module.entry.parameters if p.op_name},
+            labels={
+                p.name: named[p.parameter_number]
+                for p in module.entry.parameters
+                if p.parameter_number in named
+            },
         )
         plan = replace(
             plan,
-            streams=record_streams(
-                self._placing.streams, hosting, self._lowering.paths, self._placing.stack_size
-            ),
+            streams=record_streams(self._placing.streams, hosting, paths, self._placing.stack_size),
             left_alone=self._placing.left_alone,
             compiler_options=self._placing.ring_options
             if self._placing.streams.rings(hosting)

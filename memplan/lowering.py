@@ -7,6 +7,7 @@ same tree of results; only where they are, and how they are laid out, is said an
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,8 +58,7 @@ class Lowering:
     def paths(self) -> list[str]:
         """``params.layers.3.mlp.gate`` of each flat argument."""
         flat = jax.tree_util.tree_flatten_with_path(self.traced.args_info)[0]
-        signature = self.function.signature
-        names = list(signature.parameters) if signature is not None else []
+        names = _positional(self.function.signature, len(self.traced.args_info[0]))
         return [_path(path, names) for path, _ in flat]
 
     @functools.cached_property
@@ -195,6 +195,17 @@ def _left_to_xla(args: Any, layouts: Layouts) -> Any:
 
 def _donated(info: Any) -> bool:
     return any(leaf.donated for leaf in jax.tree.leaves(info))
+
+
+def _positional(signature: inspect.Signature | None, count: int) -> list[str]:
+    """What so many positional arguments are called, those of ``*args`` by number."""
+    names: list[str] = []
+    for p in signature.parameters.values() if signature is not None else ():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind == p.VAR_POSITIONAL:
+            names += [f"{p.name}.{n}" for n in range(count - len(names))]
+    return names
 
 
 def _path(path: Any, names: Sequence[str]) -> str:

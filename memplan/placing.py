@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from memplan.layouts import (
     tell_xla,
 )
 from memplan.lowering import Lowering
+from memplan.paths import matching
 from memplan.products import Form, Product, find_forms, with_forms
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
@@ -178,14 +179,11 @@ class Placing:
         """Those of them that the user allows there."""
         patterns = self.lowering.function.options.offload
         paths = self.lowering.paths
-        unmatched = [p for p in patterns or () if not fnmatch.filter(paths, p)]
-        if unmatched:
+        matched = {p: matching(p, paths) for p in patterns or ()}
+        if unmatched := [p for p, found in matched.items() if not found]:
             raise OffloadPatternError(unmatched, paths)
-        return frozenset(
-            n
-            for n in self._movable
-            if patterns is None or any(fnmatch.fnmatch(paths[n], p) for p in patterns)
-        )
+        allowed = set(paths if patterns is None else chain.from_iterable(matched.values()))
+        return frozenset(n for n in self._movable if paths[n] in allowed)
 
     @property
     def left_alone(self) -> Mapping[str, str]:

@@ -20,6 +20,7 @@ from jax.experimental.layout import Format
 from hlo_passes import inject, pipeline, verify
 from hlo_passes.errors import (
     LoopMismatchError,
+    LoweringPlatformsError,
     MemoryBudgetError,
     MemplanError,
     NotExecutableError,
@@ -30,7 +31,7 @@ from hlo_passes.plan import LoopStreams, Plan
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan import __version__
-from memplan.executable import Executable, Target, device_bytes
+from memplan.executable import Executable, Target, TopologyExecutable, device_bytes
 from memplan.function import Function
 from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.looks import Look, Looks
@@ -55,7 +56,7 @@ class PlacementWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced function; ``jaxpr``, ``args_info`` and ``out_info`` as in jax."""
+    """A traced function, described as in jax."""
 
     traced: jax.stages.Traced
     function: Function
@@ -73,13 +74,49 @@ class Traced:
     def out_info(self) -> Any:
         return self.traced.out_info
 
-    def lower(self) -> Lowered:
+    @property
+    def in_tree(self) -> Any:
+        return self.traced.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        return self.traced.out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        return self.traced.in_avals
+
+    @property
+    def out_avals(self) -> Any:
+        return self.traced.out_avals
+
+    @property
+    def effects(self) -> Any:
+        return self.traced.effects
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        return self.traced.donate_argnums
+
+    @property
+    def fun_name(self) -> str:
+        return self.traced.fun_name
+
+    def lower(
+        self, *, lowering_platforms: Sequence[str] | None = None, _private_parameters: Any = None
+    ) -> Lowered:
         """Lowers it for its target.
+
+        Args:
+          lowering_platforms, _private_parameters: what ``jax.export`` asks for.
 
         Raises:
           LayoutsError: when a program with ordered effects is to be laid out.
+          LoweringPlatformsError: when `lowering_platforms` are given.
           OffloadPatternError: when a pattern of ``offload`` matches no argument.
         """
+        if lowering_platforms is not None:
+            raise LoweringPlatformsError(self.fun_name, lowering_platforms)
         return Lowered(self)
 
 
@@ -107,9 +144,22 @@ class Lowered:
     def out_tree(self) -> Any:
         return self._lowering.out_tree
 
-    def as_text(self, dialect: str | None = None) -> Any:
+    @property
+    def in_avals(self) -> Any:
+        return self._lowering.traced.in_avals
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        return self._lowering.traced.donate_argnums
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> Any:
         """The program before placement, as ``jax.stages.Lowered.as_text``."""
-        return self.placing.program.lowered.as_text(dialect)
+        return self.placing.program.lowered.as_text(dialect, debug_info=debug_info)
+
+    def cost_analysis(self) -> Any:
+        """Of the program before placement, as ``jax.stages.Lowered.cost_analysis``; None for
+        devices that are not here."""
+        return None if self.absent else self.placing.program.lowered.cost_analysis()
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
         """The program before placement, as ``jax.stages.Lowered.compiler_ir``."""
@@ -338,7 +388,8 @@ class Compiled:
 
     @property
     def device_bytes(self) -> int:
-        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports."""
+        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
+        CPU without the arguments on the host, which XLA:CPU counts among the device's."""
         return device_bytes(self._executable, self.hosted_on_cpu)
 
     def memory_analysis(self) -> Any:
@@ -369,6 +420,41 @@ class Compiled:
     def out_tree(self) -> Any:
         return self._lowered.out_tree
 
+    @property
+    def in_avals(self) -> Any:
+        return self._lowered.in_avals
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        return self._lowered.donate_argnums
+
+    @property
+    def input_shardings(self) -> Any:
+        """As in jax; what the plan keeps on the host is in ``pinned_host`` memory."""
+        return self._of_jax.input_shardings
+
+    @property
+    def output_shardings(self) -> Any:
+        return self._of_jax.output_shardings
+
+    @property
+    def input_formats(self) -> Any:
+        return self._of_jax.input_formats
+
+    @property
+    def output_formats(self) -> Any:
+        return self._of_jax.output_formats
+
+    @property
+    def _of_jax(self) -> Any:
+        """
+        Raises:
+          NotExecutableError: for GPUs that are not here, on which jax has no shardings.
+        """
+        if isinstance(self._executable, TopologyExecutable):
+            self._check_executable()
+        return self._executable
+
     def unscheduled(self) -> Executable:
         """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
         itself: what the plan is to be compared with."""
@@ -386,7 +472,12 @@ class Compiled:
         ]
 
     def move(self, leaves: Sequence[Any]) -> list[Any]:
-        """Moves flat arguments to their tiers, in their layouts; those that are there stay."""
+        """Moves flat arguments to their tiers, in their layouts; those that are there stay.
+
+        Raises:
+          NotExecutableError: when it was compiled for devices that are not here.
+        """
+        self._check_executable()
         moved = list(leaves)
         for n in self.displaced(leaves):
             kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
@@ -394,6 +485,10 @@ class Compiled:
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
             moved[n] = jax.device_put(leaves[n], to)
         return moved
+
+    def _check_executable(self) -> None:
+        if self._lowered.absent is not None:
+            raise NotExecutableError(self._lowered.absent.name)
 
     def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
         """Where an argument is bound to, else where the program has it, in another memory."""
@@ -414,8 +509,7 @@ class Compiled:
         Raises:
           NotExecutableError: when it was compiled for devices that are not here.
         """
-        if self._lowered.absent is not None:
-            raise NotExecutableError(self._lowered.absent.name)
+        self._check_executable()
         leaves, tree = jax.tree.flatten((args, kwargs))
         away = self.displaced(leaves) if tree == self.in_tree else []
         if away:

@@ -88,7 +88,6 @@ class Topology:
         return NamedSharding(self.mesh(), PartitionSpec(), memory_kind=memory_kind)
 
 
-@cache
 def topology(name: str) -> Topology:
     """Describes devices to compile for, whether or not they are there.
 
@@ -101,6 +100,13 @@ def topology(name: str) -> Topology:
       TopologyError: when the compiler has no topology of that extent.
       CompilerMissingError: when the compiler for it is not installed.
     """
+    if not isinstance(name, str):
+        raise TopologyError(name, "expected a machine's name")
+    return _topology(name)
+
+
+@cache
+def _topology(name: str) -> Topology:
     machine_name, _, extent = name.partition(":")
     machine = load_machine(machine_name)
     if machine.platform == "tpu":

@@ -66,12 +66,20 @@ def check_ints(op: str, name: str, array: Any, shape: tuple[int, ...], hint: str
         )
 
 
+def as_int32(array: Any) -> Any:
+    """Integers as int32; of those that it has no room for, the nearest that it has."""
+    own, narrow = jnp.iinfo(array.dtype), jnp.iinfo(jnp.int32)
+    if own.max > narrow.max:
+        array = array.clip(max(own.min, narrow.min), narrow.max)
+    return array.astype(jnp.int32)
+
+
 def positive(op: str, name: str, value: Any, hint: str) -> float | None:
     """A factor that is a constant of the kernel, as a float; None for None."""
     if value is None:
         return None
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
@@ -106,4 +114,6 @@ def _index(value: Any) -> int | None:
 
 
 def _shown(value: Any) -> Any:
-    return "traced, no constant" if isinstance(value, Tracer) else value
+    if isinstance(value, Tracer):
+        return "traced, no constant"
+    return repr(value) if isinstance(value, str) else value

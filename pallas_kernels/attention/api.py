@@ -361,6 +361,10 @@ def _band(
     kv_len: int,
 ) -> Band:
     sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2:
+        raise KernelArgumentError(
+            _OP, "window", window, "(left, right), or one int for both", "None is no limit."
+        )
     expected = "at least 0 keys on a side, or None"
     left, right = (window_side(_OP, side, window, expected) for side in sides)
     if causal:

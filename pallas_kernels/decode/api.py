@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.arguments import (
+    as_int32,
     check_filled,
     check_float,
     check_groups,
@@ -163,8 +164,8 @@ def decode_attention(
     _check_scales(problem, k, k_scales, v_scales)
     target = current_target()
     chosen = choose(_OP, IMPLEMENTATIONS, _refusal(problem, target), target, implementation)
-    lengths = lengths.astype(jnp.int32)
-    block_tables = None if block_tables is None else block_tables.astype(jnp.int32)
+    lengths = as_int32(lengths)
+    block_tables = None if block_tables is None else as_int32(block_tables)
     if checked:
         lengths, block_tables = _checked(problem, lengths, block_tables)
     lengths = jnp.clip(lengths, 0, problem.capacity)
@@ -328,7 +329,10 @@ def problem_of(
 def _check_scales(
     problem: Problem, k: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None
 ) -> None:
+    hint = "One a token and head; all 1 if there are none."
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is not None:
+            check_rank(_OP, name, scales, 3, f"float32{list(k.shape[:3])}", hint)
         found = None if scales is None else f"{scales.dtype}{list(scales.shape)}"
         if not problem.is_quantized:
             if scales is not None:
@@ -336,9 +340,7 @@ def _check_scales(
                     _OP, name, found, f"None for {k.dtype} keys", "Only 8-bit caches have scales."
                 )
         elif found != (expected := f"float32{list(k.shape[:3])}"):
-            raise KernelArgumentError(
-                _OP, name, found, expected, "One a token and head; all 1 if there are none."
-            )
+            raise KernelArgumentError(_OP, name, found, expected, hint)
 
 
 # --- numbers ------------------------------------------------------------------------------

@@ -223,16 +223,17 @@ def _problem(
             f"{x.dtype}, the type of x, or int8",
             "Convert x, which is the smaller.",
         )
-    if w_scales is not None and (w_scales.shape != (n,) or w_scales.dtype != jnp.float32):
-        raise KernelArgumentError(
-            _OP,
-            "w_scales",
-            f"{w_scales.dtype}{list(w_scales.shape)}",
-            f"float32[{n}]",
-            "One factor a column.",
-        )
-    out_dtype = x.dtype if asked is None else jnp.dtype(asked)
-    if out_dtype.name not in FLOATS:
+    if w_scales is not None:
+        layout, hint = f"float32[{n}]", "One factor a column."
+        check_rank(_OP, "w_scales", w_scales, 1, layout, hint)
+        if w_scales.shape != (n,) or w_scales.dtype != jnp.float32:
+            found = f"{w_scales.dtype}{list(w_scales.shape)}"
+            raise KernelArgumentError(_OP, "w_scales", found, layout, hint)
+    try:
+        out_dtype = (x.dtype if asked is None else jnp.dtype(asked)).name
+    except (TypeError, ValueError):
+        out_dtype = repr(asked)
+    if out_dtype not in FLOATS:
         raise KernelArgumentError(
             _OP, "out_dtype", out_dtype, ", ".join(FLOATS), "Convert the result."
         )
@@ -247,7 +248,7 @@ def _problem(
         n=n,
         dtype=x.dtype.name,
         w_dtype=w.dtype.name,
-        out_dtype=out_dtype.name,
+        out_dtype=out_dtype,
         scaled=w_scales is not None,
         on_host=_is_on_host(w),
     )

@@ -162,6 +162,12 @@ def test_an_unknown_name_suggests_what_is_close():
     assert "Known: a100, b200, cpu-cxl," in str(error.value)
 
 
+@pytest.mark.parametrize("given", [3, None, b"v5e", ["v5e"]])
+def test_what_is_no_name(given):
+    with pytest.raises(UnknownMachineError, match=r"no machine .* Known: a100,"):
+        load_machine(given)
+
+
 def test_an_unknown_name_suggests_nothing_far_fetched():
     with pytest.raises(UnknownMachineError) as error:
         load_machine("abacus")

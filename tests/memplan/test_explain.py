@@ -1,11 +1,12 @@
 """Sentences that say why, and the errors of who asks for what is not there."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import memplan
-from hlo_passes.errors import UnknownBufferError
+from hlo_passes.errors import SubjectError, UnknownBufferError
 from hlo_passes.machine import Machine
 from hlo_passes.pipeline import plan_module, rewrite_module
 from hlo_passes.reader import read_module
@@ -149,6 +150,45 @@ def test_the_same_by_every_name(streamed):
     assert explain(plan, "w.*") == explain(plan, "params*")
 
 
+def test_paths_of_a_dump_by_either_spelling(streamed):
+    plan, _ = streamed
+    assert explain(plan, "params.w.1") == explain(plan, "params['w'][1]")
+    assert explain(plan, "params.w.*") == explain(plan, "params['w'][*]") == explain(plan, "w.*")
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        None,
+        pytest.param("v5e", marks=pytest.mark.tpu),
+        pytest.param("h200", marks=pytest.mark.gpu),
+    ],
+)
+def test_paths_of_nested_arguments_by_either_spelling(machine):
+    import jax
+    import jax.numpy as jnp
+
+    def forward(params, x):
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    layer = {
+        "w": jax.ShapeDtypeStruct((256, 256), "float32"),
+        "b": jax.ShapeDtypeStruct((256,), "float32"),
+    }
+    x = jax.ShapeDtypeStruct((8, 256), "float32")
+    step = memplan.jit(forward, hbm="900KiB", machine=machine)
+    plan = step.plan({"layers": [layer] * 6}, x)
+    both = explain(plan, "params.layers.3.*")
+    assert sorted(line.partition(" (")[0] for line in both.splitlines()) == [
+        "params.layers.3.b",
+        "params.layers.3.w",
+    ]
+    assert explain(plan, "params['layers'][3]*") == both
+    assert explain(plan, "params['layers'][3]['w']") == explain(plan, "params.layers.3.w")
+
+
 def test_the_largest_comes_first():
     found = explanations(edited_plan(), "*")
     sizes = [e.size for e in found]
@@ -182,6 +222,23 @@ def test_an_unknown_name_is_one_clear_error():
     )
     with pytest.raises(UnknownBufferError, match=r"is called 'zzz\*'\. It names"):
         explain(edited_plan(), "zzz*")
+
+
+@pytest.mark.parametrize("name", [3, b"a", ["a"]])
+def test_what_is_no_name(name):
+    with pytest.raises(UnknownBufferError, match="no buffer of the plan is called"):
+        explain(edited_plan(), name)
+
+
+def test_what_has_no_plan():
+    import jax
+
+    compiled: Any = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    number: Any = 3
+    with pytest.raises(SubjectError, match=r"found a jax\S*\.Compiled: expected a Plan, or what"):
+        explain(compiled)
+    with pytest.raises(SubjectError, match=r"found a builtins\.int"):
+        explain(number)
 
 
 def test_a_program_that_needs_no_plan():

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hlo_passes.xla as xla
@@ -15,7 +16,9 @@ from hlo_passes.errors import (
     BudgetSyntaxError,
     MemoryBudgetError,
     OffloadPatternError,
+    OffloadSyntaxError,
     PlanMismatchError,
+    SearchTimeError,
     SlotsError,
     UnknownMachineError,
 )
@@ -347,11 +350,42 @@ def test_budgets_that_cannot_be_read(budget: Any):
         memplan.jit(hbm=budget)
 
 
+def test_any_integer_is_one():
+    args = weights(), activations()
+    plan = memplan.jit(chain, hbm=HALF, slots=2).plan(*args)
+    of_numpy: Any = {"hbm": np.int64(HALF), "slots": np.uint8(2)}
+    assert memplan.jit(chain, **of_numpy).plan(*args) == plan
+
+
 def test_a_machine_that_does_not_exist():
     with pytest.raises(UnknownMachineError, match="Did you mean"):
         memplan.jit(chain, machine="tpu-v5x")
     with pytest.raises(UnknownMachineError, match="no machine"):
         memplan.jit(machine="abacus:2x2")
+
+
+@pytest.mark.parametrize("machine", [5, b"v5e", ["v5e"], jax.devices()[0]])
+def test_what_names_no_machine(machine: Any):
+    with pytest.raises(UnknownMachineError, match=r"no machine .* Known: a100,"):
+        memplan.jit(chain, machine=machine)
+
+
+@pytest.mark.parametrize("offload", [5, [5], b"x", ["weights.*", None]])
+def test_what_is_no_pattern(offload: Any):
+    with pytest.raises(OffloadSyntaxError, match="expected a pattern of argument paths"):
+        memplan.jit(chain, offload=offload)
+
+
+@pytest.mark.parametrize("seconds", ["3", -1, float("nan"), [1]])
+def test_what_no_search_takes(seconds: Any):
+    with pytest.raises(SearchTimeError, match="expected seconds"):
+        memplan.jit(chain, search_s=seconds)
+
+
+def test_an_option_that_does_not_exist():
+    for given in ((), (chain,)):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'memory'"):
+            memplan.jit(*given, hbm="1GiB", memory="1GiB")
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.0, True, "2"])
@@ -372,9 +406,25 @@ def test_offload_patterns_choose_what_may_move():
     plan = memplan.jit(chain, hbm=HALF, offload=["weights.[0-4]"]).plan(*args)
     moved = {plan.labels[t.buffer] for t in plan.transfers}
     assert moved
-    assert "weights[5]" not in moved
+    assert "weights.5" not in moved
     with pytest.raises(MemoryBudgetError):
         memplan.jit(chain, hbm=HALF, offload="x").plan(*args)
+
+
+@pytest.mark.parametrize(
+    ("ours", "jaxs"),
+    [("params.w.3", "params['w'][3]"), ("params.w.*", "params['w'][*]"), ("rest.1", "rest[1]")],
+)
+def test_offload_patterns_in_either_spelling(ours: str, jaxs: str):
+    def step(params: Any, x: Any, *rest: Any) -> Any:
+        return chain([*params["w"], *rest], x)
+
+    def movable(pattern: str) -> frozenset[int]:
+        args = {"w": weights()}, activations(), *weights()
+        return memplan.jit(step, offload=pattern).lower(*args).placing.candidates
+
+    assert movable(ours) == movable(jaxs)
+    assert len(movable(ours)) == (LAYERS if "*" in ours else 1)
 
 
 @pytest.mark.parametrize("budget", [HALF, "1GiB"])

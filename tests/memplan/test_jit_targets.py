@@ -45,6 +45,8 @@ def test_a_machine_that_is_not_here(name: str):
     assert "copy-start" in compiled.as_text()
     with pytest.raises(NotExecutableError, match=f"{name}.*are not here"):
         compiled(*abstract())
+    with pytest.raises(NotExecutableError, match=f"{name}.*are not here"):
+        step.place(*abstract())
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
@@ -157,6 +159,12 @@ def test_a_compiler_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("memplan.topologies.find_spec", lambda _: None)
     with pytest.raises(CompilerMissingError, match=rf"needs {package}, which is not installed"):
+        topologies.topology(name)
+
+
+@pytest.mark.parametrize("name", [3, b"v5e", ["v5e"]])
+def test_what_names_no_topology(name: Any):
+    with pytest.raises(TopologyError, match=r"expected a machine's name\. Try 'v5e'"):
         topologies.topology(name)
 
 

@@ -187,6 +187,8 @@ def test_a_program_without_conversions_is_jax_own():
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
     with pytest.raises(LayoutsError, match=said):
         memplan.jit(update, **options)
+    with pytest.raises(LayoutsError, match=said):
+        memplan.jit(**options)
 
 
 def test_a_program_with_ordered_effects_is_refused():

@@ -3,19 +3,26 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import memplan.api as memplan
 from hlo_passes import inject
+from hlo_passes.errors import LoweringPlatformsError, NotExecutableError
 from hlo_passes.ir import Module
 from memplan.stages import Compiled
 from memplan.streams.hosting import Hosting
+from tests.memplan.chains import HALF, activations, assert_same_bits, chain, weights
 
 
 def update(m: Any, v: Any, g: Any) -> tuple[Any, Any]:
     return m + g, v + g
+
+
+def on_host(sharding: Any) -> bool:
+    return sharding.memory_kind == "pinned_host"
 
 
 class Recording:
@@ -56,6 +63,60 @@ def test_numpy_arrays_are_nobodys_to_consume():
     arrays = [np.ones((4, 4), np.float32) for _ in range(3)]
     with pytest.warns(memplan.PlacementWarning):
         assert compiled(*arrays) == "results"
+
+
+def test_stages_are_described_as_jax_describes_its_own():
+    args = weights(), activations()
+    ours = memplan.jit(chain, hbm="1GiB", donate_argnums=1).trace(*args)
+    theirs = jax.jit(chain, donate_argnums=1).trace(*args)
+    given = "in_tree", "out_tree", "in_avals", "donate_argnums"
+    for name in (*given, "out_avals", "effects", "fun_name"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    ours, theirs = ours.lower(), theirs.lower()
+    for name in given:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.cost_analysis() == theirs.cost_analysis()
+    assert ours.as_text(debug_info=True) == theirs.as_text(debug_info=True)
+    ours, theirs = ours.compile(), theirs.compile()
+    shardings = "input_shardings", "output_shardings", "input_formats", "output_formats"
+    for name in (*given, *shardings):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_shardings_of_a_planned_program_are_the_plans():
+    step = memplan.jit(chain, hbm=HALF)
+    args = weights(), activations()
+    compiled = step.lower(*args).compile()
+    hosted = {n for n, s in enumerate(jax.tree.leaves(compiled.input_shardings)) if on_host(s)}
+    assert hosted == compiled.hosting.arguments != frozenset()
+    placed = step.place(*args)
+    assert not compiled.displaced(jax.tree.leaves(placed))
+    assert not on_host(compiled.output_shardings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("v5e", marks=pytest.mark.tpu), pytest.param("h200", marks=pytest.mark.gpu)],
+)
+def test_what_is_known_of_devices_that_are_not_here(name: str):
+    lowered = memplan.jit(chain, machine=name).lower(weights(), activations())
+    assert lowered.cost_analysis() is None
+    compiled = lowered.compile()
+    if name == "v5e":
+        assert not any(on_host(s) for s in jax.tree.leaves(compiled.input_shardings))
+    else:
+        with pytest.raises(NotExecutableError, match=name):
+            _ = compiled.input_shardings
+
+
+def test_a_plan_is_not_exported():
+    args = weights(), activations()
+    with pytest.raises(LoweringPlatformsError, match="an exported program carries none"):
+        jax.export.export(memplan.jit(chain, hbm=HALF))(*args)
+    exported: Any = jax.export.export(jax.jit(chain))(*args)
+    there = memplan.jit(exported.call, hbm=HALF)
+    assert there.plan(*args).transfers
+    assert_same_bits(there(*there.place(*args)), jax.jit(chain)(*args))
 
 
 def test_each_plan_is_compiled_though_the_program_is_the_same():

@@ -128,6 +128,16 @@ def test_vmap_of_gradients_and_gradients_of_vmap() -> None:
         np.testing.assert_allclose(some, summed, atol=2e-5)
 
 
+def test_second_derivatives_in_reverse_mode() -> None:
+    q, k, v = (x[:, :3, :2, :4] for x in arrays())
+
+    def second(attend: Callable[..., jax.Array]) -> jax.Array:
+        return jax.jacrev(jax.grad(lambda q: jnp.sin(attend(q, k, v)).sum()))(q)
+
+    expected = second(jax.nn.dot_product_attention)
+    np.testing.assert_allclose(second(attention), expected, atol=3e-6)
+
+
 def test_shard_map_over_batch_and_heads() -> None:
     q, k, v = arrays(batch=2)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -222,6 +232,12 @@ def like(struct: jax.ShapeDtypeStruct, *shape: int, dtype: Any = None) -> jax.Sh
         ((Q, K, V), {"q_offset": 1.5}, r"q_offset is 1\.5: expected an int"),
         ((Q, K, V), {"window": -1}, "window is -1: expected at least 0 keys on a side"),
         ((Q, K, V), {"window": (4, 0.5)}, r"window is \(4, 0\.5\): expected at least 0 keys"),
+        (
+            (Q, K, V),
+            {"window": (1, 2, 3)},
+            r"window is \(1, 2, 3\): expected \(left, right\), or one",
+        ),
+        ((Q, K, V), {"soft_cap": "1"}, "soft_cap is '1': expected a positive number"),
         ((Q, K, V), {"scale": -0.1}, r"scale is -0\.1: expected a positive number"),
         ((Q, K, V), {"soft_cap": 0.0}, r"soft_cap is 0\.0: expected a positive number"),
         ((Q, K, V), {"q_segment_ids": Q_IDS}, "kv_segment_ids is None: expected ids of 40 keys"),

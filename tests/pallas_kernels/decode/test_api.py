@@ -51,6 +51,17 @@ def test_a_length_past_the_capacity_is_clamped() -> None:
     np.testing.assert_array_equal(out, call(full)[0])
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+def test_a_length_that_int32_has_no_room_for_is_clamped(dtype: str) -> None:
+    full, past = cases.make([64, 64]), cases.make([64, 64])
+    q, k, v, _ = past.arguments()
+    lengths: Any = np.array([64, 2 ** (33 if "64" in dtype else 31)], dtype)
+    out = decode_attention(q, k, v, lengths, **past.options())
+    np.testing.assert_array_equal(out, call(full)[0])
+    with pytest.raises(KernelArgumentError, match="expected from 0 to 64, the tokens that"):
+        decode_attention(q, k, v, lengths, **past.options(), checked=True)
+
+
 # --- transformations ----------------------------------------------------------------------
 
 
@@ -245,13 +256,17 @@ def good() -> dict[str, Any]:
         ),
         ({"window": -1}, "window is -1: expected at least 0 keys, or None."),
         ({"soft_cap": 0.0}, "soft_cap is 0.0: expected a positive number, or None."),
+        ({"soft_cap": "2"}, "soft_cap is '2': expected a positive number, or None."),
+        ({"scale": "2"}, "scale is '2': expected a positive number, or None."),
+        ({"k_scales": [1.0]}, "k_scales is a list: expected an array float32[7, 2, 16]."),
     ],
 )
 def test_one_clear_error(change: dict[str, Any], sentence: str) -> None:
     arguments = good() | change
-    options = {k: arguments.pop(k) for k in ("window", "soft_cap") if k in arguments}
+    traced = {k: a for k, a in arguments.items() if isinstance(a, jax.ShapeDtypeStruct)}
+    options = {k: a for k, a in arguments.items() if k not in traced}
     with pytest.raises(KernelArgumentError, match=re.escape(sentence)):
-        jax.eval_shape(lambda a: decode_attention(**a, **options), arguments)
+        jax.eval_shape(lambda a: decode_attention(**a, **options), traced)
 
 
 @pytest.mark.parametrize("missing", ["k_scales", "v_scales"])

@@ -102,7 +102,9 @@ def test_mapped_weights_are_refused():
         ((X.astype(jnp.int32), W), {}, "x is of type int32: expected bfloat16, float16, float32"),
         ((X, W.astype(jnp.bfloat16)), {}, "w is of type bfloat16: expected float32"),
         ((X, W), {"w_scales": SCALES[:3]}, r"w_scales is float32\[3\]: expected float32\[7\]"),
+        ((X, W), {"w_scales": [1.0] * 7}, r"w_scales is a list: expected an array float32\[7\]"),
         ((X, W), {"out_dtype": jnp.int8}, "out_dtype is int8: expected bfloat16"),
+        ((X, W), {"out_dtype": "zz"}, "out_dtype is 'zz': expected bfloat16"),
         ((on_host(X), W), {}, "x is in host memory: expected it on the device"),
     ],
 )
