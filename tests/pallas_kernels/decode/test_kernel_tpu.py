@@ -170,7 +170,10 @@ def check_compiles(shape: Shape, device: Any) -> None:
     memory = compile_for(shape, device).memory_analysis()
     cache = 2 * jnp.dtype(shape.kv_dtype).itemsize * shape.batch * shape.kv_heads
     cache *= shape.context * shape.head_dim
-    assert memory.temp_size_in_bytes < cache / 4, "a copy of the cache"
+    # Two cores that share the sequences write a result and an LSE each, float32, in whole lanes.
+    partial_results = 2 * 2 * 4 * shape.batch * shape.q_len * shape.q_heads * 128
+    spare = cache / 4 + partial_results
+    assert memory.temp_size_in_bytes < spare, "a copy of the cache"
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
