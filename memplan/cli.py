@@ -330,8 +330,7 @@ def _diff(options: argparse.Namespace) -> int:
     from memplan.report.html import render_differences
     from memplan.report.summary import summarize_differences
 
-    if len(options.sources) != (0 if options.program else 2):
-        raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    _check_diff(options)
     machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
     if options.program:
         compared = (_compiled_twice(options, machine),)
@@ -356,6 +355,14 @@ def _diff(options: argparse.Namespace) -> int:
     for sentence in failed:
         print(f"memplan: {sentence}", file=sys.stderr)
     return FAILED if failed else 0
+
+
+def _check_diff(options: argparse.Namespace) -> None:
+    if len(options.sources) != (0 if options.program else 2):
+        raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    if options.module is not None and not any(Path(path).is_dir() for path in options.sources):
+        found = " or ".join(options.sources) or "--run"
+        raise UsageError(f"--module is for the folder of a dump, not for {found}")
 
 
 def _difference_report(compared: Compared, machine: Machine | None) -> Report:

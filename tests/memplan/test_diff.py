@@ -266,6 +266,29 @@ def test_folders_are_compared_module_by_module(run, tmp_path: Path):
     assert "XLA's parser rejects" in unread[1].problem
 
 
+def test_of_a_folder_beside_a_file_the_module_that_is_named(run, refused, files, tmp_path: Path):
+    folder, file = tmp_path / "dump", files[0]
+    folder.mkdir()
+    for key, layers in (("0001.jit_step", 3), ("0002.jit_init", 1)):
+        path = folder / f"module_{key}.cpu_after_optimizations.txt"
+        path.write_text(streamed_text(layers=layers))
+    for sides, name in (
+        ((file, folder), f"{file} → module_0002.jit_init"),
+        ((folder, file), f"module_0002.jit_init → {file}"),
+    ):
+        assert run("diff", *sides, "--module", "init").startswith(f"{name}\n")
+        assert "no module 'nope'" in refused("diff", *sides, "--module", "nope")
+    assert run("diff", file, folder).startswith(f"{file} → module_0001.jit_step\n")
+
+
+def test_a_module_is_named_of_folders_only(refused, files):
+    before, after = files
+    message = refused("diff", before, after, "--module", "init")
+    assert f"--module is for the folder of a dump, not for {before} or {after}" in message
+    message = refused("diff", "--run", "m:f", "--module", "init")
+    assert "--module is for the folder of a dump, not for --run" in message
+
+
 def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
     (tmp_path / "flagged_program.py").write_text(
         "import jax, jax.numpy as jnp\n"
