@@ -9,7 +9,8 @@
 
 The names are those of xla/service/dump.cc. Before ``module_`` may stand a time
 (``--xla_dump_include_timestamp``), before the stage XLA:TPU's change list (``cl_123.``) or the
-platform.
+platform. Where a file's name would be too long, the module's is left out of it:
+module_0001.before_optimizations.txt.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _BUFFER_ASSIGNMENT = "after_optimizations-buffer-assignment"
 
 # A module's name may have dots in it and end in a number, as main.1234.
 _FILE = re.compile(
-    r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)\.(?P<name>.+?))\."
+    r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)(?:\.(?P<name>.+?))??)\."
     r"(?:cl_\d+\.)?(?:"
     rf"(?:(?:sm_\d+\.\w+|\w+)_)?(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
     r"|(?P<step>\d{4,}\.[^.]+\.(?:after|before)_.+?)"
@@ -66,7 +67,7 @@ class DumpedModule:
 
     Attributes:
       key: what its files begin with, unique in the folder: ``module_0001.jit_f``.
-      name: the module's own, ``jit_f``.
+      name: the module's own, ``jit_f``; ``""`` where it is too long for the name of a file.
       stages: the file of each stage, in the order of compilation; proto before text. Stages
         between passes are called by number, pipeline and passes:
         ``0007.fusion.after_cse.before_dce``.
@@ -161,7 +162,8 @@ def find_modules(folder: Path) -> tuple[DumpedModule, ...]:
         rank = (found["packing"] == ".zst", found["kind"] == "txt", found["packing"])
         stage = found["stage"] or found["step"]
         files[found["key"]].setdefault(stage, []).append((rank, path))
-        names[found["key"]] = (int(found["time"] or 0), int(found["number"]), found["name"])
+        names[found["key"]] = (int(found["time"] or 0), int(found["number"]), found["name"] or "")
+    _join_unnamed(files, names)
     modules = (
         _module(key, names[key][-1], {stage: min(of)[1] for stage, of in files[key].items()})
         for key in sorted(files, key=lambda key: (names[key], key))
@@ -220,6 +222,18 @@ def pair_modules(before: Sequence[DumpedModule], after: Sequence[DumpedModule]) 
         tuple(module for n, module in enumerate(before) if n not in paired_before),
         tuple(module for m, module in enumerate(after) if m not in paired_after),
     )
+
+
+def _join_unnamed(
+    files: dict[str, dict[str, list[tuple[tuple[bool, bool, str], Path]]]],
+    names: Mapping[str, tuple[int, int, str]],
+) -> None:
+    """Puts the files without a name to those of their module that are short enough to have it."""
+    for unnamed in [key for key in files if not names[key][-1]]:
+        named = [key for key in files if key.startswith(f"{unnamed}.")]
+        if len(named) == 1:
+            for stage, of in files.pop(unnamed).items():
+                files[named[0]].setdefault(stage, []).extend(of)
 
 
 def _module(key: str, name: str, files: dict[str, Path]) -> DumpedModule:

@@ -131,6 +131,15 @@ def test_a_file_that_is_gone_is_listed(run, dump):
     assert len(others) == 3
 
 
+def test_a_module_whose_name_is_too_long_for_a_file(run, tmp_path):
+    name = "g" * 300
+    text = streamed_text().replace("jit_step", name)
+    (tmp_path / "module_0006.cpu_after_optimizations.txt").write_text(text)
+    (listed,) = json.loads(run("inspect", tmp_path, "--list", "--json"))
+    assert (listed["key"], listed["name"]) == ("module_0006", name)
+    assert run("inspect", tmp_path, "--module", "0006").startswith(f"{name}\n")
+
+
 def test_a_dump_that_was_packed(run, dump):
     for path in dump.iterdir():
         with gzip.open(f"{path}.gz", "wb") as packed:
