@@ -32,6 +32,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import Module
+from hlo_passes.machine import Platform
 from hlo_passes.module_file import read_file
 
 BEFORE_OPTIMIZATIONS, AFTER_OPTIMIZATIONS = "before_optimizations", "after_optimizations"
@@ -50,8 +51,9 @@ _BUFFER_ASSIGNMENT = "after_optimizations-buffer-assignment"
 # A module's name may have dots in it and end in a number, as main.1234.
 _FILE = re.compile(
     r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)(?:\.(?P<name>.+?))??)\."
-    r"(?:cl_\d+\.)?(?:"
-    rf"(?:(?:sm_\d+\.\w+|\w+)_)?(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
+    r"(?P<tpu>cl_\d+\.)?(?:"
+    r"(?:(?P<target>sm_\d+\.\w+|\w+)_)?"
+    rf"(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
     r"|(?P<step>\d{4,}\.[^.]+\.(?:after|before)_.+?)"
     r")\.(?P<kind>hlo\.pb|pb|txt)(?P<packing>|\.gz|\.zst)"
 )
@@ -176,6 +178,17 @@ def find_modules(folder: Path) -> tuple[DumpedModule, ...]:
         "Expected files like module_0001.jit_f.*after_optimizations.txt; make them with "
         "XLA_FLAGS=--xla_dump_to=DIR (and --xla_dump_hlo_as_proto for exact copies).",
     )
+
+
+def platform_of(path: Path) -> Platform | None:
+    """Returns the platform that a file's module was compiled for, if the file's name tells."""
+    found = _FILE.fullmatch(path.name)
+    if found is None:
+        return None
+    if found["tpu"]:
+        return "tpu"
+    platforms: dict[str, Platform] = {"cpu": "cpu", "gpu": "gpu"}
+    return platforms.get((found["target"] or "").rpartition("_")[2])
 
 
 def largest_module(modules: Sequence[DumpedModule]) -> DumpedModule:

@@ -290,13 +290,15 @@ def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Execut
         return read_module(executable), executable
 
 
-def _read(options: argparse.Namespace) -> Module:
-    """Reads a file, or the module of a folder that the options choose."""
+def _read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
+    """Reads a file, or the module of a folder that the options choose; with `machine`, one that
+    was not compiled for another platform."""
     from hlo_passes.dump import choose_module, find_modules, largest_module
     from hlo_passes.reader import read_module
 
     path = Path(options.source)
     if not path.is_dir():
+        _check_platform(path, machine)
         return read_module(path)
     modules = find_modules(path)
     chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
@@ -306,7 +308,19 @@ def _read(options: argparse.Namespace) -> Module:
             "--list shows all, --module NAME chooses",
             file=sys.stderr,
         )
+    _check_platform(chosen.path(options.stage), machine)
     return chosen.read(options.stage)
+
+
+def _check_platform(path: Path, machine: Machine | None) -> None:
+    from hlo_passes.dump import platform_of
+
+    found = platform_of(path)
+    if machine is not None and found not in (None, machine.platform):
+        raise UsageError(
+            f"{path}: it was compiled for {found}, not for {machine.platform} ({machine.name}); "
+            "memplan plan MODULE:FUNCTION compiles for the machine"
+        )
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -441,14 +455,25 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes import pipeline
+    from hlo_passes.errors import MemoryBudgetError
+    from hlo_passes.ir import HOST_MEMORY_SPACE
     from hlo_passes.machine import load_machine
     from memplan.report.build import view_run
 
     machine = load_machine(options.machine)
     with _progress("Planning"):
-        module = _read(options)
+        module = _read(options, machine)
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
-        plan = pipeline.plan_module(module, machine, budget, labels=labels)
+        try:
+            plan = pipeline.plan_module(module, machine, budget, labels=labels)
+        except MemoryBudgetError as error:
+            leaves = (leaf for p in module.entry.parameters for _, leaf in p.shape.leaves())
+            if all(leaf.memory_space != HOST_MEMORY_SPACE for leaf in leaves):
+                error.add_note(
+                    f"{module.name} has no arguments in host memory, and a plan for a compiled "
+                    "module moves none there: memplan plan MODULE:FUNCTION does."
+                )
+            raise
         rewritten = pipeline.rewrite_module(module, plan, machine)
         runs = [
             view_run("XLA alone", module, machine),

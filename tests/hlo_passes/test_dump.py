@@ -15,6 +15,7 @@ from hlo_passes.dump import (
     find_modules,
     largest_module,
     pair_modules,
+    platform_of,
 )
 from hlo_passes.errors import DumpChoiceError, MemplanError, UnreadableModuleError
 from hlo_passes.ir import Module
@@ -179,6 +180,17 @@ def test_a_name_too_long_for_some_files(dump):
     assert [(m.name, len(m.stages)) for m in find_modules(folder)] == [("jit_f", 2), ("jit_g", 1)]
     dump(f"{long}.jit_h.{CPU[0]}")  # Of another process: it may be either's.
     assert keys(find_modules(folder)) == [long, short, f"{long}.jit_h", other]
+
+
+def test_the_platform_that_a_file_tells():
+    def told(names: Iterable[str]) -> set[str | None]:
+        return {platform_of(Path(name)) for name in of_one(names)}
+
+    assert told(CPU) == {None, "cpu"}
+    assert told(GPU) == {None, "gpu"}
+    assert told(["gfx942_gpu_after_optimizations.txt", "gpu_after_optimizations.txt"]) == {"gpu"}
+    assert told(TPU) == {"tpu"}
+    assert told(SIDE_FILES) == told(["after_optimizations.txt"]) == {None}
 
 
 def test_times_tell_modules_of_two_processes_apart(dump):

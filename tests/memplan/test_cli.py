@@ -226,6 +226,18 @@ def test_a_budget_that_cannot_be_kept(refused, streamed_file):
     message = refused("plan", streamed_file, "--machine", TOY, "--hbm", "300KiB")
     assert "300.0 KiB" in message
     assert "model.py" in message
+    assert "has no arguments in host memory" not in message
+
+
+def test_a_budget_for_a_module_whose_arguments_are_on_the_device(refused, tmp_path):
+    path = tmp_path / "step.hlo"
+    text = (
+        "ENTRY e {\n  x = f32[256,256]{1,0} parameter(0)\n  ROOT y = f32[256,256]{1,0} tanh(x)\n}"
+    )
+    path.write_text(f"HloModule jit_step, is_scheduled=true\n\n{text}\n")
+    message = refused("plan", path, "--machine", TOY, "--hbm", "300KiB")
+    assert "jit_step has no arguments in host memory" in message
+    assert "memplan plan MODULE:FUNCTION does" in message
 
 
 def test_a_trace_without_a_machine(refused, streamed_file, tmp_path):

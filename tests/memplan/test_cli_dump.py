@@ -162,8 +162,17 @@ def test_what_is_planned_of_a_folder_only(refused, source, option):
 
 
 def test_a_module_of_a_folder_is_planned(run, dump):
+    helper = dump / f"{HELPER}.sm_9.0_gpu_after_optimizations.txt"
+    helper.rename(dump / f"{HELPER}.cl_1.after_optimizations.txt")
     words = ("plan", dump, "--module", "convert", "--machine", TOY, "--hbm", "4MiB")
     assert run(*words).startswith("jit_convert on toy\n")
+
+
+def test_what_was_compiled_for_another_platform_is_not_planned(refused, dump):
+    path = dump / f"{STEP}.sm_9.0_gpu_after_optimizations.txt"
+    for words in ((dump, "--module", "step"), (path,)):
+        message = refused("plan", *words, "--machine", TOY, "--hbm", "4MiB")
+        assert f"{path}: it was compiled for gpu, not for tpu (toy)" in message
 
 
 @pytest.mark.parametrize("option", ["--module=f", "--stage=f", "--html=f"])
