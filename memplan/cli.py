@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FLAGS",
-        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''",
+        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''; "
+        "those that begin with dashes behind an equals sign: --with-flags=--xla_a=1",
     )
     diff.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
     diff.add_argument(
@@ -374,6 +375,8 @@ def _diff(options: argparse.Namespace) -> int:
 def _check_diff(options: argparse.Namespace) -> None:
     if len(options.sources) != (0 if options.program else 2):
         raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    if options.with_flags and not options.program:
+        raise UsageError("--with-flags is for --run: files and folders are compiled already")
     if options.module is not None and not any(Path(path).is_dir() for path in options.sources):
         found = " or ".join(options.sources) or "--run"
         raise UsageError(f"--module is for the folder of a dump, not for {found}")

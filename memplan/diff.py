@@ -77,16 +77,20 @@ def _order(compared: Compared) -> tuple[bool, float, float]:
     return compared.sides is None, -abs(compared.change("total")), -total
 
 
-def parse_flags(text: str) -> Mapping[str, str]:
+# XLA itself reads numbers and names, and takes no text but "True" for true.
+_BOOLS = {"true": True, "false": False}
+
+
+def parse_flags(text: str) -> Mapping[str, str | bool]:
     """Reads XLA options: ``xla_a=1 xla_b=true``, with or without two dashes.
 
     Raises:
       FlagsError: when it is none.
     """
-    options: dict[str, str] = {}
+    options: dict[str, str | bool] = {}
     for word in text.split():
         name, equals, value = word.removeprefix("--").partition("=")
         if not (name and equals and value):
             raise FlagsError(text)
-        options[name] = value
+        options[name] = _BOOLS.get(value.lower(), value)
     return options

@@ -34,7 +34,7 @@ def target_of(name: str) -> Machine | Topology:
 
 
 def compile_reference(
-    program: Reference, machine_name: str, compiler_options: Mapping[str, str] | None = None
+    program: Reference, machine_name: str, compiler_options: Mapping[str, str | bool] | None = None
 ) -> Executable:
     """Compiles ``module:function``, with XLA options beside its own.
 

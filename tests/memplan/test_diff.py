@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import memplan.cli as cli
@@ -12,8 +14,10 @@ from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
 from memplan.diff import FlagsError, compare_paths, parse_flags
+from memplan.reference import Reference
 from memplan.report.conditions import ConditionError, parse_condition
 from memplan.report.differences import Differences, Figure, Side, find_differences
+from memplan.unplanned import compile_reference
 from tests import corpus
 from tests.conftest import Golden
 from tests.hlo_passes.streamed import entry
@@ -191,6 +195,7 @@ def test_a_condition_that_cannot_be_read(text: str, problem: str):
 
 def test_flags():
     assert parse_flags("--xla_a=1 xla_b=x=y") == {"xla_a": "1", "xla_b": "x=y"}
+    assert parse_flags("xla_a=true xla_b=False") == {"xla_a": True, "xla_b": False}
     assert parse_flags("") == {}
     with pytest.raises(FlagsError, match="expected NAME=VALUE"):
         parse_flags("xla_a")
@@ -308,8 +313,33 @@ def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.startswith("no flags → xla_disable_hlo_passes")
     assert cli.main([*words, "--with-flags", ""]) == 2
     assert "two --with-flags" in capsys.readouterr().err
+    flags = "xla_cpu_enable_fast_math=true --xla_backend_optimization_level=1"
+    words = ["diff", "--run", "flagged_program:program", "--machine", "cpu"]
+    assert cli.main([*words, "--with-flags", "", "--with-flags", flags]) == 0
+    assert cli.main(["diff", "a.hlo", "b.hlo", "--with-flags", ""]) == 2
+    assert "--with-flags is for --run" in capsys.readouterr().err
     assert cli.main(["diff", "one.hlo"]) == 2
     assert "diff takes two modules or folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"),
+    [
+        pytest.param(
+            "h200",
+            "xla_gpu_enable_latency_hiding_scheduler=true xla_backend_optimization_level=1",
+            marks=pytest.mark.gpu,
+        ),
+        pytest.param(
+            "v5e",
+            "xla_tpu_enable_latency_hiding_scheduler=false xla_tpu_scoped_vmem_limit_kib=32768",
+            marks=pytest.mark.tpu,
+        ),
+    ],
+)
+def test_flags_of_each_compiler(machine: str, flags: str):
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    compile_reference(Reference(lambda x: jnp.tanh(x @ x), (x,), {}), machine, parse_flags(flags))
 
 
 @pytest.mark.parametrize("key", ["llama_train.v5e", "scan_grad.h200", "adam.cpu", "sharded.v5e"])
