@@ -530,11 +530,9 @@ def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
     with _progress("Loading"):
         _without_devices()
         program = load_reference(source)
-        from memplan.api import jit
         from memplan.unplanned import target_of
     with _progress("Compiling"):
-        target = target_of(machine_name)
-        step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)
+        step = program.jit(hbm=budget, machine=target_of(machine_name))
         compiled = step.lower(*program.args).compile()
         views = [view_planned(compiled, machine)]
     if compiled.plan is not None:

@@ -15,7 +15,6 @@ from hlo_passes import xla
 from hlo_passes.errors import CompilationError
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine, load_machine
-from memplan.api import jit
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
@@ -39,9 +38,10 @@ def compile_reference(
     """Compiles ``module:function``, with XLA options beside its own.
 
     Raises:
+      UnknownProgramError: when its options are none of ``jax.jit``.
       CompilationError: when XLA refuses it, for lack of device memory or else.
     """
-    step = jit(program.fun, machine=target_of(machine_name), **program.jit_options)
+    step = program.jit(machine=target_of(machine_name))
     lowered = step.lower(*program.args)
     return _compiled(lowered.fun_name, machine_name, partial(lowered.unplanned, compiler_options))
 

@@ -259,6 +259,48 @@ def test_a_reference_that_names_no_program(refused, reference, problem):
     assert f"{reference}: {problem}. Expected MODULE:FUNCTION" in message
 
 
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("needs", "it takes arguments: missing a required argument: 'x'"),
+        ("unfit", "its args do not fit its fun: missing a required argument: 'x'"),
+        ("named", "its args do not fit its fun: too many positional arguments"),
+        ("unknown", "its jit_options: jit() got an unexpected keyword argument 'nope'"),
+        ("budget", "its jit_options: memplan.api.jit() got multiple values for keyword"),
+        ("beyond", "its jit_options: Jitted function has donate_argnums=(3,)"),
+    ],
+)
+def test_a_reference_whose_parts_do_not_fit(refused, tmp_path, monkeypatch, function, problem):
+    (tmp_path / "unfit_program.py").write_text(
+        "def step(w, x): return w\n"
+        "def needs(x): return step, (1.0, 2.0)\n"
+        "def unfit(): return step, (1.0,)\n"
+        "def named(): return (lambda *, x: x), (1.0,)\n"
+        "def unknown(): return step, (1.0, 2.0), {'nope': 1}\n"
+        "def budget(): return step, (1.0, 2.0), {'hbm': 1}\n"
+        "def beyond(): return step, (1.0, 2.0), {'donate_argnums': 3}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = f"unfit_program:{function}"
+    message = refused("plan", reference, "--machine", "cpu", "--hbm", "1GiB")
+    assert f"{reference}: {problem}" in message
+    assert "Expected MODULE:FUNCTION" in message
+    if function != "budget":
+        assert f"{reference}: {problem}" in refused("inspect", reference, "--machine", "cpu")
+
+
+def test_what_wraps_a_function_may_take_other_arguments(run, tmp_path, monkeypatch):
+    (tmp_path / "wrapping_program.py").write_text(
+        "from functools import wraps\n"
+        "def step(w, x): return w + x\n"
+        "@wraps(step)\n"
+        "def bound(x): return step(1.0, x)\n"
+        "def program(): return bound, (2.0,)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("inspect", "wrapping_program:program", "--machine", "cpu")
+
+
 def test_output_that_nobody_reads_on(streamed_file):
     command = [sys.executable, "-c", "from memplan.cli import main; raise SystemExit(main())"]
     with subprocess.Popen(

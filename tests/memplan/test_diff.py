@@ -339,7 +339,8 @@ def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
 )
 def test_flags_of_each_compiler(machine: str, flags: str):
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    compile_reference(Reference(lambda x: jnp.tanh(x @ x), (x,), {}), machine, parse_flags(flags))
+    program = Reference("m:f", lambda x: jnp.tanh(x @ x), (x,), {})
+    compile_reference(program, machine, parse_flags(flags))
 
 
 @pytest.mark.parametrize("key", ["llama_train.v5e", "scan_grad.h200", "adam.cpu", "sharded.v5e"])
