@@ -14,7 +14,7 @@ import jax
 from hlo_passes import xla
 from hlo_passes.errors import CompilationError
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.machine import Machine
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
@@ -28,8 +28,8 @@ def target_of(name: str) -> Machine | Topology:
     Raises:
       UnknownMachineError, TopologyError, CompilerMissingError: as `topology`.
     """
-    machine = load_machine(name.partition(":")[0])
-    return machine if machine.platform == "cpu" else topology(name)
+    found = topology(name)
+    return found.machine if found.platform == "cpu" else found
 
 
 def compile_reference(

@@ -201,6 +201,13 @@ def test_a_function_needs_a_machine(refused, program):
     assert f"{program}:program needs --machine: what to compile it for" in message
 
 
+def test_a_function_for_a_topology_that_no_machine_has(refused, program):
+    for machine in ("cpu:2", "v5e:0x0"):
+        for words in (("inspect",), ("plan", "--hbm", "1GiB")):
+            message = refused(*words, f"{program}:program", "--machine", machine)
+            assert f"topology {machine!r}: " in message
+
+
 def test_a_function_that_is_not_there(refused, program):
     message = refused("inspect", f"{program}:missing", "--machine", "cpu")
     assert "Expected MODULE:FUNCTION" in message
