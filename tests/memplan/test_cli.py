@@ -173,6 +173,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"memplan {cli.__version__}\n"
 
 
+def test_the_package_is_the_command():
+    command = [sys.executable, "-m", "memplan", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"memplan {cli.__version__}\n"
+
+
 def test_no_hlo(refused, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("not a module\nat all\n")
