@@ -1,6 +1,7 @@
 """The command line, called as a function: what it prints, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -305,6 +306,27 @@ def test_what_wraps_a_function_may_take_other_arguments(run, tmp_path, monkeypat
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert run("inspect", "wrapping_program:program", "--machine", "cpu")
+
+
+def test_what_libraries_write_is_no_part_of_the_output(tmp_path):
+    (tmp_path / "writing_program.py").write_text(
+        "import os\n"
+        "def program():\n"
+        "    os.write(1, b'solver at work\\n')\n"
+        "    return (lambda x: x + 1), (1.0,)\n"
+    )
+    command = [sys.executable, "-c", "from memplan.cli import main; raise SystemExit(main())"]
+    words = ("inspect", "writing_program:program", "--machine", "cpu", "--json")
+    done = subprocess.run(
+        [*command, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+    )
+    assert json.loads(done.stdout)["runs"]
+    assert "solver at work\n" in done.stderr
 
 
 def test_output_that_nobody_reads_on(streamed_file):
