@@ -12,7 +12,7 @@ shape (and leaves out, with a warning, what has no partner), XLA the rest
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -76,7 +76,9 @@ class _Donations:
         self._free = {index: shape for index, shape in results if index not in taken}
 
     def all(self) -> Iterator[Donation]:
-        free = Counter(_kind(shape) for shape in self._free.values())
+        free: defaultdict[object, deque[ShapeIndex]] = defaultdict(deque)
+        for result, shape in self._free.items():
+            free[_kind(shape)].append(result)
         for p in self._parameters:
             for index, shape in p.shape.leaves():
                 if shape.memory_space != DEVICE_MEMORY_SPACE:
@@ -90,8 +92,7 @@ class _Donations:
                     why = self._unmatched(shape)
                     yield Donation(p, index, shape.byte_size, "lost", why, None)
                 elif free[_kind(shape)]:
-                    free[_kind(shape)] -= 1
-                    result = next(i for i, s in self._free.items() if _kind(s) == _kind(shape))
+                    result = free[_kind(shape)].popleft()
                     why = f"result {_worded(result)} has its shape and takes no argument's place"
                     yield Donation(p, index, shape.byte_size, "kept", why, result)
 

@@ -9,7 +9,8 @@
 
 The names are those of xla/service/dump.cc. Before ``module_`` may stand a time
 (``--xla_dump_include_timestamp``), before the stage XLA:TPU's change list (``cl_123.``) or the
-platform.
+platform. Where a file's name would be too long, the module's is left out of it:
+module_0001.before_optimizations.txt.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.garbage import collection_paused
 from hlo_passes.ir import Module
+from hlo_passes.machine import Platform
 from hlo_passes.module_file import read_file
 
 BEFORE_OPTIMIZATIONS, AFTER_OPTIMIZATIONS = "before_optimizations", "after_optimizations"
@@ -48,9 +50,10 @@ _BUFFER_ASSIGNMENT = "after_optimizations-buffer-assignment"
 
 # A module's name may have dots in it and end in a number, as main.1234.
 _FILE = re.compile(
-    r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)\.(?P<name>.+?))\."
-    r"(?:cl_\d+\.)?(?:"
-    rf"(?:(?:sm_\d+\.\w+|\w+)_)?(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
+    r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)(?:\.(?P<name>.+?))??)\."
+    r"(?P<tpu>cl_\d+\.)?(?:"
+    r"(?:(?P<target>sm_\d+\.\w+|\w+)_)?"
+    rf"(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
     r"|(?P<step>\d{4,}\.[^.]+\.(?:after|before)_.+?)"
     r")\.(?P<kind>hlo\.pb|pb|txt)(?P<packing>|\.gz|\.zst)"
 )
@@ -66,7 +69,7 @@ class DumpedModule:
 
     Attributes:
       key: what its files begin with, unique in the folder: ``module_0001.jit_f``.
-      name: the module's own, ``jit_f``.
+      name: the module's own, ``jit_f``; ``""`` where it is too long for the name of a file.
       stages: the file of each stage, in the order of compilation; proto before text. Stages
         between passes are called by number, pipeline and passes:
         ``0007.fusion.after_cse.before_dce``.
@@ -161,7 +164,8 @@ def find_modules(folder: Path) -> tuple[DumpedModule, ...]:
         rank = (found["packing"] == ".zst", found["kind"] == "txt", found["packing"])
         stage = found["stage"] or found["step"]
         files[found["key"]].setdefault(stage, []).append((rank, path))
-        names[found["key"]] = (int(found["time"] or 0), int(found["number"]), found["name"])
+        names[found["key"]] = (int(found["time"] or 0), int(found["number"]), found["name"] or "")
+    _join_unnamed(files, names)
     modules = (
         _module(key, names[key][-1], {stage: min(of)[1] for stage, of in files[key].items()})
         for key in sorted(files, key=lambda key: (names[key], key))
@@ -174,6 +178,17 @@ def find_modules(folder: Path) -> tuple[DumpedModule, ...]:
         "Expected files like module_0001.jit_f.*after_optimizations.txt; make them with "
         "XLA_FLAGS=--xla_dump_to=DIR (and --xla_dump_hlo_as_proto for exact copies).",
     )
+
+
+def platform_of(path: Path) -> Platform | None:
+    """Returns the platform that a file's module was compiled for, if the file's name tells."""
+    found = _FILE.fullmatch(path.name)
+    if found is None:
+        return None
+    if found["tpu"]:
+        return "tpu"
+    platforms: dict[str, Platform] = {"cpu": "cpu", "gpu": "gpu"}
+    return platforms.get((found["target"] or "").rpartition("_")[2])
 
 
 def largest_module(modules: Sequence[DumpedModule]) -> DumpedModule:
@@ -220,6 +235,18 @@ def pair_modules(before: Sequence[DumpedModule], after: Sequence[DumpedModule]) 
         tuple(module for n, module in enumerate(before) if n not in paired_before),
         tuple(module for m, module in enumerate(after) if m not in paired_after),
     )
+
+
+def _join_unnamed(
+    files: dict[str, dict[str, list[tuple[tuple[bool, bool, str], Path]]]],
+    names: Mapping[str, tuple[int, int, str]],
+) -> None:
+    """Puts the files without a name to those of their module that are short enough to have it."""
+    for unnamed in [key for key in files if not names[key][-1]]:
+        named = [key for key in files if key.startswith(f"{unnamed}.")]
+        if len(named) == 1:
+            for stage, of in files.pop(unnamed).items():
+                files[named[0]].setdefault(stage, []).extend(of)
 
 
 def _module(key: str, name: str, files: dict[str, Path]) -> DumpedModule:

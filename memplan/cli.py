@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0, `FAILED` or `REFUSED`.
     """
     options = _parser().parse_args(argv)
+    if argv is None:
+        _keep_stdout()
     try:
         status = options.run(options)
         sys.stdout.flush()
@@ -78,6 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memplan: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return REFUSED
     return 0
+
+
+def _keep_stdout() -> None:
+    """Leaves the process's stdout to what Python prints: what libraries of C++ write there, as
+    HiGHS does, goes to stderr. Only where the process is the command's own: it holds for all
+    threads, and to the end."""
+    if sys.stdout is None or sys.stderr is None or sys.stdout is not sys.__stdout__:
+        return  # Closed, or somebody's own.
+    own = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(own, "w", encoding=encoding, errors=errors, closefd=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,7 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FLAGS",
-        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''",
+        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''; "
+        "those that begin with dashes behind an equals sign: --with-flags=--xla_a=1",
     )
     diff.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
     diff.add_argument(
@@ -290,13 +305,15 @@ def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Execut
         return read_module(executable), executable
 
 
-def _read(options: argparse.Namespace) -> Module:
-    """Reads a file, or the module of a folder that the options choose."""
+def _read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
+    """Reads a file, or the module of a folder that the options choose; with `machine`, one that
+    was not compiled for another platform."""
     from hlo_passes.dump import choose_module, find_modules, largest_module
     from hlo_passes.reader import read_module
 
     path = Path(options.source)
     if not path.is_dir():
+        _check_platform(path, machine)
         return read_module(path)
     modules = find_modules(path)
     chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
@@ -306,7 +323,19 @@ def _read(options: argparse.Namespace) -> Module:
             "--list shows all, --module NAME chooses",
             file=sys.stderr,
         )
+    _check_platform(chosen.path(options.stage), machine)
     return chosen.read(options.stage)
+
+
+def _check_platform(path: Path, machine: Machine | None) -> None:
+    from hlo_passes.dump import platform_of
+
+    found = platform_of(path)
+    if machine is not None and found not in (None, machine.platform):
+        raise UsageError(
+            f"{path}: it was compiled for {found}, not for {machine.platform} ({machine.name}); "
+            "memplan plan MODULE:FUNCTION compiles for the machine"
+        )
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -330,8 +359,7 @@ def _diff(options: argparse.Namespace) -> int:
     from memplan.report.html import render_differences
     from memplan.report.summary import summarize_differences
 
-    if len(options.sources) != (0 if options.program else 2):
-        raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    _check_diff(options)
     machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
     if options.program:
         compared = (_compiled_twice(options, machine),)
@@ -356,6 +384,16 @@ def _diff(options: argparse.Namespace) -> int:
     for sentence in failed:
         print(f"memplan: {sentence}", file=sys.stderr)
     return FAILED if failed else 0
+
+
+def _check_diff(options: argparse.Namespace) -> None:
+    if len(options.sources) != (0 if options.program else 2):
+        raise UsageError("diff takes two modules or folders, or --run MODULE:FUNCTION")
+    if options.with_flags and not options.program:
+        raise UsageError("--with-flags is for --run: files and folders are compiled already")
+    if options.module is not None and not any(Path(path).is_dir() for path in options.sources):
+        found = " or ".join(options.sources) or "--run"
+        raise UsageError(f"--module is for the folder of a dump, not for {found}")
 
 
 def _difference_report(compared: Compared, machine: Machine | None) -> Report:
@@ -434,14 +472,25 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes import pipeline
+    from hlo_passes.errors import MemoryBudgetError
+    from hlo_passes.ir import HOST_MEMORY_SPACE
     from hlo_passes.machine import load_machine
     from memplan.report.build import view_run
 
     machine = load_machine(options.machine)
     with _progress("Planning"):
-        module = _read(options)
+        module = _read(options, machine)
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
-        plan = pipeline.plan_module(module, machine, budget, labels=labels)
+        try:
+            plan = pipeline.plan_module(module, machine, budget, labels=labels)
+        except MemoryBudgetError as error:
+            leaves = (leaf for p in module.entry.parameters for _, leaf in p.shape.leaves())
+            if all(leaf.memory_space != HOST_MEMORY_SPACE for leaf in leaves):
+                error.add_note(
+                    f"{module.name} has no arguments in host memory, and a plan for a compiled "
+                    "module moves none there: memplan plan MODULE:FUNCTION does."
+                )
+            raise
         rewritten = pipeline.rewrite_module(module, plan, machine)
         runs = [
             view_run("XLA alone", module, machine),
@@ -495,11 +544,9 @@ def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
     with _progress("Loading"):
         _without_devices()
         program = load_reference(source)
-        from memplan.api import jit
         from memplan.unplanned import target_of
     with _progress("Compiling"):
-        target = target_of(machine_name)
-        step = jit(program.fun, hbm=budget, machine=target, **program.jit_options)
+        step = program.jit(hbm=budget, machine=target_of(machine_name))
         compiled = step.lower(*program.args).compile()
         views = [view_planned(compiled, machine)]
     if compiled.plan is not None:

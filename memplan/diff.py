@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hlo_passes.dump import choose_module, find_modules, pair_modules
+from hlo_passes.dump import choose_module, find_modules, largest_module, pair_modules
 from hlo_passes.errors import MemplanError
+from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
 from memplan.report.differences import Compared, compare_modules
@@ -31,7 +32,8 @@ def compare_paths(
     before: Path, after: Path, chosen: str | None, machine: Machine | None
 ) -> tuple[Compared, ...]:
     """Compares two files, or the modules of two folders: those that changed their total most
-    first, then those that are on one side only or cannot be read.
+    first, then those that are on one side only or cannot be read. Of a folder beside a file one
+    module is compared, the largest by default.
 
     Args:
       chosen: of folders, only the module that this names.
@@ -40,8 +42,8 @@ def compare_paths(
       MemplanError, OSError: when a file cannot be read; of a folder's modules, it is told.
     """
     if not (before.is_dir() and after.is_dir()):
-        key = str(before), str(after)
-        return (compare_modules(key, read_module(before), read_module(after), machine),)
+        (a, ours), (b, theirs) = (_read(path, chosen) for path in (before, after))
+        return (compare_modules((a, b), ours, theirs, machine),)
     ours, theirs = find_modules(before), find_modules(after)
     pairs, only_before, only_after = pair_modules(ours, theirs)
     if chosen is not None:
@@ -61,21 +63,34 @@ def compare_paths(
     return tuple(sorted(found, key=_order))
 
 
+def _read(path: Path, chosen: str | None) -> tuple[str, Module]:
+    """What one side is called, and its module."""
+    if not path.is_dir():
+        return str(path), read_module(path)
+    modules = find_modules(path)
+    module = largest_module(modules) if chosen is None else choose_module(modules, chosen)
+    return module.key, module.read()
+
+
 def _order(compared: Compared) -> tuple[bool, float, float]:
     total = max((f.after or 0.0 for f in compared.figures if f.name == "total"), default=0.0)
     return compared.sides is None, -abs(compared.change("total")), -total
 
 
-def parse_flags(text: str) -> Mapping[str, str]:
+# XLA itself reads numbers and names, and takes no text but "True" for true.
+_BOOLS = {"true": True, "false": False}
+
+
+def parse_flags(text: str) -> Mapping[str, str | bool]:
     """Reads XLA options: ``xla_a=1 xla_b=true``, with or without two dashes.
 
     Raises:
       FlagsError: when it is none.
     """
-    options: dict[str, str] = {}
+    options: dict[str, str | bool] = {}
     for word in text.split():
         name, equals, value = word.removeprefix("--").partition("=")
         if not (name and equals and value):
             raise FlagsError(text)
-        options[name] = value
+        options[name] = _BOOLS.get(value.lower(), value)
     return options

@@ -50,15 +50,16 @@ def dump_overview(listed: Sequence[ListedModule]) -> Table:
 
 
 def _listed(dumped: DumpedModule) -> ListedModule:
-    path = dumped.path()
+    path, name = dumped.path(), dumped.name
     size = instructions = error = None
     try:
         size = path.stat().st_size
-        instructions = len(dumped.read().instructions)
+        module = dumped.read()
+        name, instructions = name or module.name, len(module.instructions)
     except (MemplanError, OSError) as reason:
         error = str(reason)
     return ListedModule(
-        dumped.key, dumped.name, tuple(dumped.stages), str(path), size, instructions, error
+        dumped.key, name, tuple(dumped.stages), str(path), size, instructions, error
     )
 
 

@@ -12,6 +12,7 @@ The function is called without arguments and says what to plan::
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -37,9 +38,25 @@ class UnknownProgramError(MemplanError, LookupError):
 class Reference:
     """What a reference stands for: ``jax.jit(fun, **jit_options)(*args)``."""
 
+    text: str
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     jit_options: Mapping[str, Any]
+
+    def jit(self, **options: Any) -> Any:
+        """Returns the function in `memplan.jit`, with options of that beside its own.
+
+        Raises:
+          UnknownProgramError: when its own are none that ``jax.jit`` takes.
+        """
+        from memplan.api import jit  # Whether text is a reference is asked without jax.
+
+        try:
+            return jit(self.fun, **options, **self.jit_options)
+        except MemplanError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UnknownProgramError(self.text, f"its jit_options: {error}") from error
 
 
 def is_reference(text: str) -> bool:
@@ -51,7 +68,8 @@ def load_reference(text: str) -> Reference:
     """Imports the module, from the working directory too, and calls the function.
 
     Raises:
-      UnknownProgramError: when the module or function is missing, or returns something else.
+      UnknownProgramError: when the module or function is missing, or takes arguments, or returns
+        something else, or arguments that do not fit.
       Exception: whatever the module or the function raises.
     """
     module_name, _, path = text.partition(":")
@@ -70,10 +88,27 @@ def load_reference(text: str) -> Reference:
         found = getattr(found, name)
     if not callable(found):
         raise UnknownProgramError(text, f"{path} is a {type(found).__name__}")
+    _check_call(text, found, (), "it takes arguments")
     match found():
         case (fun, tuple(args)) if callable(fun):
-            return Reference(fun, args, {})
+            program = Reference(text, fun, args, {})
         case (fun, tuple(args), Mapping() as jit_options) if callable(fun):
-            return Reference(fun, args, jit_options)
+            program = Reference(text, fun, args, jit_options)
         case other:
             raise UnknownProgramError(text, f"it returned {type(other).__name__}")
+    _check_call(text, program.fun, program.args, "its args do not fit its fun")
+    return program
+
+
+def _check_call(
+    text: str, function: Callable[..., Any], args: tuple[Any, ...], problem: str
+) -> None:
+    try:
+        # A wrapper may take others than what it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # A builtin without one.
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise UnknownProgramError(text, f"{problem}: {error}") from error

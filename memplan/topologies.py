@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +35,10 @@ _TPU_NAMES = {
     "tpu-v6e": ("v6e", "2x2"),
     "tpu7x": ("tpu7x", "2x2x1"),
 }
+
+
+# libtpu divides by each number: a 0 would end the process.
+_EXTENT = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def topology(name: str) -> Topology:
 
     Raises:
       UnknownMachineError: when the machine library has no such machine.
-      TopologyError: when the compiler has no topology of that extent.
+      TopologyError: when the machine or its compiler has no topology of that extent.
       CompilerMissingError: when the compiler for it is not installed.
     """
     if not isinstance(name, str):
@@ -107,8 +112,12 @@ def topology(name: str) -> Topology:
 
 @cache
 def _topology(name: str) -> Topology:
-    machine_name, _, extent = name.partition(":")
+    machine_name, colon, extent = name.partition(":")
     machine = load_machine(machine_name)
+    if colon and machine.platform == "cpu":
+        raise TopologyError(name, "a cpu has no extent")
+    if colon and _EXTENT.fullmatch(extent) is None:
+        raise TopologyError(name, f"expected numbers of at least 1 after ':', found {extent!r}")
     if machine.platform == "tpu":
         devices = _tpu_devices(name, machine, extent)
     elif machine.platform == "gpu":
@@ -121,18 +130,21 @@ def _topology(name: str) -> Topology:
 def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     if machine.name not in _TPU_NAMES:
         raise TopologyError(name, f"libtpu has no machine {machine.name!r} to compile for")
+    prefix, one_host = _TPU_NAMES[machine.name]
+    dimensions = one_host.count("x") + 1
+    if any(size != "1" for size in extent.split("x")[dimensions:]):
+        raise TopologyError(name, f"{machine.name} has {dimensions} dimensions")
     _require(name, "libtpu", "tpu")
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    prefix, one_host = _TPU_NAMES[machine.name]
     devices = _describe(name, platform="tpu", topology_name=f"{prefix}:{extent or one_host}")
     return devices if extent else devices[:1]
 
 
 def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
-    _require(name, "jax_cuda13_plugin", "cuda")
-    if extent and not extent.isdigit():
+    if "x" in extent:
         raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
+    _require(name, "jax_cuda13_plugin", "cuda")
     config = gpu_target_config(machine)
     return _describe(name, platform="cuda", target_config=config, topology=f"1x1x{extent or 1}")
 

@@ -14,8 +14,7 @@ import jax
 from hlo_passes import xla
 from hlo_passes.errors import CompilationError
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine, load_machine
-from memplan.api import jit
+from hlo_passes.machine import Machine
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
@@ -29,19 +28,20 @@ def target_of(name: str) -> Machine | Topology:
     Raises:
       UnknownMachineError, TopologyError, CompilerMissingError: as `topology`.
     """
-    machine = load_machine(name.partition(":")[0])
-    return machine if machine.platform == "cpu" else topology(name)
+    found = topology(name)
+    return found.machine if found.platform == "cpu" else found
 
 
 def compile_reference(
-    program: Reference, machine_name: str, compiler_options: Mapping[str, str] | None = None
+    program: Reference, machine_name: str, compiler_options: Mapping[str, str | bool] | None = None
 ) -> Executable:
     """Compiles ``module:function``, with XLA options beside its own.
 
     Raises:
+      UnknownProgramError: when its options are none of ``jax.jit``.
       CompilationError: when XLA refuses it, for lack of device memory or else.
     """
-    step = jit(program.fun, machine=target_of(machine_name), **program.jit_options)
+    step = program.jit(machine=target_of(machine_name))
     lowered = step.lower(*program.args)
     return _compiled(lowered.fun_name, machine_name, partial(lowered.unplanned, compiler_options))
 

@@ -1,6 +1,7 @@
 """Tables for people: drawn on a terminal, plain columns in a pipe.
 
-A pipe gets every cell whole, whatever the width, and the same text on every machine.
+A pipe gets every cell whole, whatever the width, and the same text on every machine. On a
+terminal the middle is left out of what would fill it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+# Characters of a cell on a terminal: more than any sentence of memplan's own.
+_LONGEST = 400
 
 
 class Column(NamedTuple):
@@ -66,7 +70,7 @@ def plain_text(table: Table) -> str:
 
 def _draw(table: Table, console: Console) -> None:
     drawn = RichTable(
-        title=Text(table.title),
+        title=Text(_shortened(table.title)),
         caption=Text(table.note) if table.note else None,
         box=box.ROUNDED,
         title_justify="left",
@@ -80,5 +84,10 @@ def _draw(table: Table, console: Console) -> None:
         )
     for row in table.rows:
         # Names may hold what rich would read as markup: params['w'][0].
-        drawn.add_row(*map(Text, row))
+        drawn.add_row(*(Text(_shortened(cell)) for cell in row))
     console.print(drawn)
+
+
+def _shortened(text: str) -> str:
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]}…{text[-half:]}"

@@ -38,6 +38,12 @@ def test_a_result_of_the_same_shape_could_take_an_arguments_place():
     assert set(found(ALIAS, more)) == {"p", "q"}
 
 
+def test_each_argument_could_take_the_place_of_another_result():
+    kept = found("", UPDATE)
+    assert [(d.fate, d.result) for d in kept.values()] == [("kept", (0,)), ("kept", (1,))]
+    assert kept["q"].why == "result 1 has its shape and takes no argument's place"
+
+
 def test_what_lies_on_the_host_is_left_out():
     lines = UPDATE.replace("q = f32[64]", "q = f32[64]{0:S(5)}")
     lines = lines.replace("late = f32[64]", "late = f32[64]{0:S(5)}")

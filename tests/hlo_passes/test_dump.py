@@ -15,6 +15,7 @@ from hlo_passes.dump import (
     find_modules,
     largest_module,
     pair_modules,
+    platform_of,
 )
 from hlo_passes.errors import DumpChoiceError, MemplanError, UnreadableModuleError
 from hlo_passes.ir import Module
@@ -166,6 +167,32 @@ def test_a_name_that_looks_like_a_pass(dump):
     assert (module.name, len(module.stages)) == ("main.1234", 2)
 
 
+def test_a_name_too_long_for_a_file(dump):
+    names = [f"module_0006.{stage}" for stage in (*GPU, *TPU, *SIDE_FILES)]
+    (module,) = find_modules(dump(*names))
+    assert (module.key, module.name) == ("module_0006", "")
+    assert len(module.stages) == len({*GPU, *TPU}) - 2  # Two stages are called alike.
+
+
+def test_a_name_too_long_for_some_files(dump):
+    short, long, other = "module_0006.jit_f", "module_0006", "module_0060.jit_g"
+    folder = dump(f"{short}.{CPU[0]}", f"{long}.{CPU[1]}", f"{other}.{CPU[1]}")
+    assert [(m.name, len(m.stages)) for m in find_modules(folder)] == [("jit_f", 2), ("jit_g", 1)]
+    dump(f"{long}.jit_h.{CPU[0]}")  # Of another process: it may be either's.
+    assert keys(find_modules(folder)) == [long, short, f"{long}.jit_h", other]
+
+
+def test_the_platform_that_a_file_tells():
+    def told(names: Iterable[str]) -> set[str | None]:
+        return {platform_of(Path(name)) for name in of_one(names)}
+
+    assert told(CPU) == {None, "cpu"}
+    assert told(GPU) == {None, "gpu"}
+    assert told(["gfx942_gpu_after_optimizations.txt", "gpu_after_optimizations.txt"]) == {"gpu"}
+    assert told(TPU) == {"tpu"}
+    assert told(SIDE_FILES) == told(["after_optimizations.txt"]) == {None}
+
+
 def test_times_tell_modules_of_two_processes_apart(dump):
     names = [f"{time}.module_0000.jit_f.{stage}" for time in (95, 1234) for stage in CPU]
     modules = find_modules(dump(*names))
@@ -208,7 +235,7 @@ def test_looking_into_a_folder_reads_nothing(dump):
 
 def test_a_folder_without_modules(dump):
     with pytest.raises(UnreadableModuleError, match=r"no module dump.*XLA_FLAGS=--xla_dump_to=DIR"):
-        find_modules(dump(*of_one(SIDE_FILES), "module_0001.before_optimizations.txt"))
+        find_modules(dump(*of_one(SIDE_FILES)))
     text = "module_0001.jit_f.cpu_after_optimizations-buffer-assignment.txt"
     with pytest.raises(UnreadableModuleError):
         find_modules(dump(text))

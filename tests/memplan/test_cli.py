@@ -1,6 +1,7 @@
 """The command line, called as a function: what it prints, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -173,6 +174,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"memplan {cli.__version__}\n"
 
 
+def test_the_package_is_the_command():
+    command = [sys.executable, "-m", "memplan", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"memplan {cli.__version__}\n"
+
+
 def test_no_hlo(refused, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("not a module\nat all\n")
@@ -226,6 +233,18 @@ def test_a_budget_that_cannot_be_kept(refused, streamed_file):
     message = refused("plan", streamed_file, "--machine", TOY, "--hbm", "300KiB")
     assert "300.0 KiB" in message
     assert "model.py" in message
+    assert "has no arguments in host memory" not in message
+
+
+def test_a_budget_for_a_module_whose_arguments_are_on_the_device(refused, tmp_path):
+    path = tmp_path / "step.hlo"
+    text = (
+        "ENTRY e {\n  x = f32[256,256]{1,0} parameter(0)\n  ROOT y = f32[256,256]{1,0} tanh(x)\n}"
+    )
+    path.write_text(f"HloModule jit_step, is_scheduled=true\n\n{text}\n")
+    message = refused("plan", path, "--machine", TOY, "--hbm", "300KiB")
+    assert "jit_step has no arguments in host memory" in message
+    assert "memplan plan MODULE:FUNCTION does" in message
 
 
 def test_a_trace_without_a_machine(refused, streamed_file, tmp_path):
@@ -245,6 +264,69 @@ def test_a_trace_without_a_machine(refused, streamed_file, tmp_path):
 def test_a_reference_that_names_no_program(refused, reference, problem):
     message = refused("plan", reference, "--machine", "cpu", "--hbm", "1GiB")
     assert f"{reference}: {problem}. Expected MODULE:FUNCTION" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("needs", "it takes arguments: missing a required argument: 'x'"),
+        ("unfit", "its args do not fit its fun: missing a required argument: 'x'"),
+        ("named", "its args do not fit its fun: too many positional arguments"),
+        ("unknown", "its jit_options: jit() got an unexpected keyword argument 'nope'"),
+        ("budget", "its jit_options: memplan.api.jit() got multiple values for keyword"),
+        ("beyond", "its jit_options: Jitted function has donate_argnums=(3,)"),
+    ],
+)
+def test_a_reference_whose_parts_do_not_fit(refused, tmp_path, monkeypatch, function, problem):
+    (tmp_path / "unfit_program.py").write_text(
+        "def step(w, x): return w\n"
+        "def needs(x): return step, (1.0, 2.0)\n"
+        "def unfit(): return step, (1.0,)\n"
+        "def named(): return (lambda *, x: x), (1.0,)\n"
+        "def unknown(): return step, (1.0, 2.0), {'nope': 1}\n"
+        "def budget(): return step, (1.0, 2.0), {'hbm': 1}\n"
+        "def beyond(): return step, (1.0, 2.0), {'donate_argnums': 3}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = f"unfit_program:{function}"
+    message = refused("plan", reference, "--machine", "cpu", "--hbm", "1GiB")
+    assert f"{reference}: {problem}" in message
+    assert "Expected MODULE:FUNCTION" in message
+    if function != "budget":
+        assert f"{reference}: {problem}" in refused("inspect", reference, "--machine", "cpu")
+
+
+def test_what_wraps_a_function_may_take_other_arguments(run, tmp_path, monkeypatch):
+    (tmp_path / "wrapping_program.py").write_text(
+        "from functools import wraps\n"
+        "def step(w, x): return w + x\n"
+        "@wraps(step)\n"
+        "def bound(x): return step(1.0, x)\n"
+        "def program(): return bound, (2.0,)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("inspect", "wrapping_program:program", "--machine", "cpu")
+
+
+def test_what_libraries_write_is_no_part_of_the_output(tmp_path):
+    (tmp_path / "writing_program.py").write_text(
+        "import os\n"
+        "def program():\n"
+        "    os.write(1, b'solver at work\\n')\n"
+        "    return (lambda x: x + 1), (1.0,)\n"
+    )
+    command = [sys.executable, "-c", "from memplan.cli import main; raise SystemExit(main())"]
+    words = ("inspect", "writing_program:program", "--machine", "cpu", "--json")
+    done = subprocess.run(
+        [*command, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+    )
+    assert json.loads(done.stdout)["runs"]
+    assert "solver at work\n" in done.stderr
 
 
 def test_output_that_nobody_reads_on(streamed_file):

@@ -131,6 +131,15 @@ def test_a_file_that_is_gone_is_listed(run, dump):
     assert len(others) == 3
 
 
+def test_a_module_whose_name_is_too_long_for_a_file(run, tmp_path):
+    name = "g" * 300
+    text = streamed_text().replace("jit_step", name)
+    (tmp_path / "module_0006.cpu_after_optimizations.txt").write_text(text)
+    (listed,) = json.loads(run("inspect", tmp_path, "--list", "--json"))
+    assert (listed["key"], listed["name"]) == ("module_0006", name)
+    assert run("inspect", tmp_path, "--module", "0006").startswith(f"{name}\n")
+
+
 def test_a_dump_that_was_packed(run, dump):
     for path in dump.iterdir():
         with gzip.open(f"{path}.gz", "wb") as packed:
@@ -153,8 +162,17 @@ def test_what_is_planned_of_a_folder_only(refused, source, option):
 
 
 def test_a_module_of_a_folder_is_planned(run, dump):
+    helper = dump / f"{HELPER}.sm_9.0_gpu_after_optimizations.txt"
+    helper.rename(dump / f"{HELPER}.cl_1.after_optimizations.txt")
     words = ("plan", dump, "--module", "convert", "--machine", TOY, "--hbm", "4MiB")
     assert run(*words).startswith("jit_convert on toy\n")
+
+
+def test_what_was_compiled_for_another_platform_is_not_planned(refused, dump):
+    path = dump / f"{STEP}.sm_9.0_gpu_after_optimizations.txt"
+    for words in ((dump, "--module", "step"), (path,)):
+        message = refused("plan", *words, "--machine", TOY, "--hbm", "4MiB")
+        assert f"{path}: it was compiled for gpu, not for tpu (toy)" in message
 
 
 @pytest.mark.parametrize("option", ["--module=f", "--stage=f", "--html=f"])
@@ -181,6 +199,13 @@ def test_options_of_a_function(run, program):
 def test_a_function_needs_a_machine(refused, program):
     message = refused("inspect", f"{program}:program")
     assert f"{program}:program needs --machine: what to compile it for" in message
+
+
+def test_a_function_for_a_topology_that_no_machine_has(refused, program):
+    for machine in ("cpu:2", "v5e:0x0"):
+        for words in (("inspect",), ("plan", "--hbm", "1GiB")):
+            message = refused(*words, f"{program}:program", "--machine", machine)
+            assert f"topology {machine!r}: " in message
 
 
 def test_a_function_that_is_not_there(refused, program):

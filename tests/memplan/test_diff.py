@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import memplan.cli as cli
@@ -12,8 +14,10 @@ from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
 from memplan.diff import FlagsError, compare_paths, parse_flags
+from memplan.reference import Reference
 from memplan.report.conditions import ConditionError, parse_condition
 from memplan.report.differences import Differences, Figure, Side, find_differences
+from memplan.unplanned import compile_reference
 from tests import corpus
 from tests.conftest import Golden
 from tests.hlo_passes.streamed import entry
@@ -191,6 +195,7 @@ def test_a_condition_that_cannot_be_read(text: str, problem: str):
 
 def test_flags():
     assert parse_flags("--xla_a=1 xla_b=x=y") == {"xla_a": "1", "xla_b": "x=y"}
+    assert parse_flags("xla_a=true xla_b=False") == {"xla_a": True, "xla_b": False}
     assert parse_flags("") == {}
     with pytest.raises(FlagsError, match="expected NAME=VALUE"):
         parse_flags("xla_a")
@@ -266,6 +271,29 @@ def test_folders_are_compared_module_by_module(run, tmp_path: Path):
     assert "XLA's parser rejects" in unread[1].problem
 
 
+def test_of_a_folder_beside_a_file_the_module_that_is_named(run, refused, files, tmp_path: Path):
+    folder, file = tmp_path / "dump", files[0]
+    folder.mkdir()
+    for key, layers in (("0001.jit_step", 3), ("0002.jit_init", 1)):
+        path = folder / f"module_{key}.cpu_after_optimizations.txt"
+        path.write_text(streamed_text(layers=layers))
+    for sides, name in (
+        ((file, folder), f"{file} → module_0002.jit_init"),
+        ((folder, file), f"module_0002.jit_init → {file}"),
+    ):
+        assert run("diff", *sides, "--module", "init").startswith(f"{name}\n")
+        assert "no module 'nope'" in refused("diff", *sides, "--module", "nope")
+    assert run("diff", file, folder).startswith(f"{file} → module_0001.jit_step\n")
+
+
+def test_a_module_is_named_of_folders_only(refused, files):
+    before, after = files
+    message = refused("diff", before, after, "--module", "init")
+    assert f"--module is for the folder of a dump, not for {before} or {after}" in message
+    message = refused("diff", "--run", "m:f", "--module", "init")
+    assert "--module is for the folder of a dump, not for --run" in message
+
+
 def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
     (tmp_path / "flagged_program.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -285,8 +313,34 @@ def test_the_same_program_with_two_sets_of_flags(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.startswith("no flags → xla_disable_hlo_passes")
     assert cli.main([*words, "--with-flags", ""]) == 2
     assert "two --with-flags" in capsys.readouterr().err
+    flags = "xla_cpu_enable_fast_math=true --xla_backend_optimization_level=1"
+    words = ["diff", "--run", "flagged_program:program", "--machine", "cpu"]
+    assert cli.main([*words, "--with-flags", "", "--with-flags", flags]) == 0
+    assert cli.main(["diff", "a.hlo", "b.hlo", "--with-flags", ""]) == 2
+    assert "--with-flags is for --run" in capsys.readouterr().err
     assert cli.main(["diff", "one.hlo"]) == 2
     assert "diff takes two modules or folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"),
+    [
+        pytest.param(
+            "h200",
+            "xla_gpu_enable_latency_hiding_scheduler=true xla_backend_optimization_level=1",
+            marks=pytest.mark.gpu,
+        ),
+        pytest.param(
+            "v5e",
+            "xla_tpu_enable_latency_hiding_scheduler=false xla_tpu_scoped_vmem_limit_kib=32768",
+            marks=pytest.mark.tpu,
+        ),
+    ],
+)
+def test_flags_of_each_compiler(machine: str, flags: str):
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    program = Reference("m:f", lambda x: jnp.tanh(x @ x), (x,), {})
+    compile_reference(program, machine, parse_flags(flags))
 
 
 @pytest.mark.parametrize("key", ["llama_train.v5e", "scan_grad.h200", "adam.cpu", "sharded.v5e"])

@@ -1,5 +1,6 @@
 """Programs compiled for hardware that is not here."""
 
+import re
 from typing import Any
 
 import jax
@@ -165,6 +166,24 @@ def test_a_compiler_that_is_not_installed_is_named(
 @pytest.mark.parametrize("name", [3, b"v5e", ["v5e"]])
 def test_what_names_no_topology(name: Any):
     with pytest.raises(TopologyError, match=r"expected a machine's name\. Try 'v5e'"):
+        topologies.topology(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("v5e:0x0", "expected numbers of at least 1 after ':', found '0x0'"),
+        ("v5e:2x", "expected numbers of at least 1 after ':', found '2x'"),
+        ("v5e:", "expected numbers of at least 1 after ':', found ''"),
+        ("h200:", "expected numbers of at least 1 after ':', found ''"),
+        ("h200:0", "expected numbers of at least 1 after ':', found '0'"),
+        ("h200:1x2", "expected a number of GPUs after ':', found '1x2'"),
+        ("v5e:2x2x2", "tpu-v5e has 2 dimensions"),
+        ("cpu:2", "a cpu has no extent"),
+    ],
+)
+def test_an_extent_that_no_topology_has(name: str, problem: str):
+    with pytest.raises(TopologyError, match=re.escape(f"topology {name!r}: {problem}. Try 'v5e'")):
         topologies.topology(name)
 
 

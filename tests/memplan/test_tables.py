@@ -51,6 +51,20 @@ def test_a_terminal_gets_a_drawing_and_names_as_they_are(monkeypatch):
     assert "[bold]x[/bold]" in drawn
 
 
+def test_a_terminal_gets_both_ends_of_long_names(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    name = "begin" + "x" * 5000 + "end"
+    write_tables([Table(name, (Column("name"),), ((name,), ("y" * 300,)))], stream)
+    drawn = stream.getvalue()
+    assert len(drawn) < 3000
+    assert drawn.count("…") == 2
+    assert "begin" in drawn
+    assert "end" in drawn
+    assert drawn.count("y") == 300
+
+
 def test_a_report_of_two_runs_names_them(report, golden):
     golden("report.txt", "\n".join(map(plain_text, report_tables(report))))
 
