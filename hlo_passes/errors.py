@@ -289,6 +289,7 @@ class MemoryBudgetError(MemplanError):
       instruction, op_name, source_line: where most memory is needed at once.
       largest: the largest buffers that are live there besides arguments and outputs.
       fixed: bytes of arguments and outputs that no plan moves.
+      small: bytes of small temporaries and of XLA's tables, which are there all the time.
       slots: the limit on streamed weights, if there was one.
       needed: bytes needed there; packing and XLA's later passes make `least` more.
       left_alone: why arguments are on the device as a whole, by path.
@@ -304,25 +305,29 @@ class MemoryBudgetError(MemplanError):
         source_line: str,
         largest: tuple[LiveBuffer, ...],
         fixed: int,
+        small: int = 0,
         slots: int | None = None,
         needed: int | None = None,
         left_alone: Mapping[str, str] | None = None,
     ) -> None:
         self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
-        self.largest, self.left_alone = largest, dict(left_alone or {})
+        self.small, self.largest, self.left_alone = small, largest, dict(left_alone or {})
         self.needed = least if needed is None else needed
         where = f"%{instruction}" if instruction else "the program"
         where += f" ({op_name})" if op_name else ""
         where += f" at {source_line}" if source_line else ""
         held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
+        tables = ""
+        if small > self.needed // 16:
+            tables = f", {format_bytes(small)} small temporaries and tables of XLA's"
         limit = f" with slots={slots}" if slots is not None else ""
         advice = f" On the device as a whole: {_by_reason(self.left_alone)}." if left_alone else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
             f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
-            f"outputs that stay on the device. Largest live there: {held or 'nothing else'}. "
-            f"The least budget that would do is hbm={least}.{advice}"
+            f"outputs that stay on the device{tables}. Largest live there: "
+            f"{held or 'nothing else'}. The least budget that would do is hbm={least}.{advice}"
         )
 
     def asked_for(
@@ -343,6 +348,7 @@ class MemoryBudgetError(MemplanError):
             source_line=self.source_line,
             largest=self.largest,
             fixed=self.fixed,
+            small=self.small,
             slots=self.slots,
             needed=self.needed,
             left_alone=left_alone or self.left_alone,

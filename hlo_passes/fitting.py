@@ -202,5 +202,7 @@ def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudget
         source_line=posed.module.source_line(at) if at is not None else "",
         largest=largest,
         fixed=posed.fixed_bytes,
+        small=posed.arena.base,
         slots=slots,
+        needed=placement.unpacked_budget(posed),
     )

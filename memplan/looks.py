@@ -88,7 +88,7 @@ class Looks:
         self._xla_s = 0.0
 
     def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
-        """Returns the fastest plan found for `budget` bytes.
+        """Returns the fastest plan found for `budget` bytes, or for all that the device has.
 
         Args:
           options: XLA options, beside those given to ``jit``.
@@ -102,6 +102,7 @@ class Looks:
             raise OrderedEffectsError(self._lowering.traced.fun_name)
         if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
+        budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
         for ring in self._rings(budget):

@@ -49,6 +49,9 @@ _MAX_ROUNDS = 3
 _LEAST_ROUNDS = 8
 _LEAST_STEP = 1 / 64
 
+# How often what lies between a budget that is too little and the planner's least is halved.
+_HALVINGS = 4
+
 
 class PlacementWarning(UserWarning):
     """Arguments had to be moved to the tier that the plan has for them."""
@@ -235,8 +238,8 @@ class Lowered:
 
     @property
     def left_alone(self) -> Mapping[str, str]:
-        """The arguments, by path, that a loop reads but that cannot be streamed, each with the
-        reason."""
+        """Why arguments stay on the device, by path: a loop reads them but cannot stream them, they
+        are donated, or `offload=` does not name them."""
         return self.placing.left_alone
 
     def unplanned(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
@@ -276,6 +279,20 @@ class Lowered:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
 
+    def _least_planned(self, error: MemoryBudgetError) -> int:
+        """The least budget that the planner was seen to keep to. The one that it names is that of
+        one way among those that it tries, and packing takes some of it."""
+        too_little, least = min(error.budget, error.least), error.least
+        for _ in range(_HALVINGS):
+            middle = (too_little + least) // 2
+            try:
+                self._looks.look(middle, None)
+            except MemoryBudgetError:
+                too_little = middle
+            else:
+                least = middle
+        return least
+
     def _look_below(
         self, budget: int, overhead: int, caution: int, options: Mapping[str, Any] | None
     ) -> Look:
@@ -292,7 +309,8 @@ class Lowered:
                 errors.append(error)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
-        raise error.asked_for(budget, error.least + overhead)
+        least = error.least + overhead if overhead else self._least_planned(error)
+        raise error.asked_for(budget, least)
 
     def _shortage(self) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""

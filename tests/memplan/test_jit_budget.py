@@ -1,5 +1,6 @@
 """What ``hbm=`` means: XLA's own report is within it, or an error names one that works."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -24,6 +25,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.machine import load_machine
 from hlo_passes.pipeline import rewrite_module
+from memplan.topologies import topology
 from tests.memplan.chains import (
     HALF,
     LAYERS,
@@ -211,6 +213,16 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
+def test_no_plan_takes_more_than_the_device_has():
+    here = topology("cpu")
+    device, *others = here.machine.tiers
+    device = dataclasses.replace(device, capacity_bytes=HALF)
+    machine = dataclasses.replace(here.machine, tiers=(device, *others))
+    here = dataclasses.replace(here, machine=machine)
+    lowered = memplan.jit(chain, hbm="1TiB", machine=here).lower(weights(), activations())
+    assert lowered.plan().prediction.total_bytes <= HALF
+
+
 def test_of_many_arguments_that_stay_the_error_names_some():
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=1).lower(weights(), activations()).plan()
@@ -269,6 +281,27 @@ def no_plan(budget: int, least: int) -> MemoryBudgetError:
         largest=(),
         fixed=0,
     )
+
+
+def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of the ways that it tries it names the least of one."""
+    look = looks.Looks.look
+    failed: list[int] = []
+
+    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+        if budget < HALF:
+            failed.append(budget)
+            raise no_plan(budget, 3 * HALF)
+        return look(self, budget, options)
+
+    monkeypatch.setattr(looks.Looks, "look", fails)
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF // 2).lower(weights(), activations()).compile()
+    assert failed
+    # Four times halved: 5/2 of HALF lie between the two, of which a sixteenth is left.
+    assert HALF <= raised.value.least <= HALF + 5 * HALF // 32 + 1
 
 
 def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.MonkeyPatch):
