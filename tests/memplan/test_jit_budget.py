@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hlo_passes.fitting as fitting
 import hlo_passes.xla as xla
 import memplan.api as memplan
 import memplan.looks as looks
@@ -232,6 +233,33 @@ def test_of_many_arguments_that_stay_the_error_names_some():
     named = "w0, w1, w2 and 2 more: read whole; v0: reason 0; v1: reason 1; and 2 more, in"
     assert f"On the device as a whole: {named} `left_alone`." in str(error)
     assert error.left_alone == left_alone
+
+
+def test_what_packing_takes_is_not_needed_at_once(monkeypatch: pytest.MonkeyPatch):
+    least_budget = fitting.least_budget
+
+    def packed(*args: Any) -> Any:
+        least, tick, posed = least_budget(*args)
+        return least + 4096, tick, posed
+
+    def raised() -> MemoryBudgetError:
+        with pytest.raises(MemoryBudgetError) as error:
+            memplan.jit(chain, hbm=1).lower(weights(), activations()).plan()
+        return error.value
+
+    before = raised()
+    monkeypatch.setattr(fitting, "least_budget", packed)
+    assert raised().least == before.least + 4096
+    assert raised().needed == before.needed <= before.least
+
+
+@pytest.mark.tpu
+def test_small_temporaries_and_tables_are_named_where_they_are_much():
+    shapes = jax.eval_shape(lambda: (weights(), activations()))
+    with pytest.raises(MemoryBudgetError, match="small temporaries and tables of XLA's") as raised:
+        memplan.jit(chain, hbm=1, machine="v5e").lower(*shapes).plan()
+    error = raised.value
+    assert 0 < error.small < error.needed
 
 
 def test_why_arguments_stay_that_no_loop_reads():

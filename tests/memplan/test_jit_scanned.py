@@ -118,6 +118,23 @@ def test_keys_are_not_moved(target: str):
     assert not compiled.hosting.results
 
 
+def test_keys_that_one_loop_leaves_for_another_stay():
+    def twice(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def split(key: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            key, later = jax.random.split(key)
+            return key, (later, w * 2)
+
+        def take(x: jax.Array, made: Any) -> tuple[jax.Array, None]:
+            key, w = made
+            return jnp.tanh(x @ w) * jax.random.bernoulli(key, 0.9, x.shape), None
+
+        _, made = lax.scan(split, jax.random.key(0), weights)
+        return lax.scan(take, x, made)[0]
+
+    (residual,) = memplan.jit(twice).lower(*shapes(64, 8)).placing.streams.residuals(0)
+    assert residual.number == 1  # The weights, not the keys.
+
+
 def with_activations(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.scan(lambda x, w: (layer(x, w)[0], x), x, weights)
 
@@ -238,6 +255,43 @@ def test_the_tpu_makes_two_of_numbers_of_64_bits(dtype: Any):
         assert "makes two arrays" in lowered.left_alone["weights"]
         with pytest.raises(MemoryBudgetError, match="makes two arrays"):
             lowered.compile()
+
+
+@pytest.mark.tpu
+def test_numbers_of_64_bits_beside_what_is_streamed():
+    def summed(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, _ = layer(x, w)
+            return x, x.astype(jnp.float64)
+
+        return lax.scan(body, x, weights)
+
+    with jax.enable_x64(True):
+        step = memplan.jit(summed, hbm="2MiB", machine="v5e")
+        compiled = step.lower(*shapes(256, 16, jnp.float32)).compile()
+    assert compiled.hosting.arguments == {0}
+    assert compiled.device_bytes <= 2 << 20
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_stacks_that_do_not_lie_in_rows_on_a_mesh(kind: AxisType):
+    """Heads of 64: the axis that is sharded is another one of the rows that a ring sees."""
+    mesh = Mesh(np.array(topology("v5e:2x2").devices), ("heads",), axis_types=(kind,))
+    sharding = NamedSharding(mesh, P(None, None, "heads"))
+    weights = jax.ShapeDtypeStruct((LAYERS, 1024, 16, 64), jnp.bfloat16, sharding=sharding)
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+
+    def heads(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return x + 1, w * 2
+
+        return lax.scan(body, x, weights)
+
+    step = memplan.jit(heads, hbm="3MiB", machine="v5e:2x2", donate_argnums=0)
+    compiled = step.lower(weights, x).compile()
+    assert compiled.hosting.arguments == {0}
+    assert compiled.device_bytes <= 3 << 20
 
 
 @pytest.mark.tpu

@@ -187,6 +187,11 @@ def test_an_extent_that_no_topology_has(name: str, problem: str):
         topologies.topology(name)
 
 
+@pytest.mark.tpu
+def test_dimensions_of_one_are_none():
+    assert len(topologies.topology("v5e:2x2x1").devices) == 4
+
+
 def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     for w in weights:
         x = jax.nn.gelu(x @ w)
