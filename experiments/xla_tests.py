@@ -40,6 +40,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from google.protobuf.message import EncodeError
+from jax.errors import JaxRuntimeError
+
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.errors import MemoryBudgetError, MemplanError, VerificationError
 from hlo_passes.ir import Module
@@ -341,7 +344,18 @@ def _inspect(module: Module, machine: Machine) -> None:
 
 def _plan(module: Module, machine: Machine, budget: int) -> None:
     plan = plan_module(module, machine, budget)
-    hlo_proto_to_text(rewrite_module(module, plan, machine).to_bytes())
+    rewritten = rewrite_module(module, plan, machine)
+    if _is_taken_by_xla(module):
+        hlo_proto_to_text(rewritten.to_bytes())
+
+
+def _is_taken_by_xla(module: Module) -> bool:
+    """Some texts that XLA's parser takes are of modules that it does not take as protos."""
+    try:
+        hlo_proto_to_text(module.to_bytes())
+    except JaxRuntimeError:
+        return False
+    return True
 
 
 def _plan_least(module: Module, machine: Machine, budget: int) -> None:
@@ -357,7 +371,7 @@ def _outcome(step: str, error: Exception) -> Outcome:
             kind: Kind = "rejected"
         case MemplanError():
             kind = "refused"
-        case MemoryError():
+        case MemoryError() | EncodeError():  # protobuf's, for want of memory
             kind = "over memory"
         case _:
             kind = "traceback"

@@ -26,7 +26,7 @@ from hlo_passes.proto import hlo_pb2
 
 # An instruction that is a constant without its numbers: what stands before the opcode, and after.
 _LEFT_OUT = re.compile(
-    r"^(\s*(?:ROOT )?[\w.%-]+ = \S+ )constant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
+    r"^(\s*(?:ROOT\s+)?[\w.%-]+\s*=\s*\S+\s+)constant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
 )
 _STAND_IN = "memplan.left_out"
 

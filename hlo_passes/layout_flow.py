@@ -17,7 +17,7 @@ any order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -190,13 +190,15 @@ class _Flow:
             case "while" | "call" | "conditional":
                 self._control_flow(i, operands)
             case "async-start":
-                self._async(i, operands)
+                self._async_start(i, operands)
+            case "async-update":
+                self._async_update(i, operands)
             case "copy-start":
                 self.tie(Site(operands[0].id), Site(i.id, (0,)))
                 self.tie(Site(operands[0].id), Site(i.id, (1,)))
             case "copy-done":
                 self.tie(Site(operands[0].id, (0,)), Site(i.id))
-            case "async-update" | "opt-barrier" | "domain":
+            case "opt-barrier" | "domain":
                 self._handed_on(operands[0], i)
             case "async-done":
                 for site in own:
@@ -236,6 +238,9 @@ class _Flow:
     def _control_flow(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         for n, called in enumerate(i.called_computation_ids):
             body = self._module.computations[called]
+            if called not in self.executions:  # Only what runs asynchronously calls it.
+                self.executions[called] = self.executions[i.computation_id]
+                self.walk(body)
             taken = [operands[n + 1]] if i.opcode == "conditional" else operands
             for operand, parameter in zip(taken, body.parameters, strict=True):
                 self._handed_on(operand, parameter)
@@ -244,17 +249,37 @@ class _Flow:
             if body.root.shape.dtype != "pred" or i.opcode != "while":
                 self._handed_on(body.root, i)
 
-    def _async(self, i: Instruction, operands: Sequence[Instruction]) -> None:
+    def _async_start(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         (body,) = (self._module.computations[c] for c in i.called_computation_ids)
         self._fused.add(body.id)
         self.executions[body.id] = self.executions[i.computation_id]
         self.walk(body)
-        for k, (operand, parameter) in enumerate(zip(operands, body.parameters, strict=True)):
+        self._async_operands(i, operands, body.parameters)
+        for site in self.sites(body.root):
+            self.tie(site, Site(i.id, (1, *site.part)))
+
+    def _async_update(self, i: Instruction, operands: Sequence[Instruction]) -> None:
+        """What was given so far, and operands that the start was not given yet."""
+        self._handed_on(operands[0], i)
+        given, start = len(operands[0].shape.tuple_shapes[0].tuple_shapes), operands[0]
+        while start.opcode == "async-update":
+            start = self._module.instructions[start.operand_ids[0]]
+        (body,) = (self._module.computations[c] for c in start.called_computation_ids)
+        self._async_operands(i, operands[1:], body.parameters[given:], given)
+        for site in self.sites(body.root):
+            self.tie(site, Site(i.id, (1, *site.part)))
+
+    def _async_operands(
+        self,
+        i: Instruction,
+        operands: Iterable[Instruction],
+        parameters: Iterable[Instruction],
+        given: int = 0,
+    ) -> None:
+        for k, (operand, parameter) in enumerate(zip(operands, parameters, strict=False), given):
             self._handed_on(operand, parameter)
             for site in self.sites(operand):
                 self.tie(site, Site(i.id, (0, k, *site.part)))
-        for site in self.sites(body.root):
-            self.tie(site, Site(i.id, (1, *site.part)))
 
     def _fixed(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         self.found.fixed.update(self.sites(i))

@@ -40,7 +40,7 @@ fused {
 
 ENTRY main {
   x = bf16[65536,65536]{1,0} parameter(0)
-  %big.1 = bf16[65536,65536]{1,0} constant({...}), metadata={op_name="jit(f)/table"}
+  %big.1 = bf16[65536,65536]{1,0}  constant( {...} ), metadata={op_name="jit(f)/table"}
   small = s32[2]{0} constant({3, 4})
   sum = bf16[65536,65536]{1,0} fusion(x), kind=kLoop, calls=fused
   ROOT both = (bf16[65536,65536]{1,0}, bf16[65536,65536]{1,0}, s32[2]{0}) tuple(sum, big.1, small)
