@@ -425,6 +425,12 @@ class _Rewriter:
                 f"{instruction.opcode} needs other devices or the host",
                 "Compile the program for one device and replay that.",
             )
+        if instruction.opcode == "constant" and not instruction.proto.HasField("literal"):
+            raise self._error(
+                instruction,
+                "the text that it was read from leaves out its numbers: constant({...})",
+                "Dump with --xla_dump_hlo_as_proto, or --xla_dump_large_constants.",
+            )
         for i in instruction.operand_ids:
             start = self._module.instructions[i]
             if start.opcode in _STARTS and instruction.opcode not in _DONES:
