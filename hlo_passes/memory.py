@@ -122,7 +122,7 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     peak = max(live, key=lambda h: h.events.start).value.instruction if live else None
     module = dataflow.module
     return MemoryUsage(
-        argument_bytes=_argument_bytes(module, memory_space),
+        argument_bytes=_argument_bytes(module, backend, memory_space),
         output_bytes=_output_bytes(module, backend, memory_space),
         alias_bytes=_alias_bytes(module, memory_space),
         temp_bytes=_temp_bytes(packing.total, _tables(dataflow, backend, memory_space), backend),
@@ -135,17 +135,16 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     )
 
 
-def _argument_bytes(module: Module, memory_space: int) -> int:
-    return sum(
-        shape.byte_size
-        for parameter in module.entry.parameters
-        for _, shape in parameter.shape.leaves()
-        if shape.memory_space == memory_space
-    )
+def _argument_bytes(module: Module, backend: Backend, memory_space: int) -> int:
+    return sum(_bytes(p.shape, backend, memory_space) for p in module.entry.parameters)
 
 
 def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
-    shape = module.entry.root.shape
+    return _bytes(module.entry.root.shape, backend, memory_space)
+
+
+def _bytes(shape: Shape, backend: Backend, memory_space: int) -> int:
+    """Of what the caller gives or gets: its arrays, and a tuple's table."""
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
         return arrays
@@ -158,11 +157,13 @@ def _alias_bytes(module: Module, memory_space: int) -> int:
 
 
 def _tables(dataflow: Dataflow, backend: Backend, memory_space: int) -> list[int]:
-    """Bytes of each table of pointers that is not the entry's result."""
+    """Bytes of each table of pointers that is neither the entry's result nor its argument."""
+    given = {p.id for p in dataflow.module.entry.parameters}
     return [
         _table_bytes(b.values[0].shape, backend)
         for b in dataflow.buffers
         if b.kind == "tuple" and not b.live_out and b.memory_space == memory_space
+        if b.instruction.id not in given
     ]
 
 
