@@ -526,7 +526,7 @@ def test_a_loop_has_the_bytes_that_its_body_needs(platform: str):
     workspace = [s for s in plan.slots if s.buffer == "loop"]
     assert sum(s.size for s in workspace) >= 512 * 4
     kept = tuple(s for s in plan.slots if s not in workspace)
-    with pytest.raises(VerificationError, match="what %loop runs needs 20.. bytes at tick 4"):
+    with pytest.raises(VerificationError, match=r"what %loop runs needs 20\d\d bytes at tick 4"):
         verify_plan(module, replace(plan, slots=kept), machine)
     small = (*kept, *(replace(s, size=s.size // 2) for s in workspace))
     with pytest.raises(VerificationError, match="what %loop runs needs"):
