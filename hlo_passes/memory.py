@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import Strategy, assign_offsets, peak_load
-from hlo_passes.dataflow import Dataflow, analyze_dataflow
+from hlo_passes.dataflow import Dataflow, Value, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.once import once
-from hlo_passes.sharing import Target
+from hlo_passes.sharing import ELEMENTWISE, Target
 
 
 class Backend(NamedTuple):
@@ -34,7 +34,8 @@ class Backend(NamedTuple):
       table_granularity: bytes that a table's size is rounded up to. (32 on TPUs from v5p on:
         their output_bytes come out up to 480 bytes too large for a tuple.)
       granularity: bytes that `temp_size_in_bytes` is a multiple of.
-      drops_lone_tables: a program whose tables are its only temporaries reports none.
+      drops_tables: a program whose temporaries are all tables, and scalars that no memory
+        holds (`_is_in_register`), reports none.
     """
 
     alignment: int
@@ -42,11 +43,13 @@ class Backend(NamedTuple):
     pointer_bytes: int
     table_granularity: int
     granularity: int
-    drops_lone_tables: bool
+    drops_tables: bool
 
 
 # xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
 # TPU's numbers were read off buffer assignments that libtpu (of jax 0.12) dumped.
+_SCALAR_CORE = ELEMENTWISE | {"conditional", "parameter", "while"}
+
 BACKENDS: dict[Target, Backend] = {
     "cpu": Backend(64, ("spatial", "temporal"), 8, 1, 1, False),
     "gpu": Backend(256, ("spatial", "temporal"), 8, 1, 1, False),
@@ -121,11 +124,13 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     live = [h for h in heap if h.events.start <= moment < h.events.end]
     peak = max(live, key=lambda h: h.events.start).value.instruction if live else None
     module = dataflow.module
+    is_dropped = backend.drops_tables and all(_is_in_register(h.value) for h in heap)
+    tables = _tables(dataflow, backend, memory_space)
     return MemoryUsage(
-        argument_bytes=_argument_bytes(module, memory_space),
+        argument_bytes=_argument_bytes(module, backend, memory_space),
         output_bytes=_output_bytes(module, backend, memory_space),
         alias_bytes=_alias_bytes(module, memory_space),
-        temp_bytes=_temp_bytes(packing.total, _tables(dataflow, backend, memory_space), backend),
+        temp_bytes=0 if is_dropped else _temp_bytes(packing.total, tables, backend),
         heap_bytes=packing.total,
         lower_bound_bytes=bound,
         peak=peak,
@@ -135,17 +140,16 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     )
 
 
-def _argument_bytes(module: Module, memory_space: int) -> int:
-    return sum(
-        shape.byte_size
-        for parameter in module.entry.parameters
-        for _, shape in parameter.shape.leaves()
-        if shape.memory_space == memory_space
-    )
+def _argument_bytes(module: Module, backend: Backend, memory_space: int) -> int:
+    return sum(_boundary_bytes(p.shape, backend, memory_space) for p in module.entry.parameters)
 
 
 def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
-    shape = module.entry.root.shape
+    return _boundary_bytes(module.entry.root.shape, backend, memory_space)
+
+
+def _boundary_bytes(shape: Shape, backend: Backend, memory_space: int) -> int:
+    """Of what the caller holds: arrays, and the table of a tuple."""
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
         return arrays
@@ -170,6 +174,15 @@ def _table_bytes(shape: Shape, backend: Backend) -> int:
     return _round_up(len(shape.tuple_shapes) * backend.pointer_bytes, backend.table_granularity)
 
 
+def _is_in_register(value: Value) -> bool:
+    """Whether the TPU's scalar core computes `value`: a loop's counter, a condition, an index.
+
+    It has a place on the heap, but where nothing else has, XLA reports no temporaries at all
+    (seen with libtpu of jax 0.12 in every such program of `experiments.memory_accuracy`).
+    """
+    return not value.shape.dimensions and value.instruction.opcode in _SCALAR_CORE
+
+
 def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:
     """Bytes of the heap and the tables, set end to end.
 
@@ -177,8 +190,6 @@ def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:
     depends on a partition that is not stable (BufferAssignment::CombineTempAllocations): we
     take a table, and may be wrong by less than the alignment.
     """
-    if heap == 0 and backend.drops_lone_tables:
-        return 0
     end = 0
     for size in (heap, *tables):
         end = _round_up(end, backend.alignment) + size
