@@ -176,8 +176,8 @@ def compile_program(number: int, devices: Topology, options: dict[str, Any] | No
 def compare(report: Report, cache: Path) -> Comparison:
     """Predicts what is in the report, from the module in the cache."""
     data = lzma.decompress(module_path(report.number, report.target, cache).read_bytes())
-    platform = topology(TARGETS[report.target]).platform
-    usage = memory_usage(read_module(data), platform)
+    machine = topology(TARGETS[report.target]).machine
+    usage = memory_usage(read_module(data), machine.platform, machine=machine)
     return Comparison(report, *(getattr(usage, f"{size}_bytes") for size in SIZES))
 
 

@@ -20,6 +20,7 @@ from hlo_passes.assignment import Strategy, assign_offsets, peak_load
 from hlo_passes.dataflow import Dataflow, Value, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.machine import Machine
 from hlo_passes.once import once
 from hlo_passes.sharing import ELEMENTWISE, Target
 
@@ -31,8 +32,7 @@ class Backend(NamedTuple):
       alignment: bytes, of the heap's offsets and of each table.
       strategies: the orders of packing of which it keeps the best.
       pointer_bytes: of one entry of a tuple's table.
-      table_granularity: bytes that a table's size is rounded up to. (32 on TPUs from v5p on:
-        their output_bytes come out up to 480 bytes too large for a tuple.)
+      table_granularity: bytes that a table's size is rounded up to.
       granularity: bytes that `temp_size_in_bytes` is a multiple of.
       drops_tables: a program whose temporaries are all tables, and scalars that no memory
         holds (`_is_in_register`), reports none.
@@ -48,13 +48,22 @@ class Backend(NamedTuple):
 
 # xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
 # TPU's numbers were read off buffer assignments that libtpu (of jax 0.12) dumped.
-_SCALAR_CORE = ELEMENTWISE | {"conditional", "parameter", "while"}
-
 BACKENDS: dict[Target, Backend] = {
     "cpu": Backend(64, ("spatial", "temporal"), 8, 1, 1, False),
     "gpu": Backend(256, ("spatial", "temporal"), 8, 1, 1, False),
     "tpu": Backend(16384, ("start",), 4, 512, 16384, True),
 }
+
+# The module does not say which chip it is for, and an array is padded alike on all of them.
+_TPUS_OF_SMALL_TABLES = frozenset({"tpu-v5p", "tpu-v6e", "tpu7x"})
+
+_SCALAR_CORE = ELEMENTWISE | {"conditional", "parameter", "while"}
+
+
+def _backend(target: Target, machine: Machine | None) -> Backend:
+    if machine is not None and machine.name in _TPUS_OF_SMALL_TABLES:
+        return BACKENDS[target]._replace(table_granularity=32)
+    return BACKENDS[target]
 
 
 @dataclass(frozen=True)
@@ -92,25 +101,32 @@ class MemoryUsage:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
 
-def memory_usage(module: Module, target: Target, memory_space: int = 0) -> MemoryUsage:
+def memory_usage(
+    module: Module, target: Target, memory_space: int = 0, machine: Machine | None = None
+) -> MemoryUsage:
     """Predicts what ``memory_analysis()`` of the compiled module says.
 
     Args:
       module: the final module of a compilation, ``read_module(compiled)``. Of a module that
         XLA will still change (a hook's) the number is an estimate.
       memory_space: XLA's number; 0 is the device's main memory, 5 the host's.
+      machine: what it was compiled for. Without it, a tuple that a TPU from v5p on takes or
+        gives comes out up to 480 bytes too large.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
     """
-    return measure_memory(compute_live_ranges(analyze_dataflow(module)), target, memory_space)
+    ranges = compute_live_ranges(analyze_dataflow(module))
+    return measure_memory(ranges, target, memory_space, machine)
 
 
 @once
-def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) -> MemoryUsage:
+def measure_memory(
+    ranges: LiveRanges, target: Target, memory_space: int = 0, machine: Machine | None = None
+) -> MemoryUsage:
     """Does what `memory_usage` does, from live ranges that exist already."""
     dataflow = ranges.dataflow
-    backend = BACKENDS[target]
+    backend = _backend(target, machine)
     heap = find_allocations(ranges, target, memory_space).heap
     sizes, events, groups = (
         [h.size for h in heap],
