@@ -69,9 +69,9 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
 
 
 def is_in_place(module: Module, permute: Instruction) -> bool:
-    """Whether a collective-permute(-start) is given the place of its result, and both starting
-    indices, as operands (HloCollectivePermuteInstruction::inplace)."""
-    if len(permute.operand_ids) != 4:
+    """Whether `permute` is a collective-permute(-start) with the place of its result, and both
+    starting indices, as operands (HloCollectivePermuteInstruction::inplace)."""
+    if not permute.opcode.startswith("collective-permute") or len(permute.operand_ids) != 4:
         return False
     # Of four arrays that it permutes the result would be a tuple.
     result = permute.shape.at((1,)) if permute.opcode.endswith("-start") else permute.shape

@@ -78,6 +78,19 @@ def async_chains(module: Module) -> Mapping[int, AsyncChain]:
     }
 
 
+def wrapped_by(module: Module, link: Instruction) -> Computation | None:
+    """The computation that runs asynchronously from `link` on; None of any other instruction."""
+    chain = async_chains(module).get(link.id)
+    return None if chain is None or chain.runs_at is not link else chain.computation
+
+
+def dones_of(module: Module, computation: Computation) -> Mapping[int, Instruction]:
+    """Maps each asynchronous start of a computation to its done, by the start's id."""
+    chains = async_chains(module)
+    done = (i for i in computation.instructions if i.opcode.endswith("-done") and i.id in chains)
+    return {chains[i.id].start.id: i for i in done}
+
+
 def _producer(module: Module, link: Instruction) -> int:
     """The id of what gives `link` the state of its operation: the link before, as a rule."""
     i, index = module.instructions[link.operand_ids[0]], list[int]()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hlo_passes.async_chains import async_chains
+from hlo_passes.async_chains import wrapped_by
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.once import once
 
@@ -26,6 +26,7 @@ class CallGraph:
     Attributes:
       runs: instruction id to the computations that it is the first to run, in order: of a loop
         the condition, then the body.
+      first_caller: computation id to the instruction that is the first to run it.
       last_caller: computation id to the instruction that is the last to run it, of those that
         several run.
     """
@@ -33,6 +34,7 @@ class CallGraph:
     runs: dict[int, tuple[Computation, ...]] = field(
         default_factory=dict[int, tuple[Computation, ...]]
     )
+    first_caller: dict[int, Instruction] = field(default_factory=dict[int, Instruction])
     last_caller: dict[int, Instruction] = field(default_factory=dict[int, Instruction])
 
 
@@ -50,6 +52,7 @@ def call_graph(module: Module) -> CallGraph:
                     graph.last_caller[called.id] = i
                     continue
                 seen.add(called.id)
+                graph.first_caller[called.id] = i
                 runs.append(called)
                 visit(called)
             if runs:
@@ -67,8 +70,7 @@ def _called(module: Module, i: Instruction) -> Iterator[Computation]:
         case "call" | "conditional":
             yield from called
         case "async-start" | "async-update" | "async-done":
-            chain = async_chains(module).get(i.id)
-            if chain is not None and chain.computation is not None and chain.runs_at is i:
-                yield chain.computation
+            if (wrapped := wrapped_by(module, i)) is not None:
+                yield wrapped
         case _:
             return

@@ -271,7 +271,7 @@ class _Walk:
                     self._forward(i, index)
 
     def _forward(self, i: Instruction, index: ShapeIndex) -> None:
-        source = _source(self.module, i, index)
+        source = source_of(self.module, i, index)
         value = None if source is None else self.value_at.get(source)
         if value is None:
             self._define(i, index)
@@ -373,7 +373,7 @@ class _Walk:
                 self._alias(merged, result)
 
 
-def _source(module: Module, i: Instruction, index: ShapeIndex) -> tuple[int, ShapeIndex] | None:
+def source_of(module: Module, i: Instruction, index: ShapeIndex) -> tuple[int, ShapeIndex] | None:
     """Where the value at `index` of `i` comes from; None when `i` defines it there. What is not
     there (the result of an operation that has not got it yet) `i` defines as well."""
     operands, head, rest = i.operand_ids, index[:1], index[1:]

@@ -112,6 +112,17 @@ class MalformedModuleError(MemplanError, ValueError):
         super().__init__(f"{where}: {problem}. {hint}")
 
 
+class UnboundedShapeError(MemplanError, ValueError):
+    """A module with a dimension that may have any size: nothing of it has a number of bytes."""
+
+    def __init__(self, where: str, instruction: str, shape: str) -> None:
+        super().__init__(
+            f"{where}: %{instruction} = {shape} has a dimension without a bound, and memplan "
+            "counts bytes. Lower the program for arguments of one size, without symbolic "
+            "dimensions."
+        )
+
+
 class PlanFormatError(MemplanError, ValueError):
     """A plan file that cannot be read."""
 

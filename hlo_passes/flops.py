@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hlo_passes.ir import Instruction, Module
+from hlo_passes.ir import Instruction, Module, Shape
 
 _CUBLAS = "__cublas$"
 
@@ -53,9 +53,17 @@ def matrix_work(module: Module, instruction: Instruction) -> Iterator[MatrixWork
         return
     flops = _flops(module, instruction)
     if flops:
-        lhs, rhs = (module.instructions[i].shape.dtype for i in instruction.operand_ids[:2])
+        lhs, rhs = _factors(module, instruction)
         precision = max(instruction.proto.precision_config.operand_precision, default=0)
-        yield MatrixWork(flops, (lhs, rhs), precision)
+        yield MatrixWork(flops, (lhs.dtype, rhs.dtype), precision)
+
+
+def _factors(module: Module, instruction: Instruction) -> tuple[Shape, Shape]:
+    """What is multiplied. A sparse kernel is a tuple: the numbers that it has, and where they
+    belong."""
+    shapes = (module.instructions[i].shape for i in instruction.operand_ids[:2])
+    lhs, rhs = (next(array for _, array in shape.leaves()) for shape in shapes)
+    return lhs, rhs
 
 
 def _flops(module: Module, instruction: Instruction) -> int:
@@ -89,7 +97,7 @@ def _cublas(module: Module, call: Instruction) -> int:
 
 
 def _convolution(module: Module, convolution: Instruction) -> int:
-    lhs, rhs = (module.instructions[i].shape for i in convolution.operand_ids[:2])
+    lhs, rhs = _factors(module, convolution)
     numbers = convolution.proto.convolution_dimension_numbers
     output = convolution.shape
     outputs, kernel = output.element_count, rhs.element_count

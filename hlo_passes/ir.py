@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hlo_passes.errors import MalformedModuleError
+from hlo_passes.errors import MalformedModuleError, UnboundedShapeError
 from hlo_passes.proto import hlo_pb2
 
 ShapeIndex = tuple[int, ...]
@@ -76,6 +76,9 @@ _PRIMITIVES: dict[int, tuple[str, int]] = {
 # A tile dimension of this value merges the dimension with the next more minor one
 # (xla/layout.h, Tile::kCombineDimension).
 _COMBINE_DIMENSION = -(2**63)
+
+# The size of a dimension that has no bound, ``f32[?]`` (xla/shape.h, Shape::kUnboundedSize).
+_UNBOUNDED = -(2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,10 @@ def tiled_element_count(dimensions: tuple[int, ...], layout: Layout) -> int:
     return math.prod(physical)
 
 
+class _UnboundedError(Exception):
+    """A shape without a size."""
+
+
 _shape_cache: dict[bytes, Shape] = {}
 
 
@@ -204,6 +211,9 @@ def _shape(proto: hlo_pb2.ShapeProto) -> Shape:
         proto.layout.memory_space,
     )
     dimensions = tuple(proto.dimensions)
+    if _UNBOUNDED in dimensions:
+        sizes = ",".join("?" if d == _UNBOUNDED else str(d) for d in dimensions)
+        raise _UnboundedError(f"{dtype}[{sizes}]")
     # Sub-byte types take a whole byte unless their layout says that they are packed.
     bits = layout.element_size_in_bits or (max(bits, 8) if bits else 0)
     size = -(-tiled_element_count(dimensions, layout) * bits // 8) if bits else 0
@@ -330,6 +340,7 @@ class Module:
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
         together.
+      UnboundedShapeError: when a dimension may have any size.
     """
 
     def __init__(
@@ -382,11 +393,15 @@ class Module:
                 raise MalformedModuleError(
                     where, f"%{i.name} has id {id_}, which is taken already", "Ids must be unique."
                 )
+            try:
+                shape = _shape(i.shape)
+            except _UnboundedError as error:
+                raise UnboundedShapeError(where, i.name, str(error)) from None
             local[id_] = Instruction(
                 id_,
                 i.name,
                 i.opcode,
-                _shape(i.shape),
+                shape,
                 operand_ids,
                 tuple(i.called_computation_ids[:]),
                 computation_id,

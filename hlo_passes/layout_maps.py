@@ -140,9 +140,11 @@ def refined(
 ) -> OrderMap | None:
     """Takes two views of one sequence of elements apart into their common atoms.
 
-    None where there are none, as of 6 x 4 elements seen as 8 x 3: no other order of the one is
-    an order of the other.
+    None where there are none, as of 6 x 4 elements seen as 8 x 3 (no other order of the one is
+    an order of the other), or of no elements at all.
     """
+    if 0 in before or 0 in after:
+        return None
     sides = (_ends(before, before_order), _ends(after, after_order))
     cuts = sorted({1, *(end for side in sides for end, _ in side)})
     if any(outer % inner for inner, outer in pairwise(cuts)):

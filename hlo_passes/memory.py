@@ -157,15 +157,15 @@ def measure_memory(
 
 
 def _argument_bytes(module: Module, backend: Backend, memory_space: int) -> int:
-    return sum(_boundary_bytes(p.shape, backend, memory_space) for p in module.entry.parameters)
+    return sum(_bytes(p.shape, backend, memory_space) for p in module.entry.parameters)
 
 
 def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
-    return _boundary_bytes(module.entry.root.shape, backend, memory_space)
+    return _bytes(module.entry.root.shape, backend, memory_space)
 
 
-def _boundary_bytes(shape: Shape, backend: Backend, memory_space: int) -> int:
-    """Of what the caller holds: arrays, and the table of a tuple."""
+def _bytes(shape: Shape, backend: Backend, memory_space: int) -> int:
+    """Of what the caller gives or gets: its arrays, and a tuple's table."""
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
         return arrays
@@ -178,11 +178,13 @@ def _alias_bytes(module: Module, memory_space: int) -> int:
 
 
 def _tables(dataflow: Dataflow, backend: Backend, memory_space: int) -> list[int]:
-    """Bytes of each table of pointers that is not the entry's result."""
+    """Bytes of each table of pointers that is neither the entry's result nor its argument."""
+    given = {p.id for p in dataflow.module.entry.parameters}
     return [
         _table_bytes(b.values[0].shape, backend)
         for b in dataflow.buffers
         if b.kind == "tuple" and not b.live_out and b.memory_space == memory_space
+        if b.instruction.id not in given
     ]
 
 

@@ -3,7 +3,7 @@
 1f 8b ........... gzip: what is inside, by the same rules
 ML ef R ......... StableHLO bytecode ─► XLA's converter ─┐
 text, module .... StableHLO ──────────► XLA's converter ─┤
-text, HloModule . HLO ────────────────► XLA's parser ────┼─► HloModuleProto ─► Module
+text, HloModule . HLO ────────────────► hlo_text.py ─────┼─► HloModuleProto ─► Module
 0a, 12 or 1a .... HloProto or HloModuleProto ────────────┘
 anything else ... refused, before more than the head is read
 """
@@ -20,7 +20,7 @@ from typing import Literal
 
 from google.protobuf.message import DecodeError
 
-from hlo_passes import xla
+from hlo_passes import hlo_text, xla
 from hlo_passes.errors import UnreadableModuleError
 from hlo_passes.ir import Module
 from hlo_passes.proto import hlo_pb2
@@ -71,19 +71,7 @@ def from_text(text: str, where: str) -> Module:
     _check_text(text, where)
     if _STABLEHLO.match(text):
         return from_stablehlo(text, where)
-    try:
-        data = xla.hlo_text_to_proto(text)
-    except Exception as error:  # XLA raises several types; its sentence names line and column.
-        raise UnreadableModuleError(
-            where,
-            f"XLA's parser rejects this HLO text: {_first_lines(error)}",
-            "It does not end with the line '}': check that it was copied whole."
-            if text.rstrip().rpartition("\n")[2] != "}"
-            else "A text from a newer XLA may hold attributes that the installed jaxlib does not "
-            "know: dump with --xla_dump_hlo_as_proto, which memplan reads whatever its "
-            "version, or install the jaxlib that wrote it.",
-        ) from error
-    return from_proto(data, where)
+    return Module(hlo_text.parse(text, where))
 
 
 def from_stablehlo(source: str | bytes, where: str) -> Module:

@@ -275,6 +275,9 @@ class _View:
                 for h in members:
                     if not self._in_entry(h.value):
                         carried[self.tick_of[h.value.instruction.id]].append(h)
+            elif live.end - live.start > 1:
+                # What runs asynchronously holds it for longer than the tick of its start.
+                yield Resident(str(members[0].value), members[0].size, live, "temp")
             else:
                 inside[live.start] += members
         for tick, members in inside.items():

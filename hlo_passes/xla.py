@@ -30,8 +30,37 @@ POST_SCHEDULER = 1
 Hook = Callable[[bytes], bytes | None]
 
 
+TEXT_PARSER = """
+import sys
+sys.path[:] = sys.argv[2:]
+from multiprocessing.connection import Connection
+from jaxlib import _hlo
+pipe = Connection(int(sys.argv[1]))
+while True:
+    try:
+        text = pipe.recv_bytes().decode()
+    except EOFError:
+        break
+    try:
+        proto = _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    except Exception as error:
+        pipe.send_bytes(bytes([0]))
+        pipe.send_bytes(str(error).encode())
+    else:
+        pipe.send_bytes(bytes([1]))
+        pipe.send_bytes(proto)
+"""
+"""The program of a process that does what `hlo_text_to_proto` does.
+
+Its arguments are the number of its end of a pipe, and ``sys.path``. It takes one text a message,
+and answers with two: 1 and the proto, or 0 and the sentence of the error.
+"""
+
+
 def hlo_text_to_proto(text: str) -> bytes:
     """Parses HLO text with XLA's own parser into a serialized ``HloModuleProto``.
+
+    Only for texts that are known to parse: a check that fails in the parser ends the process.
 
     Raises whatever XLA's parser raises. Needs ``jaxlib._hlo.hlo_module_from_text``.
     """

@@ -6,15 +6,18 @@ StableHLO, HLO before optimizations ────────────┴─ X
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import jax
 
 from hlo_passes import xla
 from hlo_passes.errors import CompilationError
-from hlo_passes.ir import Module
+from hlo_passes.ir import Module, Shape
 from hlo_passes.machine import Machine
+from hlo_passes.plain_hlo import plain_text
+from hlo_passes.proto import hlo_pb2
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
@@ -56,11 +59,48 @@ def compile_module(module: Module, machine_name: str) -> Executable:
     devices = topology(machine_name).devices
 
     def compile_for_devices() -> Executable:
-        stablehlo = xla.hlo_to_mlir(module.to_bytes())
+        stablehlo = xla.hlo_to_mlir(_with_zeros(module).SerializeToString())
         with explain_oom():
             return TopologyExecutable(xla.compile_for_topology(stablehlo, devices, {}))
 
     return _compiled(module.name, machine_name, compile_for_devices)
+
+
+def _with_zeros(module: Module) -> hlo_pb2.HloModuleProto:
+    """The module with zeros for constants that were read without their numbers, as XLA's parser
+    has them: without any, XLA compiles none."""
+    proto = module.to_proto()
+    for computation in proto.computations:
+        new_ids = itertools.count(1 + max(i.id for i in computation.instructions))
+        filled: list[hlo_pb2.HloInstructionProto] = []
+        for i in computation.instructions:
+            if i.opcode == "constant" and not i.HasField("literal"):
+                filled += _zeros(i, next(new_ids), module.instructions[i.id].shape)
+            else:
+                filled.append(i)
+        del computation.instructions[:]
+        computation.instructions.extend(filled)
+    return proto
+
+
+def _zeros(
+    constant: hlo_pb2.HloInstructionProto, scalar_id: int, shape: Shape
+) -> Iterator[hlo_pb2.HloInstructionProto]:
+    zero = "(0,0)" if shape.dtype.startswith("c") else "0"
+    lines = [f"ROOT zero = {shape.dtype}[] constant({zero})"]
+    parsed = hlo_pb2.HloModuleProto.FromString(xla.hlo_text_to_proto(plain_text(lines)))
+    scalar = parsed.computations[0].instructions[0]
+    scalar.id, scalar.name = scalar_id, f"{constant.name}.zero"
+    yield scalar
+    yield hlo_pb2.HloInstructionProto(
+        name=constant.name,
+        opcode="broadcast",
+        shape=constant.shape,
+        metadata=constant.metadata,
+        id=constant.id,
+        operand_ids=[scalar_id],
+        control_predecessor_ids=constant.control_predecessor_ids,
+    )
 
 
 def _compiled(

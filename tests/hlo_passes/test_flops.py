@@ -93,6 +93,27 @@ ENTRY e {
     )
 
 
+def test_a_sparse_kernel_has_the_numbers_that_it_has():
+    dense = """HloModule m
+ENTRY e {
+  x = f32[4,8] parameter(0)
+  k = f32[8,3] parameter(1)
+  ROOT c = f32[4,3] convolution(x, k), dim_labels=bf_io->bf
+}
+"""
+    (work,) = work_of(dense)
+    assert work.flops == 2 * 4 * 8 * 3
+    # Two numbers of each 8 that the kernel would have.
+    sparse = dense.replace(
+        "k = f32[8,3] parameter(1)",
+        """v = f32[2,3] parameter(1)
+  i = s32[2,3] parameter(2)
+  k = (f32[2,3], s32[2,3]) tuple(v, i)""",
+    ).replace("bf_io->bf", "bf_io->bf, sparsity_config={rhs={sparsity=2x8 dimension=0 stride=1}}")
+    (work,) = work_of(sparse)
+    assert work == MatrixWork(2 * 4 * 2 * 3, ("f32", "f32"), 0)
+
+
 def test_feature_groups_do_not_see_each_other():
     # 6 input features in 3 groups: each output feature adds up 2 of them.
     assert work_of("""HloModule m

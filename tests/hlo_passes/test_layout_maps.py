@@ -91,6 +91,11 @@ def test_of_a_slice_the_rest_is_outermost():
     assert link.backward((1, 2)) == (1, 2, 0)
 
 
+def test_nothing_has_no_other_order():
+    assert reshaped((1, 0, 4), (0,)) is None
+    assert reshaped((0,), (3, 0)) is None
+
+
 @pytest.mark.parametrize(
     ("before", "after", "keeps"),
     [
