@@ -9,8 +9,10 @@ pair is a duty, not an option: XLA inserts a copy before where it cannot hold
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from hlo_passes.async_chains import async_chains
 from hlo_passes.ir import Instruction, Module, ShapeIndex
 
 
@@ -27,8 +29,9 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
 
     They are updates (dynamic-update-slice, scatter, set-dimension-size), all-reduce-start,
     collective-permute(-start) given its destination, ragged-all-to-all, what a custom call,
-    asynchronous start or fusion declares (``output_operand_aliasing``), and a fusion whose
-    output is an update of one of its parameters.
+    asynchronous operation or fusion declares (``output_operand_aliasing``), and a fusion whose
+    output is an update of one of its parameters. What an asynchronous start declares of the
+    result holds at the link at which operands and result are bound.
     """
     match instruction.opcode:
         case "dynamic-update-slice" | "set-dimension-size":
@@ -38,17 +41,22 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
         case "all-reduce-start":
             n = len(instruction.operand_ids)
             return _one_output_each(instruction, n if n > 1 else 0)
-        case "collective-permute" if len(instruction.operand_ids) == 4:
-            return (InPlacePair(1, (), ()),)
-        case "collective-permute-start" if len(instruction.operand_ids) == 4:
-            return (InPlacePair(1, (), (1,)),)
+        case "collective-permute" | "collective-permute-start" if is_in_place(module, instruction):
+            place = (1,) if instruction.opcode == "collective-permute-start" else ()
+            parts = range(len(instruction.shape.at(place).tuple_shapes))
+            return (
+                InPlacePair(1, (), place),
+                *(InPlacePair(1, (part,), (*place, part)) for part in parts),
+            )
         case "ragged-all-to-all":
             return (InPlacePair(1, (), ()),)
-        case "custom-call" | "async-start":
-            return _annotated(instruction)
+        case "custom-call":
+            return tuple(_annotated(module, instruction))
+        case "async-start" | "async-update" | "async-done":
+            return tuple(_bound(module, instruction))
         case "fusion":
             found = (
-                *_annotated(instruction),
+                *_annotated(module, instruction),
                 *(
                     pair
                     for index, _ in instruction.shape.leaves()
@@ -60,11 +68,43 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
             return ()
 
 
-def _annotated(instruction: Instruction) -> tuple[InPlacePair, ...]:
-    return tuple(
-        InPlacePair(a.operand, a.operand_index, a.output_index)
-        for a in instruction.output_operand_aliasing
-    )
+def is_in_place(module: Module, permute: Instruction) -> bool:
+    """Whether `permute` is a collective-permute(-start) with the place of its result, and both
+    starting indices, as operands (HloCollectivePermuteInstruction::inplace)."""
+    if not permute.opcode.startswith("collective-permute") or len(permute.operand_ids) != 4:
+        return False
+    # Of four arrays that it permutes the result would be a tuple.
+    result = permute.shape.at((1,)) if permute.opcode.endswith("-start") else permute.shape
+    return result.is_tuple == module.instructions[permute.operand_ids[1]].shape.is_tuple
+
+
+def _annotated(module: Module, i: Instruction) -> Iterator[InPlacePair]:
+    """What `i` declares, where both parts are there."""
+    for a in i.output_operand_aliasing:
+        if a.operand < len(i.operand_ids):
+            operand = module.instructions[i.operand_ids[a.operand]]
+            if operand.shape.has(a.operand_index) and i.shape.has(a.output_index):
+                yield InPlacePair(a.operand, a.operand_index, a.output_index)
+
+
+def _bound(module: Module, link: Instruction) -> Iterator[InPlacePair]:
+    """What an asynchronous operation declares that holds at `link`."""
+    chain = async_chains(module).get(link.id)
+    if link.opcode != "async-start" or chain is None or chain.runs_at is None:
+        yield from _annotated(module, link)
+    if chain is None or chain.runs_at is not link:
+        return
+    before = len(chain.operands_before(link))
+    for a in chain.start.output_operand_aliasing:
+        if a.output_index[:1] == (1,) and a.operand < len(chain.operands):
+            output = a.output_index[link.opcode == "async-done" :]
+            if a.operand < before:
+                operand, part = 0, (0, a.operand, *a.operand_index)
+            else:
+                operand, part = a.operand - before + (link is not chain.start), a.operand_index
+            bound = module.instructions[link.operand_ids[operand]]
+            if bound.shape.has(part) and link.shape.has(output):
+                yield InPlacePair(operand, part, output)
 
 
 def _one_output_each(instruction: Instruction, n: int) -> tuple[InPlacePair, ...]:
@@ -78,33 +118,33 @@ def _updated_parameter(
 ) -> InPlacePair | None:
     """The fusion parameter that the output at `index` updates in place, if there is one."""
     root = module.computations[fusion.called_computation_ids[0]].root
-    source, at = through_tuples(module, root, index)
+    source, at = _origin(module, root, index)
     for pair in in_place_pairs(module, source):
         if pair.output_index != at:
             continue
         operand = module.instructions[source.operand_ids[pair.operand]]
-        updated, part = through_tuples(module, operand, pair.operand_index)
+        updated, part = _origin(module, operand, pair.operand_index)
         if updated.opcode == "fusion":
             # A nested fusion that updates its own parameter is transparent.
             for inner in in_place_pairs(module, updated):
                 if inner.output_index == part:
                     operand = module.instructions[updated.operand_ids[inner.operand]]
-                    updated, part = through_tuples(module, operand, inner.operand_index)
+                    updated, part = _origin(module, operand, inner.operand_index)
                     break
-        if updated.opcode == "bitcast":
-            updated = module.instructions[updated.operand_ids[0]]
         if updated.opcode == "parameter":
             return InPlacePair(updated.parameter_number, part, index)
     return None
 
 
-def through_tuples(
+def _origin(
     module: Module, instruction: Instruction, index: ShapeIndex
 ) -> tuple[Instruction, ShapeIndex]:
-    """Follows tuples and get-tuple-elements back to where the part at `index` comes from."""
+    """Follows tuples and their elements, then bitcasts, back to where the part comes from."""
     while instruction.opcode == "tuple" and index:
         instruction, index = module.instructions[instruction.operand_ids[index[0]]], index[1:]
     while instruction.opcode == "get-tuple-element":
         index = (instruction.tuple_index, *index)
+        instruction = module.instructions[instruction.operand_ids[0]]
+    while instruction.opcode == "bitcast" and not index:
         instruction = module.instructions[instruction.operand_ids[0]]
     return instruction, index

@@ -35,11 +35,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from hlo_passes.aliasing import is_in_place
+from hlo_passes.async_chains import async_chains
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.machine import Interconnect
 from hlo_passes.once import once
 
-_KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+_KINDS = (
+    *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
+    "reduce-scatter",
+)
 
 _FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
@@ -91,12 +96,8 @@ def _fused_target(module: Module, fusion: Instruction) -> str:
 class _Finder:
     def __init__(self, module: Module) -> None:
         self._module = module
-        wrapped = (
-            i.called_computation_ids
-            for i in module.instructions.values()
-            if i.opcode in ("async-start", "async-update", "async-done")
-        )
-        self._wrapped = {computation for ids in wrapped for computation in ids}
+        self._chains = async_chains(module)
+        self._wrapped = {c.computation.id for c in self._chains.values() if c.computation}
 
     def all(self) -> Mapping[int, Collective]:
         found: dict[int, Collective] = {}
@@ -121,15 +122,13 @@ class _Finder:
         """The collective that `i` starts or is."""
         if i.opcode.removesuffix("-start") in _KINDS:
             return i
-        if i.opcode == "async-start":
-            return self._collective_in(i)
-        if is_fused_start(self._module, i):
+        if i.opcode == "async-start" or is_fused_start(self._module, i):
             return self._collective_in(i)
         return None
 
     def _collective_in(self, caller: Instruction) -> Instruction | None:
-        (body,) = (self._module.computations[c] for c in caller.called_computation_ids)
-        return next((i for i in body.instructions if i.opcode in _KINDS), None)
+        called = (self._module.computations[c] for c in caller.called_computation_ids)
+        return next((i for body in called for i in body.instructions if i.opcode in _KINDS), None)
 
     def _waits(self, computation: Computation) -> Mapping[int, int]:
         """The id of what waits for each asynchronous start, by the start's id."""
@@ -142,11 +141,8 @@ class _Finder:
                     chains[self._chain(i)] = i.id
                 elif target == _FUSED_DONE and self._chain(i) in chains:
                     found[chains[self._chain(i)]] = i.id
-            elif i.opcode.endswith("-done") and i.operand_ids:
-                start = self._module.instructions[i.operand_ids[0]]
-                while start.opcode.endswith("-update"):
-                    start = self._module.instructions[start.operand_ids[0]]
-                found[start.id] = i.id
+            elif i.opcode.endswith("-done") and i.id in self._chains:
+                found[self._chains[i.id].start.id] = i.id
         return found
 
     def _chain(self, fusion: Instruction) -> str:
@@ -154,8 +150,9 @@ class _Finder:
         return "" if inner is None else inner.proto.frontend_attributes.map.get(_CHAIN, "")
 
     def _operand_bytes(self, inner: Instruction) -> int:
-        # A permutation may be given the place of its result, as further operands.
-        ids = inner.operand_ids[:1] if "permute" in inner.opcode else inner.operand_ids
+        # Further operands are the place of its result, and what goes where.
+        is_first = is_in_place(self._module, inner) or inner.opcode.startswith("ragged")
+        ids = inner.operand_ids[:1] if is_first else inner.operand_ids
         shapes = (self._module.instructions[operand].shape for operand in ids)
         return sum(leaf.byte_size for shape in shapes for _, leaf in shape.leaves())
 

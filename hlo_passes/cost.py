@@ -41,6 +41,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hlo_passes.async_chains import wrapped_by
 from hlo_passes.collectives import collectives
 from hlo_passes.edits import RECOMPUTE_ATTRIBUTE
 from hlo_passes.flops import MatrixWork, matrix_work
@@ -152,14 +153,16 @@ class _Costs:
         opcode = instruction.opcode
         if instruction.id in self.moves or opcode == "copy-start":
             return 0.0
-        if opcode.endswith(("-done", "-update")):
+        if (wrapped := wrapped_by(self.module, instruction)) is not None:
+            return self._computation(wrapped)
+        if opcode == "async-start" or opcode.endswith(("-done", "-update")):
             return 0.0
         if opcode == "while":
             count = trip_count(self.module, instruction)
             return (1 if count is None else count) * sum(self._called(instruction))
         if opcode == "conditional":
             return max(self._called(instruction))
-        if opcode in ("call", "async-start"):
+        if opcode == "call":
             return sum(self._called(instruction))
         if opcode in NO_TRAFFIC_OPCODES:
             return 0.0

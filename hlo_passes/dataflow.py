@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hlo_passes.aliasing import in_place_pairs
+from hlo_passes.aliasing import in_place_pairs, is_in_place
+from hlo_passes.async_chains import AsyncChain, async_chains
+from hlo_passes.call_graph import call_graph
+from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.once import once
 
 BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
 
 _POINTER_BYTES = 8
-
-# What runs computations whose values are followed.
-_FOLLOWED = frozenset({"async-start", "call", "conditional", "while"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,11 @@ class Dataflow:
 def analyze_dataflow(module: Module) -> Dataflow:
     """Finds the values and buffers of all computations that run on their own.
 
-    Computations inside one instruction (of a fusion, reduce, sort, ...) have none. A
-    computation that several instructions call is followed from the first of them; the
-    others count as opaque (XLA's final modules have no such computation).
+    Computations inside one instruction (of a fusion, reduce, sort, ...) have none; see
+    `call_graph` for those that several instructions call.
+
+    Raises:
+      MalformedModuleError: when what flows into a computation, or out of it, is of another shape.
 
     Complexity: linear in the positions of the module, times the walks (see above).
     """
@@ -217,6 +219,8 @@ class _Walk:
         self.definitions: list[tuple[Position, bool]] = []
         self.same_buffer: list[tuple[int, int]] = []
         self.visited: dict[int, Computation] = {}
+        self._runs = call_graph(module).runs
+        self._chains = async_chains(module)
         self._indices: dict[int, tuple[ShapeIndex, ...]] = {}
 
     def indices(self, shape: Shape) -> tuple[ShapeIndex, ...]:
@@ -249,70 +253,119 @@ class _Walk:
             self.same_buffer.append((a, b))
 
     def _place(self, i: Instruction) -> None:
-        if i.opcode not in _FOLLOWED:
-            if i.opcode != "parameter" or i.computation_id == self.module.entry.id:
-                self._forward(i, None)  # The caller has placed other parameters.
-            return
-        called = [self.module.computations[c] for c in i.called_computation_ids]
-        follow = bool(called) and not any(c.id in self.visited for c in called)
-        # XLA:TPU starts work of its sparse cores without operands: an update brings them.
-        is_announced = i.opcode == "async-start" and not i.operand_ids
         match i.opcode:
-            case "while" if follow:
-                self._while(i, body=called[0], condition=called[1])
-            case "conditional" if follow:
-                self._conditional(i, called)
-            case "call" | "async-start" if follow and not is_announced:
-                for parameter in called[0].parameters:
-                    self._hand_over(i.operand_ids[parameter.parameter_number], parameter)
-                self.visit(called[0])
-                self._forward(i, called[0].root)
+            case "while":
+                self._while(i)
+            case "conditional":
+                self._conditional(i)
+            case "call" if i.id in self._runs:
+                (called,) = self._runs[i.id]
+                self._call(called, i.operand_ids)
+                self._hand_over(called.root, i)
+            case "async-start" | "async-update" | "async-done" if i.id in self._chains:
+                self._async(i, self._chains[i.id])
+            case "parameter" if (i.id, ()) in self.value_at:
+                pass  # Its caller has placed it.
             case _:
-                self._forward(i, None)
+                for index in self.indices(i.shape):
+                    self._forward(i, index)
 
-    def _forward(self, i: Instruction, root: Instruction | None) -> None:
+    def _forward(self, i: Instruction, index: ShapeIndex) -> None:
+        source = source_of(self.module, i, index)
+        value = None if source is None else self.value_at.get(source)
+        if value is None:
+            self._define(i, index)
+        else:
+            self.value_at[i.id, index] = value
+
+    def _hand_over(self, source: Instruction, to: Instruction) -> None:
+        self._same_shape(source, to)
+        for index in self.indices(to.shape):
+            self.value_at[to.id, index] = self.value_at[source.id, index]
+
+    def _same_shape(self, source: Instruction, to: Instruction) -> None:
+        if self.indices(source.shape) != self.indices(to.shape):
+            raise MalformedModuleError(
+                f"{self.module.name}, computation "
+                f"%{self.module.computations[to.computation_id].name}",
+                f"%{to.name} is of shape {to.shape}, and what flows into it, %{source.name}, of "
+                f"shape {source.shape}",
+                "A computation takes what its callers give, and they give what it returns.",
+            )
+
+    def _call(self, computation: Computation, operands: Sequence[int]) -> None:
+        for p in computation.parameters:
+            self._hand_over(self.module.instructions[operands[p.parameter_number]], p)
+        self.visit(computation)
+
+    def _async(self, i: Instruction, chain: AsyncChain) -> None:
+        root = None
+        if chain.runs_at is not None and chain.computation is not None:
+            if i is chain.runs_at and i.id in self._runs:
+                self._call(chain.computation, chain.operands)
+                for link in chain.links[: chain.links.index(i)]:
+                    self._take_result(link, chain.computation.root)
+            if chain.runs_at.id in self._runs:
+                root = chain.computation.root
         for index in self.indices(i.shape):
-            source = _source(i, index, root)
-            if source is None:
-                self._define(i, index)
-            else:
-                self.value_at[i.id, index] = self.value_at[source]
+            is_result = i is chain.done or index[:1] == (1,)
+            if root is None or not is_result or i.shape.at(index).is_tuple:
+                self._forward(i, index)
+        # Where there is room for the result before it is made, its place is left open.
+        if root is not None and root.computation_id in self.visited:
+            self._take_result(i, root)
 
-    def _hand_over(self, source: int, parameter: Instruction) -> None:
-        for index in self.indices(parameter.shape):
-            self.value_at[parameter.id, index] = self.value_at[source, index]
+    def _take_result(self, link: Instruction, root: Instruction) -> None:
+        """Places the arrays that `root` gives in what `link` has of the result."""
+        within = () if link.opcode == "async-done" else (1,)
+        for index in self.indices(link.shape):
+            if index[: len(within)] == within and not link.shape.at(index).is_tuple:
+                self.value_at[link.id, index] = self._at(root, index[len(within) :])
 
-    def _while(self, i: Instruction, body: Computation, condition: Computation) -> None:
-        init = i.operand_ids[0]
+    def _while(self, i: Instruction) -> None:
+        init = self.module.instructions[i.operand_ids[0]]
+        body = self.module.computations[i.called_computation_ids[0]]
+        runs = self._runs.get(i.id, ())
         indices = self.indices(i.shape)
-        parameters = (condition.parameters[0], body.parameters[0])
-        for parameter in parameters:
+        for carried in (init, body.root, *(c.parameters[0] for c in runs)):
+            self._same_shape(carried, i)
+        # What the body of another loop does in this one is not followed.
+        merges = indices if body not in runs else ()
+        merged = {index for index in indices if (i.id, index) in self.merges}.union(merges)
+        for computation in runs:
             for index in indices:
-                if (i.id, index) in self.merges:
-                    merged = self._define(parameter, index, is_phi=True)
-                    self._alias(self.value_at[init, index], merged)
+                given = self._at(init, index)
+                if index in merged:
+                    self._alias(given, self._define(computation.parameters[0], index, is_phi=True))
                 else:
-                    self.value_at[parameter.id, index] = self.value_at[init, index]
-        self.visit(condition)
-        self.visit(body)
+                    self.value_at[computation.parameters[0].id, index] = given
+        for computation in runs:
+            self.visit(computation)
         for index in indices:
-            given, carried = self.value_at[init, index], self._at(body.root, index)
-            if (i.id, index) in self.merges:
-                merged = self._define(i, index, is_phi=True)
-                self._alias(given, merged)
-                self._alias(given, carried)
-                continue
-            self.value_at[i.id, index] = given
-            if given != carried:
-                self.merges_missing.add((i.id, index))
+            given = self._at(init, index)
+            if index in merged:
+                self._alias(given, self._define(i, index, is_phi=True))
+            else:
+                self.value_at[i.id, index] = given
+            if body in runs:
+                carried = self._at(body.root, index)
+                if index in merged:
+                    self._alias(given, carried)
+                elif given != carried:
+                    self.merges_missing.add((i.id, index))
 
-    def _conditional(self, i: Instruction, branches: Sequence[Computation]) -> None:
-        for n, branch in enumerate(branches):
-            self._hand_over(i.operand_ids[n + 1], branch.parameters[0])
+    def _conditional(self, i: Instruction) -> None:
+        called, runs = i.called_computation_ids, self._runs.get(i.id, ())
+        for branch in runs:
+            self._hand_over(
+                self.module.instructions[i.operand_ids[1 + called.index(branch.id)]],
+                branch.parameters[0],
+            )
             self.visit(branch)
+            self._same_shape(branch.root, i)
         for index in self.indices(i.shape):
-            results = {self._at(branch.root, index) for branch in branches}
-            if len(results) == 1:
+            results = {self._at(branch.root, index) for branch in runs}
+            if len(results) == 1 and len(runs) == len(called):
                 self.value_at[i.id, index] = results.pop()
                 continue
             merged = self._define(i, index, is_phi=True)
@@ -320,13 +373,9 @@ class _Walk:
                 self._alias(merged, result)
 
 
-def _source(
-    i: Instruction, index: ShapeIndex, root: Instruction | None
-) -> tuple[int, ShapeIndex] | None:
-    """Where the value at `index` of `i` comes from; None when `i` defines it there.
-
-    `root` is the root of the computation that a call or an asynchronous start wraps.
-    """
+def source_of(module: Module, i: Instruction, index: ShapeIndex) -> tuple[int, ShapeIndex] | None:
+    """Where the value at `index` of `i` comes from; None when `i` defines it there. What is not
+    there (the result of an operation that has not got it yet) `i` defines as well."""
     operands, head, rest = i.operand_ids, index[:1], index[1:]
     match i.opcode:
         case "bitcast" | "add-dependency" | "domain" | "opt-barrier" | "all-reduce-done":
@@ -337,33 +386,36 @@ def _source(
             return operands[index[0]], rest
         case "copy" if index:
             return operands[0], index
-        case "call" if root is not None:
-            return root.id, index
-        case "copy-start" if index == (1,):
-            return operands[0], ()
+        case "copy-start" if head == (1,):
+            return operands[0], rest
         case "copy-done":
-            return operands[0], (0,)
-        case "async-start" if i.shape.at(index).is_tuple:
-            return None
-        case "async-start" if head == (0,):
-            return operands[rest[0]], rest[1:]
-        case "async-start" if head == (1,) and root is not None:
-            return root.id, rest
-        case "async-update" if operands[1:]:
-            is_operand = head == (0,) and not i.shape.at(index).is_tuple
-            return (operands[1 + rest[0]], rest[1:]) if is_operand else None
-        case "async-update" if not i.shape.at(index).is_tuple:
+            return operands[0], (0, *index)
+        case "send" if head == (0,):
+            return operands[0], rest
+        case "recv-done" if head == (0,):
             return operands[0], index
-        case "async-done" | "all-gather-done" | "collective-permute-done" if not i.shape.at(
-            index
-        ).is_tuple:
-            return operands[0], (1, *index)
+        case "collective-permute-start" if head == (0,) and is_in_place(module, i):
+            return operands[0], rest
         case "all-gather-start" | "collective-permute-start" if head == (0,):
             if not i.shape.at((0,)).is_tuple:
                 return operands[0], ()
             return (operands[rest[0]], rest[1:]) if rest else None
-        case "send" | "recv-done" if head == (0,):
-            return operands[0], rest if i.opcode == "send" else index
+        case opcode if not opcode.endswith(("-start", "-update", "-done")):
+            return None
+        case _ if i.shape.at(index).is_tuple:
+            return None
+        case "async-start" if head == (0,):
+            return (operands[rest[0]], rest[1:]) if rest[0] < len(operands) else None
+        case "async-update" if head == (0,):
+            bound = len(module.instructions[operands[0]].shape.at((0,)).tuple_shapes)
+            if rest[0] < bound:
+                return operands[0], index
+            own = 1 + rest[0] - bound
+            return (operands[own], rest[1:]) if own < len(operands) else None
+        case "async-update" if head == (1,):
+            return operands[0], index
+        case "async-done" | "all-gather-done" | "collective-permute-done":
+            return operands[0], (1, *index)
         case _:
             return None
 

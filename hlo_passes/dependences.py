@@ -18,13 +18,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 
+from hlo_passes.async_chains import dones_of
+from hlo_passes.call_graph import call_graph
 from hlo_passes.collectives import is_fused_start
 from hlo_passes.dataflow import Buffer, Dataflow
-from hlo_passes.host_transfers import dones_of
 from hlo_passes.ir import Computation
-
-# What runs the computations that it names; a fusion's, or a reduction's, has no buffers.
-_RUNS = frozenset({"async-start", "call", "conditional", "while"})
 
 
 def dependences(dataflow: Dataflow, computation: Computation) -> Mapping[int, frozenset[int]]:
@@ -56,14 +54,14 @@ class _View:
         dones = dones_of(dataflow.module, computation)
         self.end = {start: done.id for start, done in dones.items()}
         self.top: dict[int, int] = {}
+        runs = call_graph(dataflow.module).runs
         for i in computation.instructions:
             self.top[i.id] = i.id
-            pending = list(i.called_computation_ids) if i.opcode in _RUNS else []
+            pending = list(runs.get(i.id, ()))
             while pending:
-                for inner in self.module.computations[pending.pop()].instructions:
+                for inner in pending.pop().instructions:
                     self.top[inner.id] = i.id
-                    if inner.opcode in _RUNS:
-                        pending += inner.called_computation_ids
+                    pending += runs.get(inner.id, ())
 
 
 def _order_accesses(view: _View, buffer: Buffer, before: Mapping[int, set[int]]) -> None:
@@ -75,13 +73,14 @@ def _order_accesses(view: _View, buffer: Buffer, before: Mapping[int, set[int]])
         writer = view.top.get(value.instruction.id, -1)
         readers = (view.top.get(use.instruction.id, -1) for use in value.uses)
         written[writer] += [r for r in readers if r >= 0]
-        if value.index == (0,) and is_fused_start(view.module, value.instruction):
+        is_own = value.instruction.id in view.place
+        if is_own and value.index == (0,) and is_fused_start(view.module, value.instruction):
             sent.append(writer)
     writers = sorted(written, key=lambda w: view.place.get(w, -1))
     for start in sent:  # It writes nothing there: its done reads what lies there.
-        earlier = writers[writers.index(start) - 1]
-        written[earlier] += written[start]
-        writers.remove(start)
+        if (place := writers.index(start)) > 0:
+            written[writers[place - 1]] += written[start]
+            del writers[place]
     for earlier, writer in pairwise(writers):
         mine = {writer, view.end.get(writer, writer)}
         for access in (earlier, *written[earlier]):

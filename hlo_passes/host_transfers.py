@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from hlo_passes.async_chains import dones_of
 from hlo_passes.host_copies import host_copies
-from hlo_passes.ir import HOST_MEMORY_SPACE, Computation, Instruction, Module
+from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.machine import Machine
 from hlo_passes.moves import moves
 from hlo_passes.traffic import traffic
@@ -68,18 +69,6 @@ def host_transfers(module: Module, machine: Machine) -> Mapping[int, tuple[HostT
             )
         if transfers:
             found[computation.id] = tuple(transfers)
-    return found
-
-
-def dones_of(module: Module, computation: Computation) -> Mapping[int, Instruction]:
-    """Maps each asynchronous start of a computation to its done, by the start's id."""
-    found: dict[int, Instruction] = {}
-    for done in computation.instructions:
-        if done.opcode.endswith("-done"):
-            start = module.instructions[done.operand_ids[0]]
-            while start.opcode.endswith("-update"):
-                start = module.instructions[start.operand_ids[0]]
-            found[start.id] = done
     return found
 
 

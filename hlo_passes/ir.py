@@ -148,6 +148,12 @@ class Shape:
             shape = shape.tuple_shapes[i]
         return shape
 
+    def has(self, index: ShapeIndex) -> bool:
+        """Whether there is a sub-shape at `index`."""
+        return not index or (
+            index[0] < len(self.tuple_shapes) and self.tuple_shapes[index[0]].has(index[1:])
+        )
+
     def __str__(self) -> str:
         if self.is_tuple:
             return "(" + ", ".join(map(str, self.tuple_shapes)) + ")"

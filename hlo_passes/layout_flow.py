@@ -17,10 +17,12 @@ any order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hlo_passes.async_chains import async_chains, wrapped_by
+from hlo_passes.dataflow import source_of
 from hlo_passes.host_transfers import nests
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.layout_maps import Order, OrderMap, aligned, bitcast, order_of, reshaped, transposed
@@ -189,10 +191,8 @@ class _Flow:
                 self._fusion(i, operands)
             case "while" | "call" | "conditional":
                 self._control_flow(i, operands)
-            case "async-start":
-                self._async_start(i, operands)
-            case "async-update":
-                self._async_update(i, operands)
+            case "async-start" | "async-update" | "async-done":
+                self._async(i)
             case "copy-start":
                 self.tie(Site(operands[0].id), Site(i.id, (0,)))
                 self.tie(Site(operands[0].id), Site(i.id, (1,)))
@@ -200,9 +200,6 @@ class _Flow:
                 self.tie(Site(operands[0].id, (0,)), Site(i.id))
             case "opt-barrier" | "domain":
                 self._handed_on(operands[0], i)
-            case "async-done":
-                for site in own:
-                    self.tie(Site(operands[0].id, (1, *site.part)), site)
             case "copy" | "transpose" if is_fused:
                 pass
             case opcode if opcode in _VIEWS:
@@ -238,48 +235,37 @@ class _Flow:
     def _control_flow(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         for n, called in enumerate(i.called_computation_ids):
             body = self._module.computations[called]
-            if called not in self.executions:  # Only what runs asynchronously calls it.
+            is_new = called not in self.executions  # In what runs asynchronously.
+            if is_new:
+                self._fused.add(called)
                 self.executions[called] = self.executions[i.computation_id]
-                self.walk(body)
             taken = [operands[n + 1]] if i.opcode == "conditional" else operands
             for operand, parameter in zip(taken, body.parameters, strict=True):
                 self._handed_on(operand, parameter)
+            if is_new:
+                self.walk(body)
             if i.opcode == "while":
                 self._handed_on(body.parameters[0], i)
             if body.root.shape.dtype != "pred" or i.opcode != "while":
                 self._handed_on(body.root, i)
 
-    def _async_start(self, i: Instruction, operands: Sequence[Instruction]) -> None:
-        (body,) = (self._module.computations[c] for c in i.called_computation_ids)
-        self._fused.add(body.id)
-        self.executions[body.id] = self.executions[i.computation_id]
-        self.walk(body)
-        self._async_operands(i, operands, body.parameters)
-        for site in self.sites(body.root):
-            self.tie(site, Site(i.id, (1, *site.part)))
-
-    def _async_update(self, i: Instruction, operands: Sequence[Instruction]) -> None:
-        """What was given so far, and operands that the start was not given yet."""
-        self._handed_on(operands[0], i)
-        given, start = len(operands[0].shape.tuple_shapes[0].tuple_shapes), operands[0]
-        while start.opcode == "async-update":
-            start = self._module.instructions[start.operand_ids[0]]
-        (body,) = (self._module.computations[c] for c in start.called_computation_ids)
-        self._async_operands(i, operands[1:], body.parameters[given:], given)
-        for site in self.sites(body.root):
-            self.tie(site, Site(i.id, (1, *site.part)))
-
-    def _async_operands(
-        self,
-        i: Instruction,
-        operands: Iterable[Instruction],
-        parameters: Iterable[Instruction],
-        given: int = 0,
-    ) -> None:
-        for k, (operand, parameter) in enumerate(zip(operands, parameters, strict=False), given):
-            self._handed_on(operand, parameter)
-            for site in self.sites(operand):
-                self.tie(site, Site(i.id, (0, k, *site.part)))
+    def _async(self, link: Instruction) -> None:
+        for site in self.sites(link):
+            source = source_of(self._module, link, site.part)
+            if source is not None:
+                self.tie(Site(*source), site)
+        wrapped = wrapped_by(self._module, link)
+        if wrapped is None:
+            return
+        operands = async_chains(self._module)[link.id].operands
+        self._fused.add(wrapped.id)
+        self.executions[wrapped.id] = self.executions[link.computation_id]
+        for p in wrapped.parameters:
+            self._handed_on(self._module.instructions[operands[p.parameter_number]], p)
+        self.walk(wrapped)
+        within = () if link.opcode == "async-done" else (1,)
+        for site in self.sites(wrapped.root):
+            self.tie(site, Site(link.id, (*within, *site.part)))
 
     def _fixed(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         self.found.fixed.update(self.sites(i))

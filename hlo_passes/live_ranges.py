@@ -8,7 +8,8 @@
     carried               [────────────────────)    what the body gives back, until b
 
 A computation that an instruction runs stands before it on the line: first the condition of
-a while, then its body; the branches of a conditional one after the other. Ranges are
+a while, then its body; the branches of a conditional one after the other; what an asynchronous
+operation wraps before the link at which it has its operands (`call_graph`). Ranges are
 half-open: a value defined at t whose last reader is at u has ``LiveRange(t, u + 1)``, so
 that an operand and the result of its last reader overlap in one tick unless they share
 bytes (see `buffer_sharing`).
@@ -22,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hlo_passes.async_chains import async_chains
+from hlo_passes.call_graph import call_graph
 from hlo_passes.dataflow import Buffer, Dataflow, Value
 from hlo_passes.errors import UnscheduledModuleError
 from hlo_passes.ir import Computation, Instruction, Module
@@ -84,40 +87,27 @@ class _TimeLine:
         self.time_of: dict[int, LogicalTime] = {}
         self.span: dict[int, LiveRange] = {}
         self.donated = {(a.parameter, a.parameter_index) for a in module.input_output_aliases}
-        # Computation that an asynchronous pair wraps → the pair.
-        self.pair_of: dict[int, tuple[Instruction, Instruction]] = {}
-        for done in module.instructions.values():
-            if done.opcode == "async-done":
-                start = self._start_of(done)
-                for c in start.called_computation_ids:
-                    self.pair_of[c] = (start, done)
+        self.graph = call_graph(module)
+        # What a computation holds, it holds at least from one instruction until others.
+        self.held: dict[int, tuple[Instruction | None, tuple[Instruction, ...]]] = {}
 
     def flatten(self, computation: Computation) -> None:
-        if computation.id in self.span:
-            return
         start = len(self.sequence)
-        self.span[computation.id] = LiveRange(start, start)
         for i in computation.instructions:
-            for c in self._runs(i):
-                self.flatten(self.module.computations[c])
+            for called in self.graph.runs.get(i.id, ()):
+                self._hold(called, i)
+                self.flatten(called)
             self.time_of[i.id] = len(self.sequence)
             self.sequence.append(i)
         self.span[computation.id] = LiveRange(start, len(self.sequence))
 
-    def _runs(self, i: Instruction) -> tuple[int, ...]:
-        called = i.called_computation_ids
-        match i.opcode:
-            case "while":
-                return called[1], called[0]
-            case "call" | "conditional" | "async-start":
-                return called
-            case _:
-                return ()
-
-    def _start_of(self, i: Instruction) -> Instruction:
-        while i.opcode in ("async-update", "async-done"):
-            i = self.module.instructions[i.operand_ids[0]]
-        return i
+    def _hold(self, called: Computation, caller: Instruction) -> None:
+        since, until = self.held.get(caller.computation_id, (None, ()))
+        if (chain := async_chains(self.module).get(caller.id)) is not None:
+            since, until = caller, (chain.links[-1],)
+        if (last := self.graph.last_caller.get(called.id)) is not None:
+            until = *until, last
+        self.held[called.id] = since, until
 
     def is_root(self, i: Instruction) -> bool:
         return self.module.computations[i.computation_id].root is i
@@ -136,19 +126,20 @@ def _life(value: Value, line: _TimeLine) -> LiveRange:
     else:
         start = time
     last = span.end if line.is_root(definer) else time
-    if definer.computation_id in line.pair_of:
-        # What an asynchronous call holds, it holds from its start until it is done.
-        first, done = line.pair_of[definer.computation_id]
-        start, last = line.time_of[first.id], max(last, line.time_of[done.id])
+    since, until = line.held.get(definer.computation_id, (None, ()))
+    if since is not None:
+        start = line.time_of[since.id]
+    last = max([last, *(line.time_of[i.id] for i in until)])
     for position in value.positions[1:]:
         i = position.instruction
         last = max(last, line.span[i.computation_id].end if line.is_root(i) else line.time_of[i.id])
     for user in {use.instruction for use in value.uses}:
-        if user.opcode == "call":
+        runs = line.graph.runs.get(user.id, ())
+        if user.opcode == "call" and runs:
             continue  # It reads nothing itself: the callee's parameter is a position above.
-        if user.opcode == "while":
+        if user.opcode == "while" and runs and runs[-1].id == user.called_computation_ids[0]:
             # The body's parameter takes the operand over: the loop reads it no longer.
-            user = line.module.computations[user.called_computation_ids[0]].parameters[0]
+            user = runs[-1].parameters[0]
         last = max(last, line.time_of[user.id])
     return LiveRange(start, last + 1)
 

@@ -56,7 +56,7 @@ def moves(module: Module, machine: Machine, traffic: Mapping[int, Traffic]) -> M
         # Indices are read too; the data is what outweighs them.
         source = max(moved.read, key=moved.read.__getitem__)
         destination = max(moved.written, key=moved.written.__getitem__)
-        is_async = instruction.opcode in ("copy-start", "async-start")
+        is_async = instruction.opcode in ("copy-start", "async-start", "async-update")
         if not is_async and HOST_MEMORY_SPACE not in (source, destination):
             continue
         ends = tiers.get(source), tiers.get(destination)

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hlo_passes.async_chains import dones_of
 from hlo_passes.collectives import collectives
 from hlo_passes.dataflow import Dataflow
 from hlo_passes.dependences import dependences
-from hlo_passes.host_transfers import dones_of
 from hlo_passes.ir import Instruction, Module
 
 _COLLECTIVES = frozenset(

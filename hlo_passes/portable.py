@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from custom_calls import targets
 from hlo_passes import xla
+from hlo_passes.async_chains import AsyncChain, async_chains, wrapped_by
 from hlo_passes.errors import ReplayError
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.plain_hlo import bitcast, braces, plain_text, text, undefined
@@ -31,7 +32,7 @@ from hlo_passes.proto import hlo_pb2
 
 _STARTS = frozenset({"async-start", "async-update", "copy-start"})
 _DONES = frozenset({"async-done", "async-update", "copy-done"})
-_CALLS = frozenset({"async-start", "fusion"})
+_ASYNC = frozenset({"async-start", "async-update", "async-done"})
 
 # Opcodes, and targets of custom calls, that have the value of their first operand.
 _IDENTITIES = frozenset({"add-dependency", "copy-start"}) | _DONES
@@ -128,6 +129,16 @@ class _Rewriter:
         for proto in source.instructions:
             instruction = self._module.instructions[proto.id]
             self._refuse_the_impossible(instruction)
+            if instruction.opcode in _ASYNC:
+                chain = self._chain(instruction)
+                wrapped = wrapped_by(self._module, instruction)
+                if wrapped is not None:
+                    operands = [value[o] for o in chain.operands]
+                    result.instructions.append(_call(instruction, operands, wrapped.id))
+                    value[instruction.id] = instruction.id
+                elif chain.runs_at is not None and chain.runs_at.id in value:
+                    value[instruction.id] = value[chain.runs_at.id]
+                continue
             operands = [value[i] for i in instruction.operand_ids]
             if self._is_identity(instruction):
                 value[instruction.id] = operands[0]
@@ -149,7 +160,7 @@ class _Rewriter:
         self, instruction: Instruction, operands: Iterable[int]
     ) -> Iterator[hlo_pb2.HloInstructionProto]:
         """Yields what stands for `instruction`; the last has its id."""
-        if instruction.opcode in _CALLS:
+        if instruction.opcode == "fusion":
             yield _call(instruction, operands, instruction.called_computation_ids[0])
             return
         meaning = self._plain_meaning(instruction)
@@ -316,7 +327,10 @@ class _Rewriter:
     def _slice_behind(self, instruction: Instruction) -> Instruction | None:
         """The slice that `instruction` hands on unchanged, if it does."""
         while instruction.opcode != "slice":
-            if instruction.opcode in _CALLS:
+            if (wrapped := wrapped_by(self._module, instruction)) is not None:
+                instruction = wrapped.root
+                continue
+            if instruction.opcode == "fusion":
                 (callee, *_) = instruction.called_computation_ids
                 instruction = self._module.computations[callee].root
                 continue
@@ -339,12 +353,13 @@ class _Rewriter:
         See xla/service/gpu/transforms/gemm_rewriter.cc. cuBLAS accumulates in f32, f64 in
         f64, and rounds once.
         """
-        config = instruction.backend_config["gemm_backend_config"]
+        config = instruction.backend_config.get("gemm_backend_config", {})
         (_, result), *workspace = instruction.shape.leaves()
-        if config["epilogue"] != "DEFAULT" or result.dtype not in ("bf16", "f16", "f32", "f64"):
+        epilogue = config.get("epilogue", "unknown")
+        if epilogue != "DEFAULT" or result.dtype not in ("bf16", "f16", "f32", "f64"):
             raise self._error(
                 instruction,
-                f"a cuBLAS call with epilogue {config['epilogue']} on {result} is not known here",
+                f"a cuBLAS call with epilogue {epilogue} on {result} is not known here",
                 "Compile with xla_gpu_enable_cublaslt=false and replay that.",
             )
         lhs, rhs, *addend = self._operand_shapes(instruction)
@@ -425,6 +440,16 @@ class _Rewriter:
                     "Only the matching done may; read its result.",
                 )
 
+    def _chain(self, link: Instruction) -> AsyncChain:
+        chain = async_chains(self._module).get(link.id)
+        if chain is None or chain.runs_at is None:
+            raise self._error(
+                link,
+                "it belongs to an operation that never has all of its operands",
+                "A loop may carry what its next iteration waits for: compile without that.",
+            )
+        return chain
+
     def _operand_shapes(self, instruction: Instruction) -> list[Shape]:
         return [self._module.instructions[i].shape for i in instruction.operand_ids]
 
@@ -441,8 +466,9 @@ def _call(
     instruction: Instruction, operands: Iterable[int], computation_id: int
 ) -> hlo_pb2.HloInstructionProto:
     proto = instruction.proto
-    # An async start has the shape (operands, result, context ...); the call only computes.
-    shape = proto.shape.tuple_shapes[1] if instruction.opcode == "async-start" else proto.shape
+    # Before it is done it has the shape (operands, result, context ...); the call only computes.
+    is_in_flight = instruction.opcode in ("async-start", "async-update")
+    shape = proto.shape.tuple_shapes[1] if is_in_flight else proto.shape
     call = hlo_pb2.HloInstructionProto(
         name=instruction.name,
         opcode="call",

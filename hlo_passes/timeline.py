@@ -33,6 +33,7 @@ from functools import cached_property
 import numpy as np
 
 from custom_calls.targets import COPY_DONE
+from hlo_passes.async_chains import async_chains
 from hlo_passes.collectives import Collective, collectives
 from hlo_passes.errors import MalformedModuleError, NotOnMachineError
 from hlo_passes.ir import Computation, Instruction, Module
@@ -469,15 +470,13 @@ class _ScheduleEvents:
         """The start of the move or of the collective that `instruction` waits for."""
         if instruction.id in self._starts:
             return self._starts[instruction.id]
-        is_done = instruction.opcode in ("copy-done", "async-done") or (
-            instruction.opcode == "custom-call" and instruction.custom_call_target == COPY_DONE
-        )
-        if not is_done:
-            return None
-        start = self._module.instructions[instruction.operand_ids[0]]
-        while start.opcode == "async-update":
-            start = self._module.instructions[start.operand_ids[0]]
-        return start if start.id in self._moves else None
+        chain = async_chains(self._module).get(instruction.id)
+        links: tuple[Instruction, ...] = ()
+        if instruction.custom_call_target == COPY_DONE:
+            links = (self._module.instructions[instruction.operand_ids[0]],)
+        elif chain is not None and chain.done is instruction:
+            links = chain.links
+        return next((link for link in links if link.id in self._moves), None)
 
     def _sends_bytes(self, caller: Instruction) -> bool:
         if caller.id not in self._moving:

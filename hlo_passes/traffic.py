@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hlo_passes.async_chains import wrapped_by
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.once import once
 
@@ -85,7 +86,8 @@ class Traffic:
 def traffic(module: Module) -> Mapping[int, Traffic]:
     """Returns the traffic of every instruction outside fusions, by instruction id.
 
-    An asynchronous start has the traffic of what it wraps; its done has none. Instructions
+    Of an asynchronous operation the link that runs what it wraps has the traffic of that (the
+    start, unless its operands are bound late), and its done none. Instructions
     that move nothing are left out. O(instructions).
     """
     found = {
@@ -125,7 +127,10 @@ type _Sizes = dict[Part, int]
 
 def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Accesses | None:
     opcode = instruction.opcode
-    if opcode in NO_TRAFFIC_OPCODES or opcode.endswith(("-done", "-update")):
+    if opcode in NO_TRAFFIC_OPCODES:
+        return None
+    wrapped = wrapped_by(module, instruction)
+    if wrapped is None and (opcode == "async-start" or opcode.endswith(("-done", "-update"))):
         return None
     read: _Sizes = {}
     written: _Sizes = {}
@@ -133,9 +138,8 @@ def _of(instruction: Instruction, module: Module, fused: _Fusions) -> Accesses |
     if opcode == "copy-start":
         _add(read, instruction, (1,))
         _add(written, instruction, (0,))
-    elif opcode == "async-start":
-        (wrapped,) = instruction.called_computation_ids
-        for i in module.computations[wrapped].instructions:
+    elif wrapped is not None:
+        for i in wrapped.instructions:
             if (moved := _of(i, module, fused)) is not None:
                 _add_all(read, moved.read)
                 _add_all(written, moved.written)

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from custom_calls.targets import COPY_DONE, COPY_START
 from hlo_passes import timeline
 from hlo_passes.allocations import HeapRange, find_allocations
+from hlo_passes.async_chains import async_chains
+from hlo_passes.call_graph import call_graph
 from hlo_passes.collectives import collectives
 from hlo_passes.cost import instruction_costs
 from hlo_passes.critical_path import binding
@@ -259,13 +261,15 @@ class _Builder:
 
     def _brings(self, position: Position, space: int) -> bool:
         """Whether `position` is the destination of a copy from outside `space`."""
-        start, index = position.instruction, position.index
-        if start.custom_call_target == COPY_START:
+        link, index = position.instruction, position.index
+        if link.custom_call_target == COPY_START:
             return True
-        # A start gives its source, its destination and a flag; which is where differs.
-        if (start.opcode, index[:1]) not in (("copy-start", (0,)), ("async-start", (1,))):
+        chain = async_chains(self.module).get(link.id)
+        # In flight are its source, its destination and a flag; which is where differs.
+        destination = {"copy-start": (0,), "async-start": (1,), "async-update": (1,)}
+        if chain is None or destination.get(link.opcode) != index[:1]:
             return False
-        operands = map(self.module.instructions.__getitem__, start.operand_ids)
+        operands = map(self.module.instructions.__getitem__, chain.operands)
         return any(operand.shape.memory_space != space for operand in operands)
 
     def _usage(self, tier: str, capacity: int | None, blocks: Sequence[_Block]) -> TierUsage:
@@ -384,8 +388,7 @@ class _Builder:
                 near = source == DEVICE_MEMORY_SPACE
                 size = bytes_.written[destination] if near else bytes_.read[source]
                 seen = self._transfer(start, *ends, size)
-                nest = self._nests[instruction.computation_id]
-                yield replace(seen, executions=nest.executions)
+                yield replace(seen, executions=self._nest_of(instruction).executions)
 
     def _transfer(
         self, start: LogicalTime, source: str, destination: str, size: int
@@ -433,9 +436,15 @@ class _Builder:
     def _nests(self) -> Mapping[int, Nest]:
         return nests(self.module)
 
+    def _nest_of(self, instruction: Instruction) -> Nest:
+        """The nest of what `instruction` is in; of what runs asynchronously that of its start."""
+        while instruction.computation_id not in self._nests:
+            instruction = call_graph(self.module).first_caller[instruction.computation_id]
+        return self._nests[instruction.computation_id]
+
     def _loop_around(self, instruction: Instruction) -> str:
         """The name of the innermost loop that `instruction` is in."""
-        caller = self._nests[instruction.computation_id].caller
+        caller = self._nest_of(instruction).caller
         while caller is not None and caller.opcode != "while":
             caller = self._nests[caller.computation_id].caller
         return "" if caller is None else caller.name
@@ -452,11 +461,11 @@ class _Builder:
         found: dict[int, LogicalTime] = {}
         ticks: dict[int | None, LogicalTime] = {i.id: t for t, i in enumerate(self.sequence)}
         for tick, i in enumerate(self.sequence):
-            if i.opcode in _DONES or i.custom_call_target == COPY_DONE:
-                start = self.module.instructions[i.operand_ids[0]]
-                while start.opcode == "async-update":
-                    start = self.module.instructions[start.operand_ids[0]]
-                found[start.id] = tick
+            chain = async_chains(self.module).get(i.id)
+            if i.custom_call_target == COPY_DONE:
+                found[i.operand_ids[0]] = tick
+            elif i.opcode in _DONES and chain is not None:
+                found[chain.start.id] = tick
         for start, collective in collectives(self.module).items():
             if collective.done in ticks:
                 found[start] = ticks[collective.done]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 
+from hlo_passes.async_chains import async_chains
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction
 from hlo_passes.live_ranges import LiveRanges
 from memplan.report.view import Step
@@ -64,8 +65,8 @@ class Names:
         """The user's name of an argument, or of the argument that `i` is a copy or, with
         ``[i]`` behind it, a slice of."""
         start = self.wrapped_by.get(i.computation_id, i)
-        if start.opcode == "async-done":
-            start = self._module.instructions[start.operand_ids[0]]
+        if (chain := async_chains(self._module).get(start.id)) is not None:
+            start = chain.start
         if start.opcode == "async-start" and (stack := self._stack_of(start)):
             return f"{stack}[i]"
         about = self.about(i)
@@ -76,13 +77,14 @@ class Names:
     @cached_property
     def wrapped_by(self) -> Mapping[int, Instruction]:
         """The start that runs a computation asynchronously, by the computation's id."""
-        starts = (i for i in self._ranges.sequence if i.opcode == "async-start")
-        return {i.called_computation_ids[0]: i for i in starts}
+        chains = async_chains(self._module).values()
+        return {c.computation.id: c.start for c in chains if c.computation is not None}
 
     def _stack_of(self, start: Instruction) -> str:
         """What the array on the host is called that a transfer takes a slice from, or puts
         one into."""
-        operands = map(self._module.instructions.__getitem__, start.operand_ids)
+        bound = async_chains(self._module)[start.id].operands
+        operands = map(self._module.instructions.__getitem__, bound)
         stack = next((o for o in operands if o.shape.memory_space == HOST_MEMORY_SPACE), None)
         if stack is None:
             return ""

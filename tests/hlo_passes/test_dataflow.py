@@ -2,6 +2,7 @@
 
 import pytest
 
+from hlo_passes.aliasing import InPlacePair, in_place_pairs
 from hlo_passes.dataflow import Buffer, Dataflow, analyze_dataflow
 from hlo_passes.ir import Module
 from hlo_passes.reader import read_module
@@ -88,30 +89,119 @@ ENTRY e {
     assert {"l", "s{1}", "u{1}", "d"} in buffers(found)
 
 
-def test_an_asynchronous_call_may_be_announced_before_its_operands() -> None:
-    module = read_module("""
-HloModule m, is_scheduled=true
+WRAPPED = """
 async {
   q = f32[16] parameter(0)
-  ROOT l = f32[8] slice(q), slice={[0:8]}
+  r = f32[8] parameter(1)
+  l = f32[8] slice(q), slice={[0:8]}
+  ROOT c = f32[8] custom-call(r, l), custom_call_target="f"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "first", "second"),
+    [
+        ("((), (), u32[]) async-start()", "((f32[16]), (), u32[]) async-update(s, p)", "n"),
+        ("((), f32[8], u32[]) async-start()", "((), f32[8], u32[]) async-update(s)", "p, n"),
+        ("((f32[16]), (), u32[]) async-start(p)", "((f32[16]), (), u32[]) async-update(s)", "n"),
+    ],
+    ids=["growing", "at once", "the second"],
+)
+def test_an_asynchronous_call_may_get_its_operands_late(
+    start: str, first: str, second: str
+) -> None:
+    found = analyze(f"""{WRAPPED}
+ENTRY e {{
+  p = f32[16] parameter(0)
+  s = {start}, calls=async
+  u = {first}
+  n = f32[8] slice(p), slice={{[8:16]}}
+  v = ((f32[16], f32[8]), f32[8], u32[]) async-update(u, {second})
+  ROOT d = f32[8] async-done(v)
+}}
+""")
+    of_result = {str(p) for p in named(found, "d").positions}
+    assert {"c", "v{1}", "d"} <= of_result <= {"c", "s{1}", "u{1}", "v{1}", "d"}
+    assert {"p", "q", "v{0,0}"} <= {str(p) for p in named(found, "p").positions}
+    assert {"n", "r", "v{0,1}"} == {str(p) for p in named(found, "n").positions}
+
+
+def test_a_result_that_only_the_done_has_room_for() -> None:
+    found = analyze(f"""{WRAPPED}
+ENTRY e {{
+  p = f32[16] parameter(0)
+  n = f32[8] slice(p), slice={{[8:16]}}
+  s = ((f32[16], f32[8]), (), u32[]) async-start(p, n), calls=async
+  ROOT d = f32[8] async-done(s)
+}}
+""")
+    assert {str(p) for p in named(found, "d").positions} == {"c", "d"}
+
+
+def test_what_is_declared_in_place_binds_with_the_operand() -> None:
+    module = read_module(f"""HloModule m, is_scheduled=true
+{WRAPPED}
+ENTRY e {{
+  p = f32[16] parameter(0)
+  s = ((f32[16]), (), u32[]) async-start(p), calls=async
+  n = f32[8] slice(p), slice={{[8:16]}}
+  u = ((f32[16], f32[8]), f32[8], u32[]) async-update(s, n)
+  ROOT d = f32[8] async-done(u)
+}}
+""")
+    proto = module.to_proto()
+    (start,) = (i for i in proto.computations[-1].instructions if i.opcode == "async-start")
+    start.output_operand_aliasing.add(output_shape_index=[1], operand_index=1)
+    declared = Module(proto)
+    (update,) = (i for i in declared.entry.instructions if i.opcode == "async-update")
+    assert in_place_pairs(declared, update) == (InPlacePair(1, (), (1,)),)
+    found = analyze_dataflow(declared)
+    assert named(found, "n") is named(found, "d")
+
+
+def test_in_place_inside_what_is_bound_late() -> None:
+    """As XLA:TPU adds to rows in a sparse core: what it wraps writes over its operand."""
+    found = analyze("""
+async {
+  q = f32[16] parameter(0)
+  ROOT c = f32[16] custom-call(q), custom_call_target="f", output_to_operand_aliasing={{}: (0, {})}
 }
 ENTRY e {
   p = f32[16] parameter(0)
-  s = ((f32[16]), f32[8], u32[]) async-start(p), calls=async
-  u = ((f32[16]), f32[8], u32[]) async-update(s)
-  ROOT d = f32[8] async-done(u)
+  s = ((), (), u32[]) async-start(), calls=async
+  n = f32[16] copy(p)
+  u = ((f32[16]), f32[16], u32[]) async-update(s, n)
+  ROOT d = f32[16] async-done(u)
 }
 """)
-    # The parser knows no such start: the TPU compiler makes them for its sparse cores.
-    proto = module.to_proto()
-    p, start, update, _ = proto.computations[-1].instructions
-    del start.operand_ids[:]
-    del start.shape.tuple_shapes[0].tuple_shapes[:]
-    start.shape.tuple_shapes[1].CopyFrom(start.shape.tuple_shapes[0])
-    update.operand_ids.append(p.id)
-    found = analyze_dataflow(Module(proto))
-    assert {"p", "u{0,0}"} in buffers(found)
-    assert {"u{1}", "d"} in buffers(found)
+    assert named(found, "n") is named(found, "d")
+
+
+def test_asynchronous_calls_inside_asynchronous_calls() -> None:
+    found = analyze(f"""{WRAPPED}
+middle {{
+  a = f32[8] parameter(0)
+  b = f32[16] parameter(1)
+  t = ((), (), u32[]) async-start(), calls=async
+  v = ((f32[16], f32[8]), f32[8], u32[]) async-update(t, b, a)
+  ROOT w = f32[8] async-done(v)
+}}
+outer {{
+  a.1 = f32[8] parameter(0)
+  b.1 = f32[16] parameter(1)
+  ROOT k = f32[8] call(a.1, b.1), to_apply=middle
+}}
+ENTRY e {{
+  p = f32[16] parameter(0)
+  n = f32[8] slice(p), slice={{[8:16]}}
+  s = ((f32[8]), (), u32[]) async-start(n), calls=outer
+  u = ((f32[8], f32[16]), f32[8], u32[]) async-update(s, p)
+  ROOT d = f32[8] async-done(u)
+}}
+""")
+    assert {str(p) for p in named(found, "d").positions} == {"c", "v{1}", "w", "k", "u{1}", "d"}
+    assert named(found, "q") is named(found, "p")
 
 
 @pytest.mark.parametrize(
