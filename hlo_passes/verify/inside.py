@@ -70,9 +70,6 @@ class _Body:
             for p, index in given:
                 self.blocks.pop(self._walk.held[p][index].first, None)
             callers = {version.first for version in results.values()}
-            if caller.opcode != "conditional":
-                for version in callers:
-                    self.blocks.pop(version, None)
         self.held = sum(self.blocks.get(version, 0) for version in callers)
 
     def need(self, inside: dict[int, int], taking: Taking) -> int:

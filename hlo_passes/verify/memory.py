@@ -244,7 +244,13 @@ class Memory:
             at = _Part(parts[index].operand, parts[index].operand_index)
         if at is not None and at.parameter in brought:
             return View(brought[at.parameter], at.at), index not in body.unchanged
-        return (None if i is start else View(0, (1, *index))), False
+        if i is start:
+            return None, False
+        before = self._module.instructions[i.operand_ids[0]].shape
+        if at is not None and (1, *index) not in (leaf for leaf, _ in before.leaves()):
+            # Given late, and no more than what was brought before.
+            return View(0, (0, at.parameter, *at.at)), index not in body.unchanged
+        return View(0, (1, *index)), False
 
     def _begun(self, i: Instruction) -> Instruction:
         while i.opcode != "async-start":

@@ -11,6 +11,7 @@ bring it back. Whoever reads what came reads the transfer that serves its tick.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +57,10 @@ class Program:
         donated = {a.parameter for a in module.input_output_aliases}
         steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
         fetched = {p.id: p for p in steady if p.name in moved and on_device(p.shape)}
+        # Several copies of one argument may be compute, too: XLA works on one of them in place.
+        copied = Counter(
+            o for i in module.entry.instructions if i.opcode == "copy-start" for o in i.operand_ids
+        )
         copies: set[int] = set()
         evicted: dict[str, Instruction] = {}
         away: dict[int, Instruction] = {}
@@ -85,7 +90,7 @@ class Program:
                     )
             elif (
                 source in steady
-                and source.name in moved
+                and (source.name in moved or copied[source.id] == 1)
                 and source.shape.memory_space == HOST_MEMORY_SPACE
                 and on_device(done.shape)
             ):

@@ -327,12 +327,13 @@ def _asynchronous_starts(program: Program) -> dict[int, int]:
 
 
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:
-    """Yields every name of what `i` defines: its own, then those that a callee has for it."""
+    """Yields every name of what `i` defines: those that a callee has for it, then its own, under
+    which may also stand what it needs inside."""
     while (view := view_of(i, index)) is not None:
         i, index = module.instructions[i.operand_ids[view.operand]], view.part
-    yield position_name(i, index)
     is_async_result = i.opcode == "async-start" and index[0] == 1
     if is_async_result or i.opcode in ("call", "conditional"):
         inner = index[1:] if is_async_result else index
         for callee in i.called_computation_ids:
             yield from _defining_names(module, module.computations[callee].root, inner)
+    yield position_name(i, index)

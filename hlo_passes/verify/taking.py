@@ -77,8 +77,16 @@ class Taking:
                 return not index or operand == index[0]
             case "custom-call" if self._gpu:
                 return self._in_gpu_call(i, index, operand)
+            case "call":
+                return self._in_call(i, operand)
             case _:
                 return self._is_elementwise(i, operand)
+
+    def _in_call(self, call: Instruction, operand: int) -> bool:
+        """Whether only what gives the result reads the operand, element by element."""
+        body = self._body(call)
+        uses = self._users_in(body).get(body.parameters[operand].id, [])
+        return len(uses) == 1 and uses[0][0] is body.root and self._is_elementwise(*uses[0])
 
     def _is_elementwise(self, i: Instruction, operand: int) -> bool:
         """Whether `i` reads each element of an operand for that element of its result only."""
