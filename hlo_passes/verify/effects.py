@@ -32,9 +32,6 @@ _BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 _TIMELESS = PASSING | _COPIES | {"after-all", "constant", "parameter", "partition-id", "replica-id"}
 
-# Whether these have effects, their opcode does not say.
-_KNOWN_BY_MORE = frozenset(("custom-call",))
-
 # Why an instruction that does this may not run a second time.
 _OBSTACLES = {
     "effect": "has a side effect",
@@ -105,7 +102,7 @@ class Effects:
         return i.opcode == "fusion" and "collective" in self._kinds(i) and not self._ends(i)
 
     def _kinds(self, i: Instruction) -> frozenset[str]:
-        if i.shape.is_array and i.opcode not in _KNOWN_BY_MORE and not i.called_computation_ids:
+        if i.shape.is_array and i.opcode != "custom-call" and not i.called_computation_ids:
             return _kinds_of(i.opcode)
         own = _own_kinds(i)
         for computation_id in i.called_computation_ids:
@@ -142,7 +139,7 @@ def _kinds_of(opcode: str) -> frozenset[str]:
 def _own_kinds(i: Instruction) -> frozenset[str]:
     """What `i` does itself, whatever it calls."""
     found = set(_kinds_of(i.opcode))
-    if i.opcode in _KNOWN_BY_MORE and i.proto.custom_call_has_side_effect:
+    if i.opcode == "custom-call" and i.proto.custom_call_has_side_effect:
         found.add("effect")
     if not i.shape.is_array and any(leaf.dtype == "token" for _, leaf in i.shape.leaves()):
         found.add("effect")  # A token orders effects.

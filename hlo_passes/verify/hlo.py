@@ -12,13 +12,13 @@ beside the planner's `dataflow` and `aliasing`, which the checker does not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from google.protobuf.message import Message
 
 from hlo_passes.errors import VerificationError
-from hlo_passes.ir import Computation, Instruction, Module, ShapeIndex
+from hlo_passes.ir import Instruction, Module, ShapeIndex
 
 PASSING = frozenset(
     ("add-dependency", "bitcast", "domain", "get-tuple-element", "opt-barrier", "tuple")
@@ -83,11 +83,11 @@ def brought_by(i: Instruction) -> Mapping[int, int]:
     return {before + n: 1 + n for n in range(len(i.operand_ids) - 1)}
 
 
-def ends_of(computation: Computation) -> Mapping[int, int]:
-    """Maps each instruction to the place in the schedule at which it has finished: an
-    asynchronous one, and what carries it on, to that of its last done."""
-    ends = {i.id: place for place, i in enumerate(computation.instructions)}
-    for i in reversed(computation.instructions):
+def ends_of(instructions: Sequence[Instruction]) -> Mapping[int, int]:
+    """Maps each instruction to the place at which it has finished: an asynchronous one, and what
+    carries it on, to that of its last done."""
+    ends = {i.id: place for place, i in enumerate(instructions)}
+    for i in reversed(instructions):
         if i.opcode.endswith(FOLLOWING) and i.operand_ids:
             ends[i.operand_ids[0]] = max(ends[i.operand_ids[0]], ends[i.id])
     return ends

@@ -50,7 +50,7 @@ class _Body:
     def __init__(self, computation: Computation, caller: Instruction, memory: Memory) -> None:
         self.instructions = computation.instructions
         self._walk = memory.walk(computation)
-        self._ends = ends_of(computation)
+        self._ends = ends_of(self.instructions)
         self.blocks: dict[Version, int] = {}
         for i in self.instructions:
             for index, version in self._walk.held[i.id].items():

@@ -323,7 +323,7 @@ class Walk:
         self.held: dict[int, Mapping[ShapeIndex, Version]] = {}
         self.versions: list[Version] = []
         self._memory = memory
-        self._end = ends_of(computation)
+        self._end = ends_of(computation.instructions)
         for place, i in enumerate(computation.instructions):
             self._step(i, place)
         for version in self.held[computation.root.id].values():  # The caller looks at them.

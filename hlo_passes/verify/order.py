@@ -127,12 +127,11 @@ def _takes_over(old: Value | None, new: Value | None, below: Slot, above: Slot) 
     of a donated argument that nobody reads."""
     if old is None or new is None:
         return False
-    if old.writer.opcode == "parameter" and not old.is_taken and not old.is_read:
+    if old.writer.opcode == "parameter" and not old.is_taken and not (old.is_used or old.readers):
         return True
     fits = new.written == above.live_range.start and below.offset == above.offset
     return fits and any(
-        v.bottom is old and not v.is_taken and v.last_read_beside(new.writer) <= new.written
-        for v in new.over
+        v.bottom is old and not v.is_taken and v.is_free_from <= new.written for v in new.over
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
 from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
-from hlo_passes.verify.hlo import FOLLOWING, PASSING, describe, position_name, view_of
+from hlo_passes.verify.hlo import PASSING, RUNNING, describe, ends_of, position_name, view_of
 from hlo_passes.verify.inside import Inside, needs_bytes
 from hlo_passes.verify.memory import Memory
 from hlo_passes.verify.program import Program, serving_transfer, unserved
@@ -50,6 +50,7 @@ class Value:
       written_over: the first instruction that has to leave a result in its bytes.
       home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
+      is_used: an instruction reads them.
       readers: transfers that read them between their start and their done.
     """
 
@@ -71,14 +72,13 @@ class Value:
     under: Value | None = None
     slots: list[Slot] = field(default_factory=list[Slot])
     readers: list[Transfer] = field(default_factory=list[Transfer])
-    _reads: dict[int | None, LogicalTime] = field(default_factory=dict[int | None, LogicalTime])
+    is_used: bool = False
 
-    def read(self, tick: LogicalTime, start: int | None = None) -> None:
-        """Takes note that the bytes are needed at `tick`; by the operation in flight that
-        began with instruction `start`, if one is named."""
+    def read(self, tick: LogicalTime) -> None:
+        """Takes note that an instruction needs the bytes at `tick`."""
         self.last_read = max(self.last_read, tick)
         self.last_used = max(self.last_used, tick)
-        self._reads[start] = max(self._reads.get(start, tick), tick)
+        self.is_used = True
 
     def leave(self, transfer: Transfer) -> None:
         """Takes note that `transfer` reads the bytes; at its done they are no longer needed."""
@@ -92,14 +92,11 @@ class Value:
         self.read(above.last_used)
         self.readers += above.readers
 
-    def last_read_beside(self, writer: Instruction) -> LogicalTime:
-        """When all have read the bytes but `writer`, if it reads them while it writes."""
+    @property
+    def is_free_from(self) -> LogicalTime:
+        """The tick at which all have read the bytes."""
         # A transfer is not done reading before the tick of its done.
-        moved = max((t.done for t in self.readers), default=0)
-        if writer.opcode != "async-start":
-            return max(self.last_read, moved)
-        reads = (t for start, t in self._reads.items() if start != writer.id)
-        return max(moved, *reads, 0)
+        return max(self.last_read, *(t.done for t in self.readers), 0)
 
     @property
     def bottom(self) -> Value:
@@ -108,14 +105,6 @@ class Value:
         while value.under is not None:
             value = value.under
         return value
-
-    @property
-    def is_read(self) -> bool:
-        """Whether an instruction or a transfer needs the bytes."""
-        return bool(self._reads or self.readers)
-
-    def is_read_at(self, tick: LogicalTime) -> bool:
-        return tick in self._reads.values() or any(t.done > tick for t in self.readers)
 
 
 class Replay:
@@ -151,11 +140,11 @@ class Replay:
                 self._copies[t.buffer].append(copy)
             self.values.append(copy)
         self._held: dict[int, Mapping[ShapeIndex, Value]] = {}
-        finish, self._began = _asynchronous_ends(program), _asynchronous_starts(program)
+        finish = ends_of(program.compute)
         for p in self.module.entry.parameters:
             self._step(p, 0, 0)
         for tick, i in enumerate(program.compute):
-            self._step(i, tick, finish.get(i.id, tick))
+            self._step(i, tick, finish[i.id])
         self._return()
         self._evict(plan)
         for copies in self._copies.values():
@@ -171,16 +160,17 @@ class Replay:
                 )
 
     def _step(self, i: Instruction, tick: LogicalTime, finish: LogicalTime) -> None:
-        operands = [self._look_up(operand, i, tick) for operand in i.operand_ids]
+        operands = [self._look_up(operand, tick) for operand in i.operand_ids]
         if i.opcode not in PASSING:
             for operand in operands:
                 for value in operand.values():
-                    value.read(finish, self._began.get(i.id))
+                    value.read(finish)
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
             base, is_written = self._base(i, index, operands)
             if base is not None:
-                base.slots += self._slots.get(position_name(i, index), ())
+                if i.opcode not in RUNNING:  # Under its name is what it needs inside.
+                    base.slots += self._slots.get(position_name(i, index), ())
                 if is_written and base.written_over is None:
                     base.written_over = i
                 held[index] = base
@@ -203,9 +193,7 @@ class Replay:
             return None, False
         return operands[part.operand].get(part.part), is_written
 
-    def _look_up(
-        self, operand: int, user: Instruction, tick: LogicalTime
-    ) -> Mapping[ShapeIndex, Value]:
+    def _look_up(self, operand: int, tick: LogicalTime) -> Mapping[ShapeIndex, Value]:
         source = self.program.fetched.get(operand)
         if source is None:
             return self._held[operand]
@@ -222,7 +210,7 @@ class Replay:
                 "Fetch it again.",
             )
         copy.first_use = tick if copy.first_use is None else copy.first_use
-        copy.read(tick, self._began.get(user.id))
+        copy.read(tick)
         return {(): copy}
 
     def _argument(self, p: Instruction, index: ShapeIndex, shape: Shape) -> Value:
@@ -270,7 +258,7 @@ class Replay:
         root, last = self.module.entry.root, max(self.program.end - 1, 0)
         parameters = self.module.entry.parameters
         aliases = {a.output_index: a for a in self.module.input_output_aliases}
-        for index, value in self._look_up(root.id, root, last).items():
+        for index, value in self._look_up(root.id, last).items():
             value.read(last)
             size = root.shape.at(index).byte_size
             if not needs_bytes(root, root.shape.at(index)):
@@ -302,33 +290,8 @@ class Replay:
                 away[t.buffer].leave(t)
 
 
-def _asynchronous_ends(program: Program) -> dict[int, LogicalTime]:
-    """Maps the start of an asynchronous operation to the tick of its done.
-
-    Until then it reads its operands, whether or not its result names them.
-    """
-    finish: dict[int, LogicalTime] = {}
-    for tick in reversed(range(program.end)):
-        i = program.compute[tick]
-        if i.opcode.endswith(FOLLOWING):
-            finish[i.operand_ids[0]] = finish.get(i.id, tick)
-    return finish
-
-
-def _asynchronous_starts(program: Program) -> dict[int, int]:
-    """Maps all parts of an asynchronous operation, from start to done, to its start."""
-    began: dict[int, int] = {}
-    for i in program.compute:
-        if i.opcode.endswith("-start"):
-            began[i.id] = i.id
-        elif i.opcode.endswith(FOLLOWING):
-            began[i.id] = began.get(i.operand_ids[0], i.operand_ids[0])
-    return began
-
-
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:
-    """Yields every name of what `i` defines: those that a callee has for it, then its own, under
-    which may also stand what it needs inside."""
+    """Yields every name of what `i` defines: those that a callee has for it, then its own."""
     while (view := view_of(i, index)) is not None:
         i, index = module.instructions[i.operand_ids[view.operand]], view.part
     is_async_result = i.opcode == "async-start" and index[0] == 1

@@ -71,7 +71,7 @@ def _settle(module: Module, value: Value, home: Value, ends: _Ends) -> Value:
         is_moved = any(t.done > value.written for t in home.readers)
         is_onto_itself = value.copied is home and not is_moved
         is_read = home.last_read > value.written or (
-            home.is_read_at(value.written) and not is_onto_itself
+            (is_moved or (home.is_used and home.last_used == value.written)) and not is_onto_itself
         )
         if under is not home:
             under.home = home
@@ -117,7 +117,7 @@ def _overwritten(module: Module, value: Value, ends: _Ends) -> Value:
 
 def _is_free_for(value: Value, under: Value) -> bool:
     """Whether an operand dies where `value` is written, and has not been written over yet."""
-    if under.is_taken or under.last_read_beside(value.writer) > value.written:
+    if under.is_taken or under.is_free_from > value.written:
         return False
     return under.followed_at is None or value.last_read < under.followed_at
 
