@@ -185,7 +185,7 @@ class _Builder:
                 temp=planned.temp_bytes,
                 source="memplan",
             )
-        usage = measure_memory(self.ranges, self.target)
+        usage = measure_memory(self.ranges, self.target, machine=self.machine)
         return DeviceBytes(
             arguments=usage.argument_bytes - self._hosted_bytes,
             outputs=usage.output_bytes,
