@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 from hlo_passes.aliasing import in_place_pairs, is_in_place
-from hlo_passes.async_chains import AsyncChain, async_chains
+from hlo_passes.async_chains import ASYNC_LINKS, AsyncChain, async_chains
 from hlo_passes.call_graph import call_graph
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
@@ -33,6 +33,13 @@ from hlo_passes.once import once
 BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
 
 _POINTER_BYTES = 8
+
+# What gives parts of its operands as they are: see `source_of`.
+_HANDS_ON = ASYNC_LINKS | frozenset(
+    {"add-dependency", "all-gather-done", "all-gather-start", "all-reduce-done", "bitcast", "copy"}
+    | {"collective-permute-done", "collective-permute-start", "copy-done", "copy-start", "domain"}
+    | {"get-tuple-element", "opt-barrier", "recv-done", "send", "tuple"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +269,7 @@ class _Walk:
                 (called,) = self._runs[i.id]
                 self._call(called, i.operand_ids)
                 self._hand_over(called.root, i)
-            case "async-start" | "async-update" | "async-done" if i.id in self._chains:
+            case opcode if opcode in ASYNC_LINKS and i.id in self._chains:
                 self._async(i, self._chains[i.id])
             case "parameter" if (i.id, ()) in self.value_at:
                 pass  # Its caller has placed it.
@@ -386,6 +393,8 @@ class _Walk:
 def source_of(module: Module, i: Instruction, index: ShapeIndex) -> tuple[int, ShapeIndex] | None:
     """Where the value at `index` of `i` comes from; None when `i` defines it there. What is not
     there (the result of an operation that has not got it yet) `i` defines as well."""
+    if i.opcode not in _HANDS_ON:
+        return None
     operands, head, rest = i.operand_ids, index[:1], index[1:]
     match i.opcode:
         case "bitcast" | "add-dependency" | "domain" | "opt-barrier" | "all-reduce-done":
@@ -410,8 +419,6 @@ def source_of(module: Module, i: Instruction, index: ShapeIndex) -> tuple[int, S
             if not i.shape.at((0,)).is_tuple:
                 return operands[0], ()
             return (operands[rest[0]], rest[1:]) if rest else None
-        case opcode if not opcode.endswith(("-start", "-update", "-done")):
-            return None
         case _ if i.shape.at(index).is_tuple:
             return None
         case "async-start" if head == (0,):

@@ -200,6 +200,8 @@ class _Flow:
                 self.tie(Site(operands[0].id, (0,)), Site(i.id))
             case "opt-barrier" | "domain":
                 self._handed_on(operands[0], i)
+            case "copy" if i.shape.is_tuple:  # Of the table only.
+                self._handed_on(operands[0], i)
             case "copy" | "transpose" if is_fused:
                 pass
             case opcode if opcode in _VIEWS:
@@ -239,7 +241,7 @@ class _Flow:
                 self.executions[called] = self.executions[i.computation_id]
                 self.walk(body)
             taken = [operands[n + 1]] if i.opcode == "conditional" else operands
-            for operand, parameter in zip(taken, body.parameters, strict=True):
+            for operand, parameter in zip(taken, body.parameters, strict=False):
                 self._handed_on(operand, parameter)
             if i.opcode == "while":
                 self._handed_on(body.parameters[0], i)
@@ -302,7 +304,7 @@ class _Flow:
         """One array made of another; without maps in this order only."""
         if maps is None:
             self._fixed(after, [before])
-        elif self.sites(before) and self.sites(after):
+        elif Site(before.id) in self.sites(before) and Site(after.id) in self.sites(after):
             tiles = before.shape.layout.tiles
             rows = tiles[0][0] if tiles and len(tiles[0]) > 1 else 0
             is_tie = after.computation_id in self._fused
