@@ -1,4 +1,4 @@
-"""Calls that may crash, hang or run out of memory: each in a process of its own."""
+"""Calls that may crash, hang or run out of memory: in a process of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,37 +17,74 @@ class Failure:
     reason: str
 
 
+class Worker:
+    """A process that serves one call after another, and is replaced when it dies.
+
+    Args:
+      timeout_s: seconds for a call, the start of the process included, after which it is killed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def call[Result](self, function: Callable[..., Result], *args: Any) -> Result | Failure:
+        """Calls `function` in the process.
+
+        Args:
+          function, args: picklable; the function is found by its module and name.
+
+        Returns:
+          Its result, or why there is none: the exception, the exit code, the timeout.
+        """
+        if self._process is None or self._pipe is None:
+            self._process, self._pipe = _started()
+        try:
+            self._pipe.send((function, args))
+            if self._pipe.poll(self._timeout_s):
+                return self._pipe.recv()
+            failure = Failure(f"no result within {self._timeout_s:g} s")
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join()
+            failure = Failure(f"the process ended with exit code {self._process.exitcode}")
+        self._end()
+        return failure
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._process = self._pipe = None
+
+
 def isolated[Result](
     function: Callable[..., Result], *args: Any, timeout_s: float
 ) -> Result | Failure:
-    """Calls `function` in a new process, which ends with it.
+    """Calls `function` in a new process, which ends with it; see `Worker`."""
+    with Worker(timeout_s) as worker:
+        return worker.call(function, *args)
 
-    Args:
-      function, args: picklable; the function is found by its module and name.
-      timeout_s: seconds, the start of the process included, after which it is killed.
 
-    Returns:
-      Its result, or why there is none: the exception, the exit code, the timeout.
-    """
+def _started() -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, args), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
-    sender.close()  # The child's end is the only one left: its death shows here as an end.
-    try:
-        if not receiver.poll(timeout_s):
-            return Failure(f"no result within {timeout_s:g} s")
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        return Failure(f"the process ended with exit code {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
+    theirs.close()  # The child's end is the only one left: its death shows here as an end.
+    return process, ours
 
 
-def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        sender.send(function(*args))
-    except Exception as error:  # Whatever it is, it is the result of this call.
-        sender.send(Failure(" ".join(f"{type(error).__name__}: {error}".split())))
+def _serve(pipe: Connection) -> None:
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send(function(*args))
+        except Exception as error:  # Whatever it is, it is the result of this call.
+            pipe.send(Failure(" ".join(f"{type(error).__name__}: {error}".split())))

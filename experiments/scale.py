@@ -24,13 +24,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from experiments.synthetic import training_step_text
-from hlo_passes import pipeline, sharing
+from hlo_passes import edits, pipeline, sharing
 from hlo_passes.allocations import find_allocations
 from hlo_passes.assignment import assign_offsets
 from hlo_passes.cost import instruction_costs
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.garbage import collection_paused
 from hlo_passes.live_ranges import compute_live_ranges
+from hlo_passes.loop_rewrite import rewrite_loops
 from hlo_passes.loop_schedule import schedule_loops
 from hlo_passes.machine import load_machine
 from hlo_passes.memory import BACKENDS
@@ -40,6 +41,7 @@ from hlo_passes.reader import read_module
 from hlo_passes.sink import sink_weight_work
 from hlo_passes.ticks import entry_ticks
 from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.verify import verify_equivalent, verify_plan, verify_schedule
 from hlo_passes.xla import hlo_text_to_proto
 from memplan.report.tables import Column, Table, write_tables
 
@@ -145,7 +147,15 @@ def _measure(target: str, path: Path, with_plan: bool) -> tuple[dict[str, float]
     capacity, _ = least_capacity(streamed, posed.arena.load)
     budget = posed.fixed_bytes + posed.arena.base + int(_BUDGET * capacity)
     if with_plan:
-        timed("plan", lambda: pipeline.plan_module(read, machine, budget, host_parameters=weights))
+        plan = timed(
+            "plan",
+            lambda: pipeline.plan_module(read, machine, budget, host_parameters=weights),
+        )
+        edited = edits.apply(rewrite_loops(module, plan.loops, machine), plan.edits)
+        rewritten = timed("rewrite", lambda: pipeline.rewrite_module(read, plan, machine))
+        timed("of both, plan checked", lambda: verify_plan(edited, plan, machine))
+        timed("of both, equivalence", lambda: verify_equivalent(read, rewritten))
+        timed("of both, schedule", lambda: verify_schedule(edited, plan, rewritten))
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

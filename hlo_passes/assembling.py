@@ -18,6 +18,7 @@ from hlo_passes import (
     tiers,
     timeline,
 )
+from hlo_passes.dataflow import Position
 from hlo_passes.errors import TierCapacityError
 from hlo_passes.fitted import Fitted
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
@@ -142,16 +143,20 @@ def _assemble(
     lives = {r.name: r.live_range for r in residents if r.kind == "parameter"}
     everywhere = LiveRange(0, posed.ticks.end)
     for p in posed.module.entry.parameters:
-        off_device = (
-            p.name in moving
-            or p.parameter_number in posed.in_place
-            or p.shape.memory_space == HOST_MEMORY_SPACE
-        )
-        tier, allocation = (host, "host") if off_device else (device, "arguments")
-        size = sum(leaf.byte_size for _, leaf in p.shape.leaves())
+        # Of a tuple each part has a place of its own.
+        parts = [(str(Position(p, index)), leaf) for index, leaf in p.shape.leaves()]
         in_place = p.parameter_number in posed.in_place
+        off_device = {
+            name
+            for name, leaf in parts
+            if in_place or name in moving or leaf.memory_space == HOST_MEMORY_SPACE
+        }
+        tier = host if parts and len(off_device) == len(parts) else device
+        size = sum(leaf.byte_size for _, leaf in parts)
         placements.append(Placement(p.parameter_number, p.name, tier, size, in_place))
-        hold(p.name, allocation, size, lives.get(p.name, everywhere))
+        for name, leaf in parts:
+            allocation = "host" if name in off_device else "arguments"
+            hold(name, allocation, leaf.byte_size, lives.get(name, everywhere))
     for resident in residents:
         if resident.kind in ("output", "constant"):
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)

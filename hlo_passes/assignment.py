@@ -57,7 +57,7 @@ def assign_offsets(
       alignment: every offset is a multiple of it.
       groups: rectangles of equal group get the same offset (a loop's carry lives in one
         place, in several ranges); by default each is its own. All have the group's largest
-        size.
+        size. Of what is equal to a strategy the least group comes first.
       strategies: ``"spatial"`` places by decreasing size, then length of life;
         ``"temporal"`` by decreasing length of life, then size; ``"start"`` by start, then
         decreasing size; they take the smallest gap that fits. ``"load"`` places by
@@ -117,7 +117,7 @@ def peak_load(
 
 
 class _Items(NamedTuple):
-    """Groups of rectangles.
+    """Groups of rectangles, by number.
 
     Attributes:
       rows: the rectangles, group by group; `begin`: where in `rows` each group begins.
@@ -137,8 +137,9 @@ def _items(sizes: Sequence[int], live_ranges: Sequence[LiveRange], groups: Itera
     members: dict[int, list[int]] = {}
     for k, group in enumerate(groups):
         members.setdefault(group, []).append(k)
-    rows = np.fromiter(chain.from_iterable(members.values()), np.int64, len(size))
-    begin = np.cumsum([0, *map(len, members.values())][:-1])
+    ordered = [members[group] for group in sorted(members)]
+    rows = np.fromiter(chain.from_iterable(ordered), np.int64, len(size))
+    begin = np.cumsum([0, *map(len, ordered)][:-1])
     return _Items(rows, begin, np.maximum.reduceat(size[rows], begin), start, end)
 
 
@@ -157,6 +158,7 @@ def _load(size: _Ints, start: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
 
 
 def _order(items: _Items, strategy: Strategy) -> _Ints:
+    # A sort of several keys keeps the order of what is equal in all of them.
     first = items.rows[items.begin]
     starts = np.minimum.reduceat(items.start[items.rows], items.begin)
     ends = np.maximum.reduceat(items.end[items.rows], items.begin)
@@ -164,14 +166,14 @@ def _order(items: _Items, strategy: Strategy) -> _Ints:
         case "spatial":
             # XLA compares the life of a group's first member only.
             length = items.end[first] - items.start[first]
-            return np.lexsort((first, -length, -items.size))
+            return np.lexsort((-length, -items.size))
         case "temporal":
-            return np.lexsort((first, -items.size, starts - ends))
+            return np.lexsort((-items.size, starts - ends))
         case "start":
-            return np.lexsort((first, -items.size, starts))
+            return np.lexsort((-items.size, starts))
         case "load":
             area = items.size * (ends - starts)
-            return np.lexsort((first, -area, starts - ends, -_load_crossed(items)))
+            return np.lexsort((-area, starts - ends, -_load_crossed(items)))
 
 
 def _load_crossed(items: _Items) -> _Ints:

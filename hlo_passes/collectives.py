@@ -88,6 +88,23 @@ def is_fused_start(module: Module, i: Instruction) -> bool:
     return i.opcode == "fusion" and _fused_target(module, i) == _FUSED_START
 
 
+def has_collective(module: Module, i: Instruction) -> bool:
+    """Whether `i` is or calls a collective, or a part of an asynchronous one."""
+    return (
+        i.opcode.removesuffix("-start").removesuffix("-done") in _KINDS
+        or i.custom_call_target in (_FUSED_START, _FUSED_DONE)
+        or any(_has_collective_inside(module.computations[c]) for c in i.called_computation_ids)
+    )
+
+
+@once
+def _has_collective_inside(computation: Computation) -> bool:
+    return any(
+        i.opcode in _KINDS or i.custom_call_target in (_FUSED_START, _FUSED_DONE)
+        for i in computation.instructions
+    )
+
+
 def _fused_target(module: Module, fusion: Instruction) -> str:
     (body,) = (module.computations[c] for c in fusion.called_computation_ids)
     return body.root.custom_call_target

@@ -3,13 +3,16 @@
     p = parameter, S(5) ─► copy-start ─► copy-done, S(0) ─► readers
 
 A donated parameter's copy is not among them: once its output is written, another copy made
-from the same bytes would not be the same.
+from the same bytes would not be the same. Nor are several copies of one parameter of which one
+is worked on in place: no copy can stand for the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
+from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.edits import EVICTION_ATTRIBUTE
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 
@@ -43,7 +46,20 @@ def host_copies(module: Module) -> tuple[HostCopy, ...]:
         source = module.instructions[start.operand_ids[0]]
         if source.id in steady and source.shape.memory_space == HOST_MEMORY_SPACE:
             found[start.id] = HostCopy(source, start, done)
-    return tuple(found[i.id] for i in module.entry.instructions if i.id in found)
+    copies = Counter(copy.parameter.id for copy in found.values())
+    written = {
+        copy.parameter.id
+        for copy in found.values()
+        if copies[copy.parameter.id] > 1 and _is_written(module, copy.done)
+    }
+    starts = (found[i.id] for i in module.entry.instructions if i.id in found)
+    return tuple(copy for copy in starts if copy.parameter.id not in written)
+
+
+def _is_written(module: Module, copy: Instruction) -> bool:
+    """Whether something works on a copy in place."""
+    values = analyze_dataflow(module).buffer_at(copy).values
+    return sum(not value.is_phi for value in values) > 1
 
 
 class EvictedCopy(NamedTuple):

@@ -235,15 +235,12 @@ class _Flow:
     def _control_flow(self, i: Instruction, operands: Sequence[Instruction]) -> None:
         for n, called in enumerate(i.called_computation_ids):
             body = self._module.computations[called]
-            is_new = called not in self.executions  # In what runs asynchronously.
-            if is_new:
-                self._fused.add(called)
+            if called not in self.executions:  # Only what runs asynchronously calls it.
                 self.executions[called] = self.executions[i.computation_id]
+                self.walk(body)
             taken = [operands[n + 1]] if i.opcode == "conditional" else operands
             for operand, parameter in zip(taken, body.parameters, strict=True):
                 self._handed_on(operand, parameter)
-            if is_new:
-                self.walk(body)
             if i.opcode == "while":
                 self._handed_on(body.parameters[0], i)
             if body.root.shape.dtype != "pred" or i.opcode != "while":

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import Strategy, assign_offsets, peak_load
-from hlo_passes.dataflow import Dataflow, analyze_dataflow
+from hlo_passes.dataflow import Dataflow, Value, analyze_dataflow
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.machine import Machine
 from hlo_passes.once import once
-from hlo_passes.sharing import Target
+from hlo_passes.sharing import ELEMENTWISE, Target
 
 
 class Backend(NamedTuple):
@@ -31,10 +32,10 @@ class Backend(NamedTuple):
       alignment: bytes, of the heap's offsets and of each table.
       strategies: the orders of packing of which it keeps the best.
       pointer_bytes: of one entry of a tuple's table.
-      table_granularity: bytes that a table's size is rounded up to. (32 on TPUs from v5p on:
-        their output_bytes come out up to 480 bytes too large for a tuple.)
+      table_granularity: bytes that a table's size is rounded up to.
       granularity: bytes that `temp_size_in_bytes` is a multiple of.
-      drops_lone_tables: a program whose tables are its only temporaries reports none.
+      drops_tables: a program whose temporaries are all tables, and scalars that no memory
+        holds (`_is_in_register`), reports none.
     """
 
     alignment: int
@@ -42,7 +43,7 @@ class Backend(NamedTuple):
     pointer_bytes: int
     table_granularity: int
     granularity: int
-    drops_lone_tables: bool
+    drops_tables: bool
 
 
 # xla/service/gpu/gpu_constants.h and xla/service/cpu/cpu_compiler.cc for the alignments; the
@@ -52,6 +53,17 @@ BACKENDS: dict[Target, Backend] = {
     "gpu": Backend(256, ("spatial", "temporal"), 8, 1, 1, False),
     "tpu": Backend(16384, ("start",), 4, 512, 16384, True),
 }
+
+# The module does not say which chip it is for, and an array is padded alike on all of them.
+_TPUS_OF_SMALL_TABLES = frozenset({"tpu-v5p", "tpu-v6e", "tpu7x"})
+
+_SCALAR_CORE = ELEMENTWISE | {"conditional", "parameter", "while"}
+
+
+def _backend(target: Target, machine: Machine | None) -> Backend:
+    if machine is not None and machine.name in _TPUS_OF_SMALL_TABLES:
+        return BACKENDS[target]._replace(table_granularity=32)
+    return BACKENDS[target]
 
 
 @dataclass(frozen=True)
@@ -89,25 +101,32 @@ class MemoryUsage:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
 
-def memory_usage(module: Module, target: Target, memory_space: int = 0) -> MemoryUsage:
+def memory_usage(
+    module: Module, target: Target, memory_space: int = 0, machine: Machine | None = None
+) -> MemoryUsage:
     """Predicts what ``memory_analysis()`` of the compiled module says.
 
     Args:
       module: the final module of a compilation, ``read_module(compiled)``. Of a module that
         XLA will still change (a hook's) the number is an estimate.
       memory_space: XLA's number; 0 is the device's main memory, 5 the host's.
+      machine: what it was compiled for. Without it, a tuple that a TPU from v5p on takes or
+        gives comes out up to 480 bytes too large.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
     """
-    return measure_memory(compute_live_ranges(analyze_dataflow(module)), target, memory_space)
+    ranges = compute_live_ranges(analyze_dataflow(module))
+    return measure_memory(ranges, target, memory_space, machine)
 
 
 @once
-def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) -> MemoryUsage:
+def measure_memory(
+    ranges: LiveRanges, target: Target, memory_space: int = 0, machine: Machine | None = None
+) -> MemoryUsage:
     """Does what `memory_usage` does, from live ranges that exist already."""
     dataflow = ranges.dataflow
-    backend = BACKENDS[target]
+    backend = _backend(target, machine)
     heap = find_allocations(ranges, target, memory_space).heap
     sizes, events, groups = (
         [h.size for h in heap],
@@ -121,11 +140,13 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     live = [h for h in heap if h.events.start <= moment < h.events.end]
     peak = max(live, key=lambda h: h.events.start).value.instruction if live else None
     module = dataflow.module
+    is_dropped = backend.drops_tables and all(_is_in_register(h.value) for h in heap)
+    tables = _tables(dataflow, backend, memory_space)
     return MemoryUsage(
-        argument_bytes=_argument_bytes(module, memory_space),
+        argument_bytes=_argument_bytes(module, backend, memory_space),
         output_bytes=_output_bytes(module, backend, memory_space),
         alias_bytes=_alias_bytes(module, memory_space),
-        temp_bytes=_temp_bytes(packing.total, _tables(dataflow, backend, memory_space), backend),
+        temp_bytes=0 if is_dropped else _temp_bytes(packing.total, tables, backend),
         heap_bytes=packing.total,
         lower_bound_bytes=bound,
         peak=peak,
@@ -135,17 +156,16 @@ def measure_memory(ranges: LiveRanges, target: Target, memory_space: int = 0) ->
     )
 
 
-def _argument_bytes(module: Module, memory_space: int) -> int:
-    return sum(
-        shape.byte_size
-        for parameter in module.entry.parameters
-        for _, shape in parameter.shape.leaves()
-        if shape.memory_space == memory_space
-    )
+def _argument_bytes(module: Module, backend: Backend, memory_space: int) -> int:
+    return sum(_bytes(p.shape, backend, memory_space) for p in module.entry.parameters)
 
 
 def _output_bytes(module: Module, backend: Backend, memory_space: int) -> int:
-    shape = module.entry.root.shape
+    return _bytes(module.entry.root.shape, backend, memory_space)
+
+
+def _bytes(shape: Shape, backend: Backend, memory_space: int) -> int:
+    """Of what the caller gives or gets: its arrays, and a tuple's table."""
     arrays = sum(s.byte_size for _, s in shape.leaves() if s.memory_space == memory_space)
     if not shape.is_tuple or memory_space != 0:
         return arrays
@@ -158,16 +178,27 @@ def _alias_bytes(module: Module, memory_space: int) -> int:
 
 
 def _tables(dataflow: Dataflow, backend: Backend, memory_space: int) -> list[int]:
-    """Bytes of each table of pointers that is not the entry's result."""
+    """Bytes of each table of pointers that is neither the entry's result nor its argument."""
+    given = {p.id for p in dataflow.module.entry.parameters}
     return [
         _table_bytes(b.values[0].shape, backend)
         for b in dataflow.buffers
         if b.kind == "tuple" and not b.live_out and b.memory_space == memory_space
+        if b.instruction.id not in given
     ]
 
 
 def _table_bytes(shape: Shape, backend: Backend) -> int:
     return _round_up(len(shape.tuple_shapes) * backend.pointer_bytes, backend.table_granularity)
+
+
+def _is_in_register(value: Value) -> bool:
+    """Whether the TPU's scalar core computes `value`: a loop's counter, a condition, an index.
+
+    It has a place on the heap, but where nothing else has, XLA reports no temporaries at all
+    (seen with libtpu of jax 0.12 in every such program of `experiments.memory_accuracy`).
+    """
+    return not value.shape.dimensions and value.instruction.opcode in _SCALAR_CORE
 
 
 def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:
@@ -177,8 +208,6 @@ def _temp_bytes(heap: int, tables: Iterable[int], backend: Backend) -> int:
     depends on a partition that is not stable (BufferAssignment::CombineTempAllocations): we
     take a table, and may be wrong by less than the alignment.
     """
-    if heap == 0 and backend.drops_lone_tables:
-        return 0
     end = 0
     for size in (heap, *tables):
         end = _round_up(end, backend.alignment) + size

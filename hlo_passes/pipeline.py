@@ -69,7 +69,7 @@ PASSES = (
     Pass("loop-order", loop_order.clear_paths, "index arithmetic and copies hold no transfer"),
     Pass("loop-schedule", loop_schedule.schedule_loops, "the ticks of the transfers in loops"),
     Pass("loop-rewrite", loop_rewrite.rewrite_loops, "loop bodies with their transfers there"),
-    Pass("verify-loops", verify.verify_loops, "no slot overwritten early, around the back edge"),
+    Pass("verify-loops", verify.verify_loops, "the transfers of loops at their ticks"),
     # Analyses.
     Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
     Pass("live-ranges", live_ranges.compute_live_ranges, "when each buffer is live"),
@@ -83,7 +83,6 @@ PASSES = (
     Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
     Pass("edit-choice", edit_choice.Work.choose, "what is evicted, what is computed again"),
     Pass("edit", edits.apply, "the entry in that order, with clones and copies"),
-    Pass("verify-edits", verify.verify_edits, "the edited module computes the same"),
     Pass("tiers", tiers.choose_tiers, "where each waits, if one tier does not hold them all"),
     Pass("eviction", eviction.schedule_evictions, "the ticks at which temporaries leave"),
     Pass("prefetch", prefetch.schedule_starts, "the tick at which each transfer starts"),
@@ -95,7 +94,8 @@ PASSES = (
     Pass("verify-plan", verify.verify_plan, "no read too early, no overlap, within budget"),
     # Writing back.
     Pass("rewrite", rewrite.rewrite, "the module with its transfers where the plan has them"),
-    Pass("verify-rewrite", verify.verify_rewrite, "the rewritten module computes the same"),
+    Pass("verify-equivalent", verify.verify_equivalent, "it computes the same, as safely"),
+    Pass("verify-schedule", verify.verify_schedule, "its transfers are at their ticks"),
     Pass("verify-executable", verify.verify_executable, "XLA's executable follows the plan"),
 )
 
@@ -186,13 +186,14 @@ def plan_module(
       TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    module, loops = _order_loops(_sunk(module), machine)
-    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
+    ordered, loops = _order_loops(_sunk(module), machine)
+    posed = problem.pose(ordered, machine, host_parameters, sliced_parameters)
     found = fitting.fit(posed, budget, slots, search_s)
     if found is None:
         raise fitting.budget_error(posed, budget, slots)
     plan = assembling.assemble(found, budget, labels or {}, loops)
-    verify.verify_edits(module, found.posed.module)
+    verify.verify_equivalent(module, found.posed.module)
+    verify.verify_loops(ordered, loops)
     verify.verify_plan(found.posed.module, plan, machine)
     return plan
 
@@ -213,16 +214,12 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
         if {t.source, t.destination} != {link.source, link.destination}:
             far = next(n for n in (t.source, t.destination) if n != link.destination)
             raise UnreachableTierError(machine.name, far, link.source, t.buffer)
-    opened = barriers.remove_barriers(module)
-    verify.verify_barriers(module, opened)
-    sunk = sink.sink_weight_work(opened)
-    verify.verify_reordering(opened, sunk)
-    ordered = loop_rewrite.rewrite_loops(sunk, plan.loops, machine)
-    verify.verify_loops(sunk, plan.loops, ordered)
+    ordered = loop_rewrite.rewrite_loops(_sunk(module), plan.loops, machine)
+    verify.verify_loops(ordered, plan.loops)
     edited = edits.apply(ordered, plan.edits)
-    verify.verify_edits(ordered, edited)
     rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
-    verify.verify_rewrite(edited, plan, rewritten)
+    verify.verify_equivalent(module, rewritten)
+    verify.verify_schedule(edited, plan, rewritten)
     return rewritten
 
 
@@ -232,6 +229,4 @@ def _sunk(module: Module) -> Module:
 
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:
     loops = loop_schedule.schedule_loops(module, machine)
-    ordered = loop_rewrite.rewrite_loops(module, loops, machine)
-    verify.verify_loops(module, loops, ordered)
-    return ordered, loops
+    return loop_rewrite.rewrite_loops(module, loops, machine), loops

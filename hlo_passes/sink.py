@@ -9,14 +9,18 @@ weight that they are made from, which no order of transfers can mend. Such work 
 just before its first reader. Nothing that it reads can change in between: a donated
 argument, which can, does not count.
 
+XLA chose what hides a collective: work that stands between its start and its done stays there,
+nothing comes in, and what starts or ends one does not move at all.
+
 Only work on a single argument moves. A program whose every step is a fusion (GPU) draws on
 arguments alone as a whole: `x1` above is no more than work on x0 and w1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from hlo_passes.collectives import collectives, has_collective
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.once import once
 
@@ -50,12 +54,14 @@ def sink_weight_work(module: Module) -> Module:
             or i.id in ordered_by_hand
             or i.id in steady
             or not all(o in drawn_on for o in i.operand_ids)
+            or has_collective(module, i)
         ):
             continue
         arguments = frozenset[int]().union(*(drawn_on[o] for o in i.operand_ids))
         if len(arguments) <= 1:
             sinking[i.id] = i
             drawn_on[i.id] = arguments
+    sinking = _within_spans(module, sinking)
     if not sinking:
         return module
     sequence: list[int] = []
@@ -82,6 +88,31 @@ def sink_weight_work(module: Module) -> Module:
     if sequence == [i.id for i in order]:
         return module
     return _reordered(module, sequence)
+
+
+def _within_spans(module: Module, sinking: Mapping[int, Instruction]) -> dict[int, Instruction]:
+    """Those that would not come to stand inside, or outside, of other collectives."""
+    order = module.entry.instructions
+    done_of = {start: c.done for start, c in collectives(module).items() if c.done is not None}
+    starts = {done: start for start, done in done_of.items()}
+    open_at: list[frozenset[int]] = []
+    is_open: frozenset[int] = frozenset()
+    for i in order:
+        is_open -= {starts.get(i.id, -1)}
+        open_at.append(is_open)
+        is_open |= {i.id} & done_of.keys()
+    kept: dict[int, Instruction] = {}
+    first_reader: dict[int, int] = {}  # Place in the new order, by id of what is read.
+    for place in reversed(range(len(order))):
+        i = order[place]
+        target = place
+        if i.id in sinking:
+            new = first_reader.get(i.id, len(order) - 1)
+            if open_at[new] == open_at[place]:
+                kept[i.id], target = i, new
+        for o in i.operand_ids:
+            first_reader[o] = min(first_reader.get(o, target), target)
+    return {id_: kept[id_] for id_ in sinking if id_ in kept}
 
 
 def _ordered_by_hand(order: Iterable[Instruction]) -> set[int]:

@@ -130,6 +130,7 @@ class Lowered:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
         self.placing = Placing(self._lowering)
         self._looks = Looks(self.placing)
+        self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
 
     @property
     def args_info(self) -> Any:
@@ -177,7 +178,8 @@ class Lowered:
         )
 
     def plan(self) -> Plan:
-        """Plans for the budget as it stands, without compiling further than XLA's scheduler.
+        """Plans for the budget as it stands, without compiling further than XLA's scheduler; but
+        what the planner refuses is compiled as XLA has it, to learn what the planner cannot know.
 
         Raises:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
@@ -186,7 +188,7 @@ class Lowered:
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
         try:
-            return self._looks.look(self.budget, None).plan
+            return self._look_with_credit(self.budget, 0, 1, None)[0].plan
         except MemoryBudgetError as error:
             raise error.asked_for(error.budget, error.least, self.placing.left_alone) from None
 
@@ -203,17 +205,8 @@ class Lowered:
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
 
-        @functools.cache
-        def unplanned() -> Executable | None:
-            begin = time.monotonic()
-            executable = self.placing.program.fitting(compiler_options)
-            self._looks.took(time.monotonic() - begin)
-            if executable is not None:
-                self._looks.compiled(executable)
-            return executable
-
         def within(budget: int) -> Compiled:
-            executable = unplanned() if self._lowering.arguments_bytes <= budget else None
+            executable = self._as_xla_has_it(budget, compiler_options)
             if executable is not None and device_bytes(executable, 0) <= budget:
                 return Compiled(executable, self, None, ())
             return self._compile_within(budget, compiler_options)
@@ -222,7 +215,7 @@ class Lowered:
             return within(self.budget)
         except MemoryBudgetError as error:
             least = _least(error, within)
-            if least >= self._lowering.arguments_bytes and (executable := unplanned()) is not None:
+            if (executable := self._as_xla_has_it(least, compiler_options)) is not None:
                 least = min(least, device_bytes(executable, 0))
             raise error.asked_for(self.budget, least, self.placing.left_alone) from None
 
@@ -251,6 +244,20 @@ class Lowered:
         with explain_oom():
             return self.placing.program.compiler(compiler_options)()
 
+    def _as_xla_has_it(self, budget: int, options: Mapping[str, Any] | None) -> Executable | None:
+        """The program compiled without a plan; None where its arguments alone exceed `budget`, or
+        it does not fit the device."""
+        if self._lowering.arguments_bytes > budget:
+            return None
+        key = tuple((options or {}).items())
+        if key not in self._own:
+            begin = time.monotonic()
+            executable = self._own[key] = self.placing.program.fitting(options)
+            self._looks.took(time.monotonic() - begin)
+            if executable is not None:
+                self._looks.compiled(executable)
+        return self._own[key]
+
     def _compile_within(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Plans and compiles until XLA reports no more than `budget` bytes."""
         overhead = 0
@@ -258,7 +265,8 @@ class Lowered:
         rounds: list[str] = []
         mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
-            look = self._look_below(budget, overhead, 2 ** len(reported), options)
+            caution = 2 ** len(reported)
+            look, overhead = self._look_with_credit(budget, overhead, caution, options)
             try:
                 executable = self._compile_planned(look, options)
             except (PlanMismatchError, LoopMismatchError) as error:
@@ -293,16 +301,51 @@ class Lowered:
                 least = middle
         return least
 
+    def _look_with_credit(
+        self, budget: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+    ) -> tuple[Look, int]:
+        """As `_look_below`; what that refuses may fit all the same, for XLA was seen to take less
+        than predicted. Returns the overhead that the look is made with, too.
+
+        The planner sees temporaries that XLA:TPU will hold in VMEM, and cannot tell which: small
+        programs need less than a tenth of the HBM that is predicted, or none.
+        """
+        try:
+            return self._look_below(budget, overhead, caution, options), overhead
+        except MemoryBudgetError:
+            own = self._as_xla_has_it(budget, options)
+            if overhead or own is None:
+                raise
+            unmoved = self._unmoved(options)
+            if unmoved is None:
+                raise
+            credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
+            if credit <= 0:
+                raise
+            if device_bytes(own, 0) <= budget:
+                return unmoved, -credit
+            return self._look_below(budget, -credit, caution, options), -credit
+
+    def _unmoved(self, options: Mapping[str, Any] | None) -> Look | None:
+        """The program as XLA has it, if the planner finds that it fits the device."""
+        capacity = self._lowering.target.machine.device_memory.capacity_bytes
+        try:
+            look = self._looks.look(capacity, options)
+        except MemoryBudgetError:
+            return None
+        return None if look.plan.moved_bytes or look.plan.edits else look
+
     def _look_below(
         self, budget: int, overhead: int, caution: int, options: Mapping[str, Any] | None
     ) -> Look:
-        """Plans for a budget that XLA was seen to exceed by `overhead`.
+        """Plans for a budget that XLA was seen to exceed by `overhead`, or to stay below by as much
+        where it is negative.
 
         Another plan breaks up XLA's arena in another way: where the budget has room for it,
         `caution` times of what was seen is left free, so that one more compilation is enough.
         """
         errors: list[MemoryBudgetError] = []
-        for left_free in dict.fromkeys((caution * overhead, overhead)):
+        for left_free in dict.fromkeys((max(caution * overhead, overhead), overhead)):
             try:
                 return self._looks.look(budget - left_free, options)
             except MemoryBudgetError as error:

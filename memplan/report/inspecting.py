@@ -70,7 +70,7 @@ class Inspector:
         self._target: Target = target
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self.names = Names(self._ranges, {})
-        self._usage: MemoryUsage = measure_memory(self._ranges, target)
+        self._usage: MemoryUsage = measure_memory(self._ranges, target, machine=machine)
         self._bytes_per_s = None if machine is None else stream_bytes_per_s(machine)
         self._costs: Mapping[int, float] | None = (
             None if machine is None else instruction_costs(module, machine)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from experiments.isolated import Failure, isolated
+from experiments.isolated import Failure, Worker, isolated
 
 
 def double(x: int) -> int:
@@ -39,3 +39,14 @@ def test_a_crash_is_told():
 @pytest.mark.timeout(100)
 def test_a_call_that_hangs_is_ended():
     assert isolated(hang, timeout_s=0.5) == Failure("no result within 0.5 s")
+
+
+@pytest.mark.timeout(100)
+def test_a_worker_serves_many_calls_and_is_replaced_when_it_dies():
+    with Worker(timeout_s=100) as worker:
+        process = worker.call(os.getpid)
+        assert worker.call(os.getpid) == process != os.getpid()
+        assert worker.call(refuse) == Failure("ValueError: two lines")
+        assert worker.call(os.getpid) == process
+        assert worker.call(crash) == Failure("the process ended with exit code 3")
+        assert worker.call(os.getpid) not in (process, os.getpid())

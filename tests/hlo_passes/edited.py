@@ -157,8 +157,10 @@ class Edited:
         until = {t.buffer: t.done for t in transfers if t.kind == "evict"}
         found: list[tuple[str, LiveRange]] = []
         for tick, i in enumerate(self.compute[:-1]):
-            if i.opcode != "constant":
-                last = max(self.readers(i.name), default=tick)
+            if i.opcode not in ("constant", "dynamic-update-slice"):
+                # What is updated in place stays where it is.
+                names = [i.name, "u"] if i.name == "a0" else [i.name]
+                last = max((t for n in names for t in self.readers(n)), default=tick)
                 found.append((i.name, LiveRange(tick, max(last + 1, until.get(i.name, 0)))))
         return found
 

@@ -28,7 +28,7 @@ from hlo_passes.plan import (
     Slot,
     Transfer,
 )
-from hlo_passes.verify import verify_plan
+from hlo_passes.verify import verify_equivalent, verify_plan, verify_schedule
 from tests.hlo_passes.toys import module_of
 
 SIZE = 256  # bytes of f32[64], the only shape here
@@ -172,6 +172,12 @@ class Streamed:
         alias = "output_to_operand_aliasing={{}: (0, {})}"
         operands = f"(%go{t.id}, %{t.buffer})"
         return f"%here{t.id} = f32[64]{{0}} custom-call{operands}, {target}, {alias}, {tag}"
+
+
+def verify_rewrite(edited: Module, plan: Plan, rewritten: Module) -> None:
+    """All that is asked of a rewritten module."""
+    verify_equivalent(edited, rewritten)
+    verify_schedule(edited, plan, rewritten)
 
 
 def temporaries(module: Module) -> list[tuple[str, LiveRange]]:

@@ -191,7 +191,7 @@ def test_what_one_fusion_makes_is_made_again_together():
     assert len(clones) == len(done.recomputes)  # At each tick the maker runs once for both.
     assert any(len(r.readers) == 2 for r in done.recomputes if r.original == "f")
     edited_module = edits.apply(of.module, done)
-    verify.verify_edits(of.module, edited_module)
+    verify.verify_equivalent(of.module, edited_module)
     assert peak(problem.pose(edited_module, NO_LINK, ())) < peak(of)
 
 
@@ -235,7 +235,7 @@ def test_edits_need_what_they_say_and_plans_with_them_hold(
     if not choices:
         return
     edited_module = edits.apply(module, edits_of(of, choices[0].taken))
-    verify.verify_edits(module, edited_module)
+    verify.verify_equivalent(module, edited_module)
     again = problem.pose(edited_module, machine, ())
     assert Work(again).load.max() <= capacity
     plan = pipeline.plan_module(module, machine, of.fixed_bytes + 4 * int(work.load.max()))
@@ -295,7 +295,7 @@ def test_what_is_made_again_takes_no_more_than_was_counted(
     work = Work(of)
     taken = work.select(int(share * work.load.max()), Terms(DEAREST, math.inf, depth))
     module = edits.apply(program.original, edits_of(of, taken))
-    verify.verify_edits(program.original, module)
+    verify.verify_equivalent(program.original, module)
     again = problem.pose(module, NO_LINK, ())
     assert (before_edits(of, again, Work(again).load) <= taken.load).all()
 

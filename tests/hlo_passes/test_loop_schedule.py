@@ -15,7 +15,7 @@ from hlo_passes.machine import Machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.plan import LoopSchedule
 from hlo_passes.timeline import Timeline, schedule_events, simulate
-from hlo_passes.verify import verify_loops
+from hlo_passes.verify import verify_equivalent, verify_loops
 from tests.hlo_passes.rings import SLOT_BYTES, TRIPS, Ring, ring_machine
 from tests.hlo_passes.toys import module_of
 
@@ -38,7 +38,8 @@ def scheduled(ring: Ring, machine: Machine) -> tuple[Module, tuple[LoopSchedule,
     module = ring.module()
     loops = schedule_loops(module, machine)
     rewritten = rewrite_loops(module, loops, machine)
-    verify_loops(module, loops, rewritten)
+    verify_equivalent(module, rewritten)
+    verify_loops(rewritten, loops)
     return module, loops, rewritten
 
 

@@ -1,7 +1,11 @@
 """The predicted memory against XLA's `memory_analysis`, over the corpus."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from hlo_passes.errors import UnscheduledModuleError
@@ -9,6 +13,7 @@ from hlo_passes.ir import Module
 from hlo_passes.memory import latest_values, memory_usage
 from hlo_passes.reader import read_module
 from hlo_passes.xla import hlo_proto_to_canonical_text
+from memplan.topologies import topology
 from tests import corpus
 
 MEMORY = corpus.memory()
@@ -86,3 +91,52 @@ def test_a_module_without_a_schedule_is_refused() -> None:
 def test_the_corpus_is_whole() -> None:
     files = {p.name.removesuffix(".pb.xz") for p in corpus.MODULES.iterdir()}
     assert files == set(json.loads(corpus.MEMORY.read_text()))
+
+
+def counted(x: jax.Array, limit: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, limit, lambda n, y: jnp.tanh(y) + n, x)
+
+
+def summed(*arrays: jax.Array) -> jax.Array:
+    return sum((a * 2 for a in arrays[1:]), arrays[0])
+
+
+def two_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x + 1, x * 2
+
+
+def large_and_two(x: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = counted(x, limit)
+    return y @ y.T + x, x[0] * limit
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "function", "shapes"),
+    [
+        # The loop's counter and condition have a place on the heap that nobody asks for.
+        ("v5e", counted, [(8, 128), ()]),
+        # Beside an array they count.
+        ("v5e", large_and_two, [(8192, 8192), ()]),
+        # More than 2,000 arguments are one tuple, and its table is an argument.
+        ("v5e", summed, [(8,)] * 2100),
+        ("v6e", summed, [(8,)] * 2100),
+        ("v6e", two_of, [(8, 128)]),
+        ("tpu7x", two_of, [(8, 128)]),
+        ("v5p", two_of, [(8, 128)]),
+    ],
+)
+def test_a_tpu_program_is_counted_as_xla_does(
+    name: str, function: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> None:
+    target = topology(name)
+    arguments = [
+        jax.ShapeDtypeStruct(s, jnp.float32 if s else jnp.int32, sharding=target.sharding())
+        for s in shapes
+    ]
+    compiled = jax.jit(function).lower(*arguments).compile()
+    xla = compiled.memory_analysis()
+    usage = memory_usage(read_module(compiled), "tpu", machine=target.machine)
+    assert usage.argument_bytes == xla.argument_size_in_bytes
+    assert usage.output_bytes == xla.output_size_in_bytes
+    assert usage.temp_bytes == xla.temp_size_in_bytes

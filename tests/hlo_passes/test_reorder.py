@@ -29,7 +29,7 @@ from hlo_passes.reader import read_module
 from hlo_passes.reorder import lower_peak, order_problem, release_early
 from hlo_passes.sharing import Target
 from hlo_passes.ticks import entry_ticks
-from hlo_passes.verify_edits import verify_edits
+from hlo_passes.verify import verify_equivalent
 from memplan import topologies
 from tests import corpus
 from tests.hlo_passes.toys import toy_machine
@@ -55,7 +55,7 @@ def lowered(module: Module, capacity: int = 0, machine: Machine | None = None) -
     assert names
     assert names != in_order(module)
     reordered = edits.apply(module, Edits(order=names))
-    verify_edits(module, reordered)
+    verify_equivalent(module, reordered)
     return reordered
 
 
@@ -442,7 +442,7 @@ def test_of_any_program_an_order_is_found_that_the_checker_agrees_to(
         if not names:
             continue
         reordered = edits.apply(module, Edits(order=names))
-        verify_edits(module, reordered)
+        verify_equivalent(module, reordered)
         found = memory_usage(reordered, target)
         assert capacity < present.lower_bound_bytes > found.lower_bound_bytes
         assert found.heap_bytes <= present.heap_bytes
@@ -460,7 +460,7 @@ def test_of_any_program_bytes_are_freed_early_in_an_order_that_the_checker_agree
     names = release_early(module, toy_machine(platform=target), 0)
     if names:
         reordered = edits.apply(module, Edits(order=names))
-        verify_edits(module, reordered)
+        verify_equivalent(module, reordered)
         assert memory_usage(reordered, target).lower_bound_bytes <= present.lower_bound_bytes
 
 
@@ -515,7 +515,7 @@ def breadth_first(module: Module) -> Module:
     ordered = sorted(module.entry.instructions, key=lambda i: depth[i.id])
     names = tuple(i.name for i in ordered if i.opcode != "parameter")
     wide = edits.apply(module, Edits(order=names))
-    verify_edits(module, wide)
+    verify_equivalent(module, wide)
     return wide
 
 

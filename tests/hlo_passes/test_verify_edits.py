@@ -14,7 +14,7 @@ from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Module
 from hlo_passes.plan import Edits, Eviction, Recompute, Refetch
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.verify import verify_edits
+from hlo_passes.verify import verify_equivalent
 from tests import corpus
 from tests.hlo_passes.streamed import entry
 from tests.hlo_passes.toys import module_of
@@ -47,14 +47,14 @@ Change = Callable[[hlo_pb2.HloModuleProto], None]
 
 def rejection(original: Module, edited: Module) -> str:
     with pytest.raises(VerificationError) as rejected:
-        verify_edits(original, edited)
+        verify_equivalent(original, edited)
     return str(rejected.value)
 
 
 def changed(edits: Edits, change: Change, module: Module = MODULE) -> str:
     """Why the edited module is rejected whose proto `change` has changed."""
     edited = apply(module, edits)
-    verify_edits(module, edited)
+    verify_equivalent(module, edited)
     proto = edited.to_proto()
     change(proto)
     return rejection(module, Module(proto))
@@ -84,7 +84,7 @@ def reads(reader: str, operand: int, instead: str) -> Change:
 
 @pytest.mark.parametrize("edits", [Edits(), REORDERED, CLONED, EVICTED])
 def test_right_edits_are_accepted(edits: Edits):
-    verify_edits(MODULE, apply(MODULE, edits))
+    verify_equivalent(MODULE, apply(MODULE, edits))
 
 
 def test_edits_may_be_combined():
@@ -100,27 +100,24 @@ def test_edits_may_be_combined():
     assert {"a.again", "a.evict-done", "a.refetch0-done"} <= {
         i.name for i in edited.entry.instructions
     }
-    verify_edits(MODULE, edited)
+    verify_equivalent(MODULE, edited)
 
 
 @pytest.mark.parametrize("key", [k for k in corpus.memory() if not k.startswith("linalg")])
 def test_programs_as_they_are_are_accepted(key: str):
     module = corpus.read(key)
-    verify_edits(module, Module(module.to_proto()))
+    verify_equivalent(module, Module(module.to_proto()))
 
 
 # ── What each instruction stands for ─────────────────────────────────────────────────────
 
 
 def test_another_operand_is_rejected():
-    assert (
-        changed(REORDERED, reads("r", 0, "b"))
-        == (
-            "plan rejected: %r: expected operands that stand for %a, %e.1, found %b, %e.1 "
-            "(%r = f32[64] subtract). "
-        ).rstrip()
+    assert changed(REORDERED, reads("r", 0, "b")) == (
+        "plan rejected: %r, operand 0: expected what %a holds, found what %b holds "
+        "(%r = f32[64] subtract). An instruction reads what it read in the original."
     )
-    assert "expected operands that stand for %x, found %b" in changed(
+    assert "expected what %x holds, found what %b holds" in changed(
         Edits(recomputes=(Recompute("a.again", "a", "r", ("r",)),)), reads("a.again", 0, "b")
     )
 
@@ -161,9 +158,7 @@ def test_a_clone_calls_copies_of_what_its_original_calls():
         del proto.computations[[c.name for c in proto.computations].index("fused.a.again")]
 
     assert "%a.again is not the instruction that %a was" in changed(CLONED, wrong_work)
-    edited = apply(MODULE, CLONED).to_proto()
-    shared(edited)
-    verify_edits(MODULE, Module(edited))
+    assert "%a.again calls the computations of %a" in changed(CLONED, shared)
 
 
 def test_a_computation_that_nothing_calls_is_rejected():
@@ -258,23 +253,21 @@ def test_a_copy_keeps_shape_and_layout():
     assert "%a.evict-start does not copy an array between device and host memory" in changed(
         EVICTED, in_other_memory
     )
-    assert "%a.refetch0-done has not the shape of what %a.refetch0-start copies" in changed(
-        EVICTED, shorter
-    )
+    assert "%a.refetch0-done has not the shape of what it holds" in changed(EVICTED, shorter)
     assert "%a.refetch0-done is more than a copy" in changed(EVICTED, more)
 
 
 def test_what_is_on_the_host_is_read_by_copies_only():
-    assert "expected operands that stand for %a, %e.1, found %a.evict-done" in changed(
+    assert "operand 0: expected the shape and layout of %a, f32[64], found f32[64]S(5)" in changed(
         EVICTED, reads("r", 0, "a.evict-done")
     )
-    assert "%a.refetch0-start does not copy an array" in changed(
+    assert "%a.refetch0-start has not the shape of what it holds" in changed(
         EVICTED, reads("a.refetch0-start", 0, "a")
     )
 
 
 def test_a_copy_of_another_value_is_rejected():
-    assert "expected operands that stand for %a, %e.1, found %b, %e.1" in changed(
+    assert "expected what %a holds, found %b, as %a.refetch0-done holds it" in changed(
         EVICTED, reads("a.evict-start", 0, "b")
     )
 
@@ -283,7 +276,7 @@ def test_a_copy_is_waited_for_once():
     two = Edits(
         evictions=(Eviction("a", "b", (Refetch("c", ("e.1",)), Refetch("r", ("r",)))),),
     )
-    assert "%a.refetch1-done waits for no copy that was begun" in changed(
+    assert "%a.refetch0-start is waited for by %a.refetch0-done, %a.refetch1-done" in changed(
         two, reads("a.refetch1-done", 0, "a.refetch0-start")
     )
 
@@ -295,7 +288,7 @@ def test_a_copy_is_waited_for_once():
         )
         entry.instructions.remove(named(proto, "a.refetch0-done"))
 
-    assert "nothing waits for %a.refetch0-start" in changed(EVICTED, unfinished)
+    assert "%a.refetch0-start is waited for by nothing" in changed(EVICTED, unfinished)
 
 
 # ── What may run twice ───────────────────────────────────────────────────────────────────
@@ -342,7 +335,9 @@ def test_what_has_effects_runs_once(reason: str, wrapped: bool):
     twice = apply(module, Edits(recomputes=(Recompute("y.again", "y", "r", ("r",)),)))
     assert f"%y.again runs %y again, which {reason}" in rejection(module, twice)
     pure = with_effect("not(%x)", wrapped)
-    verify_edits(pure, apply(pure, Edits(recomputes=(Recompute("y.again", "y", "r", ("r",)),))))
+    verify_equivalent(
+        pure, apply(pure, Edits(recomputes=(Recompute("y.again", "y", "r", ("r",)),)))
+    )
 
 
 def test_what_is_asynchronous_runs_once():
@@ -356,7 +351,7 @@ def test_what_is_asynchronous_runs_once():
         """
     )
     twice = apply(module, Edits(recomputes=(Recompute("d.again", "d", "r", ("r",)),)))
-    assert "%d.again runs %d again, which is asynchronous" in rejection(module, twice)
+    assert "%s is waited for by %d, %d.again, expected one done" in rejection(module, twice)
 
 
 # ── What is written over ─────────────────────────────────────────────────────────────────
@@ -378,7 +373,7 @@ UPDATED = entry(
 
 def test_a_reader_stays_in_front_of_what_works_in_place():
     order = ("zero", "one", "v", "late", "early", "u", "s", "r")
-    verify_edits(UPDATED, apply(UPDATED, Edits(order=order)))
+    verify_equivalent(UPDATED, apply(UPDATED, Edits(order=order)))
     late = ("zero", "one", "v", "u", "early", "late", "s", "r")
     assert "%u writes over what %v left, which %early reads later" in rejection(
         UPDATED, apply(UPDATED, Edits(order=late))
@@ -391,7 +386,7 @@ def test_a_clone_of_a_reader_stays_there_too():
         UPDATED, apply(UPDATED, Edits(recomputes=(clone,)))
     )
     whole = Recompute("v.again", "v", "s", ("early.again",))
-    verify_edits(UPDATED, apply(UPDATED, Edits(recomputes=(whole, clone))))
+    verify_equivalent(UPDATED, apply(UPDATED, Edits(recomputes=(whole, clone))))
 
 
 def test_a_clone_works_in_place_on_a_clone():
@@ -400,12 +395,12 @@ def test_a_clone_works_in_place_on_a_clone():
         UPDATED, apply(UPDATED, Edits(recomputes=(clone,)))
     )
     whole = Recompute("v.again", "v", "r", ("u.again",))
-    verify_edits(UPDATED, apply(UPDATED, Edits(recomputes=(whole, clone))))
+    verify_equivalent(UPDATED, apply(UPDATED, Edits(recomputes=(whole, clone))))
 
 
 def test_an_eviction_is_done_before_its_source_is_written_over():
     in_time = Edits(evictions=(Eviction("v", "early", (Refetch("u", ("u",)),)),))
-    verify_edits(UPDATED, apply(UPDATED, in_time))
+    verify_equivalent(UPDATED, apply(UPDATED, in_time))
     late = Edits(evictions=(Eviction("v", "u", (Refetch("s", ()),)),))
     assert "%u writes over what %v left, which %v.evict-start reads later" in rejection(
         UPDATED, apply(UPDATED, late)
@@ -445,7 +440,7 @@ def test_collectives_keep_their_order():
 
 def test_what_hides_a_collective_stays():
     swapped = ("c", "g", "b", "h", "a", "n", "m", "r")
-    verify_edits(COLLECTIVE, apply(COLLECTIVE, Edits(order=swapped)))
+    verify_equivalent(COLLECTIVE, apply(COLLECTIVE, Edits(order=swapped)))
     into = ("g", "a", "b", "h", "c", "n", "m", "r")
     assert "%a moved into the span of the asynchronous %g" in rejection(
         COLLECTIVE, apply(COLLECTIVE, Edits(order=into))
@@ -458,7 +453,7 @@ def test_what_hides_a_collective_stays():
 
 def test_a_clone_may_stand_where_a_collective_is_hidden():
     clone = Recompute("a.again", "a", "h", ("r",))
-    verify_edits(COLLECTIVE, apply(COLLECTIVE, Edits(recomputes=(clone,))))
+    verify_equivalent(COLLECTIVE, apply(COLLECTIVE, Edits(recomputes=(clone,))))
 
 
 def test_on_tpu_a_collective_is_a_chain_of_fusions():
@@ -471,4 +466,4 @@ def test_on_tpu_a_collective_is_a_chain_of_fusions():
     )
     order.remove("copy.4")
     order.insert(order.index("async-collective-done") + 1, "copy.4")
-    verify_edits(module, apply(module, Edits(order=tuple(order))))
+    verify_equivalent(module, apply(module, Edits(order=tuple(order))))

@@ -20,16 +20,16 @@ from hlo_passes.ir import Module
 from hlo_passes.plan import Allocation, Event, Fence, LiveRange, Plan, Slot, Transfer
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.rewrite import rewrite
-from hlo_passes.verify import verify_edits, verify_executable, verify_plan, verify_rewrite
+from hlo_passes.verify import verify_equivalent, verify_executable, verify_plan
 from tests.hlo_passes.edited import SIZE, Edited, edited, live_of, name_of, refetches
-from tests.hlo_passes.streamed import slot_of, with_slot, with_transfer
+from tests.hlo_passes.streamed import slot_of, verify_rewrite, with_slot, with_transfer
 
 RANDOM = st.randoms(use_true_random=False)
 
 
 @given(edited(), RANDOM)
 def test_what_is_right_is_accepted(program: Edited, choose: random.Random):
-    verify_edits(program.original, program.module)
+    verify_equivalent(program.original, program.module)
     plan = program.plan(choose)
     verify_plan(program.module, plan)
     rewritten = rewrite(program.module, plan, custom_calls=False)
@@ -379,7 +379,7 @@ def test_a_wrong_edit_is_rejected(
     proto = program.module.to_proto()
     mutate(program, proto, pick)
     with pytest.raises(VerificationError):
-        verify_edits(program.original, Module(proto))
+        verify_equivalent(program.original, Module(proto))
 
 
 @given(edited("recompute"), RANDOM)
@@ -389,7 +389,7 @@ def test_what_is_random_is_not_computed_again(program: Edited, pick: random.Rand
     named(original, pick.choice(program.edits.recomputes).original).opcode = opcode
     module = Module(original)
     with pytest.raises(VerificationError, match="again, which"):
-        verify_edits(module, apply(module, program.edits))
+        verify_equivalent(module, apply(module, program.edits))
 
 
 @given(edited(), RANDOM)
@@ -416,9 +416,9 @@ def test_a_reader_does_not_move_behind_an_update_in_place(program: Edited, pick:
     def reordered(place: int) -> Module:
         return apply(module, replace(program.edits, order=(*order[:place], "late", *order[place:])))
 
-    verify_edits(module, reordered(before))
+    verify_equivalent(module, reordered(before))
     with pytest.raises(VerificationError, match="%u writes over what %a0 left, which %late reads"):
-        verify_edits(module, reordered(update + 1))
+        verify_equivalent(module, reordered(update + 1))
 
 
 # ── Rewrites ─────────────────────────────────────────────────────────────────────────────
@@ -457,5 +457,5 @@ def test_a_copy_of_another_value_is_rejected(program: Edited, choose: random.Ran
     proto = rewrite(program.module, plan, custom_calls=False).to_proto()
     buffer = program.edits.evictions[0].buffer
     named(proto, f"{buffer}.evict-start").operand_ids[:] = [named(proto, "a0").id]
-    with pytest.raises(VerificationError, match=f"of %{buffer}, operands of %{buffer}.evict-start"):
+    with pytest.raises(VerificationError, match=f"expected %{buffer}, as %{buffer}.refetch"):
         verify_rewrite(program.module, plan, Module(proto))

@@ -20,6 +20,7 @@ from hlo_passes.plan import (
     Slot,
     Transfer,
 )
+from hlo_passes.sink import sink_weight_work
 from hlo_passes.verify import verify_plan
 from tests.hlo_passes.streamed import (
     SIZE,
@@ -150,7 +151,7 @@ UPDATE = (
 )
 
 
-def test_an_update_in_place_holds_the_copy_or_has_a_slot():
+def test_an_update_in_place_holds_the_copy():
     module = entry(UPDATE)
     slots = (
         Slot("one", "arena", SIZE, 4, LiveRange(1, 3)),
@@ -158,9 +159,10 @@ def test_an_update_in_place_holds_the_copy_or_has_a_slot():
         Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
     )
     verify_plan(module, fetched(module, 4, 5, *slots))
-    assert "%u has no slot" in rejection(fetched(module, 3, 5, *slots), module)
+    assert "is read until tick 4" in rejection(fetched(module, 3, 5, *slots), module)
+    # Wherever a plan would have it: XLA leaves it where the copy is.
     own = Slot("u", "arena", 3 * SIZE, SIZE, LiveRange(2, 5))
-    verify_plan(module, fetched(module, 2, 5, *slots, own))
+    assert "is read until tick 4" in rejection(fetched(module, 2, 5, *slots, own), module)
 
 
 UPDATING = """
@@ -189,7 +191,7 @@ UPDATE_IN_FLIGHT = (
 )
 
 
-def test_an_update_in_flight_may_be_in_place():
+def test_an_update_in_flight_holds_the_copy():
     slots = (
         Slot("some", "arena", SIZE, 4, LiveRange(0, 4)),
         Slot("a", "arena", 2 * SIZE, SIZE, LiveRange(2, 5)),
@@ -197,49 +199,51 @@ def test_an_update_in_flight_may_be_in_place():
     )
     module = entry(UPDATE_IN_FLIGHT, UPDATING)
     verify_plan(module, fetched(module, 4, 5, *slots))
-    assert "%go{1} has no slot" in rejection(fetched(module, 3, 5, *slots), module)
-    over = Slot("go{1}", "arena", 0, SIZE, LiveRange(1, 5))
-    verify_plan(module, fetched(module, 3, 5, *slots, over))
-    # Nobody else may read the copy once the update has begun.
-    module = entry(UPDATE_IN_FLIGHT.replace("negate(%x)", "negate(%done)"), UPDATING)
-    assert "%go{1} has no slot" in rejection(fetched(module, 4, 5, *slots), module)
-    assert "the slots of %w0#0 and %go{1} overlap" in rejection(
-        fetched(module, 3, 5, *slots, over), module
-    )
+    assert "is read until tick 4" in rejection(fetched(module, 3, 5, *slots), module)
 
 
-def test_what_reads_after_it_writes_is_not_in_place_in_flight():
-    slots = (
-        Slot("a", "arena", SIZE, SIZE, LiveRange(1, 4)),
-        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
-    )
-    text = """
+def test_what_runs_beside_has_bytes_of_its_own():
+    module = entry(
+        FETCH
+        + """
         %go = ((f32[64]{0}), f32[64]{0}, s32[]) async-start(%done), calls=%wrapped
         %a = f32[64]{0} negate(%x)
         %here = f32[64]{0} async-done(%go)
         ROOT %r = f32[64]{0} add(%a, %here)
-        """
-    module = entry(FETCH + text, WRAPPED)
-    verify_plan(module, fetched(module, 3, 4, *slots))
-    reverse = entry(FETCH + text, WRAPPED.replace("negate(%p)", "reverse(%p), dimensions={0}"))
-    assert "%go{1} has no slot" in rejection(fetched(reverse, 3, 4, *slots), reverse)
+        """,
+        WRAPPED,
+    )
+    slots = (
+        Slot("a", "arena", SIZE, SIZE, LiveRange(1, 4)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
+    )
+    assert "%go{1} has no slot" in rejection(fetched(module, 3, 4, *slots), module)
 
 
 def test_a_result_may_have_the_slot_of_an_operand_that_dies():
-    module = entry(UPDATE)
+    lines = """
+    %one = f32[1]{0} slice(%x), slice={[0:1]}
+    %u = f32[64]{0} WORK(%done)
+    %s = f32[64]{0} negate(%x)
+    ROOT %r = f32[64]{0} add(%u, %s)
+    """
+    module = entry(FETCH + lines.replace("WORK", "cosine"))
     slots = (
-        Slot("one", "arena", SIZE, 4, LiveRange(1, 3)),
-        Slot("s", "arena", 2 * SIZE, SIZE, LiveRange(3, 5)),
-        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+        Slot("one", "arena", SIZE, 4, LiveRange(0, 1)),
+        Slot("s", "arena", 2 * SIZE, SIZE, LiveRange(2, 4)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(3, 4)),
     )
-    over = Slot("u", "arena", 0, SIZE, LiveRange(2, 5))
-    verify_plan(module, fetched(module, 2, 5, *slots, over))
-    early = replace(over, live_range=LiveRange(1, 5))
+    over = Slot("u", "arena", 0, SIZE, LiveRange(1, 4))
+    verify_plan(module, fetched(module, 1, 4, *slots, over))
+    early = replace(over, live_range=LiveRange(0, 4))
     assert "the slots of %w0#0 and %u overlap" in rejection(
-        fetched(module, 2, 5, *slots, early), module
+        fetched(module, 1, 4, *slots, early), module
     )
-    swapped = replace(slots[1], offset=0)
-    assert "overlap" in rejection(fetched(module, 3, 5, swapped, *slots[::2], over), module)
+    # What reads one element for another one has no such choice.
+    backwards = entry(FETCH + lines.replace("WORK(%done)", "reverse(%done), dimensions={0}"))
+    assert "the slots of %w0#0 and %u overlap" in rejection(
+        fetched(backwards, 1, 4, *slots, over), backwards
+    )
 
 
 def test_an_argument_is_not_written_over_unless_it_is_donated():
@@ -329,12 +333,20 @@ def test_each_result_of_an_instruction_has_an_operand_of_its_own():
         %a = f32[64]{0} multiply(%x, %done)
         %b = f32[64]{0} negate(%x)
         %u = f32[64]{0} negate(%a)
-        %f = (f32[64]{0}, f32[64]{0}) custom-call(%u, %b), custom_call_target="both"
+        %f = (f32[64]{0}, f32[64]{0}) fusion(%u, %b), kind=kLoop, calls=%both
         %one = f32[64]{0} get-tuple-element(%f), index=1
         %s = f32[64]{0} reverse(%one), dimensions={0}
         %two = f32[64]{0} get-tuple-element(%f), index=0
         ROOT %r = f32[64]{0} subtract(%two, %s)
+        """,
         """
+%both {
+  %p = f32[64]{0} parameter(0)
+  %q = f32[64]{0} parameter(1)
+  %m = f32[64]{0} multiply(%p, %q)
+  %n = f32[64]{0} add(%p, %q)
+  ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%m, %n)
+}""".strip(),
     )
     slots = (
         Slot("a", "arena", SIZE, SIZE, LiveRange(0, 6)),
@@ -401,7 +413,7 @@ def test_results_that_change_places_lie_in_the_arguments_until_they_are_copied()
     first, second = (line for line in lines.splitlines() if " copy(" in line)
     swapped = text.replace(first, "?").replace(second, first).replace("?", second)
     wrong = replace(plan, module_fingerprint=module_of(swapped).fingerprint)
-    with pytest.raises(VerificationError, match="%new_p has no slot"):
+    with pytest.raises(VerificationError, match="%second takes the place of %n"):
         verify_plan(module_of(swapped), wrong, machine)
 
 
@@ -444,3 +456,118 @@ ENTRY %main {
     # Which the checker agrees to.
     plan = pipeline.plan_module(module, toy_machine(platform="gpu"), 10**6)
     assert not {s.buffer for s in plan.slots} & {"k", "first", "second"}
+
+
+def test_a_copy_that_was_worked_on_serves_nobody_else():
+    """XLA makes two copies of an argument of which one is updated in place."""
+    lines = """
+        %x = f32[64]{0} parameter(0)
+        %w0 = f32[64]{0:S(5)} parameter(1)
+        %start = (f32[64]{0}, f32[64]{0:S(5)}, u32[]) copy-start(%w0)
+        %done = f32[64]{0} copy-done(%start)
+        %start.1 = (f32[64]{0}, f32[64]{0:S(5)}, u32[]) copy-start(%w0)
+        %done.1 = f32[64]{0} copy-done(%start.1)
+        %zero = s32[] constant(0)
+        %one = f32[1]{0} slice(%x), slice={[0:1]}
+        %u = f32[64]{0} dynamic-update-slice(%done, %one, %zero)
+        %v = f32[64]{0} multiply(%u, %x)
+        ROOT %r = f32[64]{0} add(%v, %done.1)
+        """
+    module = entry(lines)
+    slots = (
+        Slot("one", "arena", SIZE, 4, LiveRange(1, 3)),
+        Slot("v", "arena", 2 * SIZE, SIZE, LiveRange(3, 5)),
+        Slot("r", "outputs", 0, SIZE, LiveRange(4, 5)),
+    )
+    assert "%w0 is read at tick 4 from transfer 0, but %u has written over that copy" in rejection(
+        fetched(module, 4, 5, *slots), module
+    )
+    machine = toy_machine(platform="gpu")
+    plan = pipeline.plan_module(module, machine, 10**6)
+    pipeline.rewrite_module(module, plan, machine)
+
+
+WORKING = """HloModule m, is_scheduled=true
+
+%condition {
+  %c = (s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%body {
+  %b = (s32[], f32[64]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %y = f32[64]{0} get-tuple-element(%b), index=1
+  %wide = f32[512]{0} concatenate(%y, %y, %y, %y, %y, %y, %y, %y), dimensions={0}
+  %z = f32[64]{0} slice(%wide), slice={[64:128]}
+  ROOT %t = (s32[], f32[64]{0}) tuple(%j, %z)
+}
+
+ENTRY %main {
+  %x = f32[64]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %first = s32[] copy(%zero)
+  %a = f32[64]{0} negate(%x)
+  %init = (s32[], f32[64]{0}) tuple(%first, %a)
+  %loop = (s32[], f32[64]{0}) while(%init), condition=%condition, body=%body
+  %g = f32[64]{0} get-tuple-element(%loop), index=1
+  ROOT %r = f32[64]{0} reverse(%g), dimensions={0}
+}
+"""
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_loop_has_the_bytes_that_its_body_needs(platform: str):
+    module = sink_weight_work(module_of(WORKING))
+    machine = toy_machine(platform=platform)
+    plan = pipeline.plan_module(module, machine, 10**6)
+    workspace = [s for s in plan.slots if s.buffer == "loop"]
+    assert sum(s.size for s in workspace) >= 512 * 4
+    kept = tuple(s for s in plan.slots if s not in workspace)
+    with pytest.raises(VerificationError, match=r"what %loop runs needs 20\d\d bytes at tick 4"):
+        verify_plan(module, replace(plan, slots=kept), machine)
+    small = (*kept, *(replace(s, size=s.size // 2) for s in workspace))
+    with pytest.raises(VerificationError, match="what %loop runs needs"):
+        verify_plan(module, replace(plan, slots=small), machine)
+
+
+OUT_OF_PLACE = {
+    "transpose": "%t = f32[8,8]{1,0} transpose(%p), dimensions={1,0}",
+    "product": "%t = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "another slice": "%s = f32[4,8]{1,0} slice(%p), slice={[4:8], [0:8]}\n"
+    "  %t = f32[8,8]{1,0} concatenate(%s, %s), dimensions={0}",
+}
+
+
+@pytest.mark.parametrize("kind", [*OUT_OF_PLACE, "gemm"])
+def test_a_result_that_reads_all_of_an_operand_has_bytes_of_its_own(kind: str):
+    call = "fusion(%m), kind=kLoop, calls=%work"
+    if kind == "gemm":
+        call = 'custom-call(%m, %m), custom_call_target="__cublas$gemm"'
+    body = OUT_OF_PLACE.get(kind, "%t = f32[8,8]{1,0} negate(%p)").replace("%t =", "ROOT %t =")
+    module = entry(
+        FETCH
+        + f"""
+        %m = f32[8,8]{{1,0}} bitcast(%done)
+        %y = f32[8,8]{{1,0}} {call}
+        %z = f32[64]{{0}} bitcast(%y)
+        ROOT %r = f32[64]{{0}} add(%x, %z)
+        """,
+        f"%work {{\n  %p = f32[8,8]{{1,0}} parameter(0)\n  {body}\n}}",
+    )
+    output = Slot("r", "outputs", 0, SIZE, LiveRange(3, 4))
+    assert "%y has no slot" in rejection(fetched(module, 3, 4, output), module)
+    own = Slot("y", "arena", SIZE, SIZE, LiveRange(1, 4))
+    verify_plan(module, fetched(module, 1, 4, output, own))
+
+
+def test_an_argument_on_the_device_is_not_read_on_the_host():
+    module = entry("%x = f32[64]{0} parameter(0)\nROOT %r = f32[64]{0} negate(%x)")
+    machine = toy_machine(platform="gpu")
+    plan = pipeline.plan_module(module, machine, 10**6)
+    (x,) = plan.placements
+    away = replace(plan, placements=(replace(x, tier="host", in_place=True),))
+    with pytest.raises(VerificationError, match="%x is placed in host in place, but the module"):
+        verify_plan(module, away, machine)

@@ -69,7 +69,7 @@ def check(name: str, target: str, what: Forced) -> None:
     elif what == "recompute":
         assert done.recomputes
     edited = edits.apply(module, done)
-    verify.verify_edits(module, edited)
+    verify.verify_equivalent(module, edited)
     kept = [p for p in module.entry.parameters]
     leaves = jax.tree.leaves(args)
     assert len(kept) == len(leaves)

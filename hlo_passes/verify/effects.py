@@ -5,15 +5,19 @@
 
     all-gather-start ─ c0 ─ c1 ─ all-gather-done         c0 and c1 hide the collective
 
-On some TPUs an asynchronous collective is a chain of fusions, the first with a custom call
-AsyncCollectiveStart in it, the last with an AsyncCollectiveDone.
+The lists follow HloInstruction::HasSideEffectNoRecurse (xla/hlo/ir/hlo_instruction.cc); what
+takes part in a collective is observed by other devices. On some TPUs an asynchronous collective
+is a chain of fusions, the first with a custom call AsyncCollectiveStart in it, the last with an
+AsyncCollectiveDone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.verify.hlo import PASSING
 
 _COLLECTIVES = frozenset(
     """all-gather all-reduce all-to-all collective-broadcast collective-permute
@@ -26,10 +30,18 @@ _HALVES = ("-start", "-update", "-done")
 # What begins and what ends an asynchronous collective inside a fusion.
 _BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
-_VIEWS = frozenset(
-    ("add-dependency", "bitcast", "domain", "get-tuple-element", "opt-barrier", "tuple")
-)
-_TIMELESS = _VIEWS | _COPIES | {"after-all", "constant", "parameter", "partition-id", "replica-id"}
+_TIMELESS = PASSING | _COPIES | {"after-all", "constant", "parameter", "partition-id", "replica-id"}
+
+# Whether these have effects, their opcode does not say.
+_KNOWN_BY_MORE = frozenset(("custom-call",))
+
+# Why an instruction that does this may not run a second time.
+_OBSTACLES = {
+    "effect": "has a side effect",
+    "random": "may give another result the second time",
+    "collective": "takes other devices",
+    "asynchronous": "is asynchronous",
+}
 
 
 class Effects:
@@ -38,32 +50,25 @@ class Effects:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._inside: dict[int, frozenset[str]] = {}  # of computations
-        self._known: dict[int, frozenset[str]] = {}  # of instructions
 
     def obstacle(self, i: Instruction) -> str:
         """Why `i` may not run a second time; ``""`` when it may."""
-        reasons = {
-            "effect": "has a side effect",
-            "random": "may give another result the second time",
-            "collective": "takes other devices",
-            "asynchronous": "is asynchronous",
-        }
-        kinds = self._kinds(i)
         if i.opcode == "parameter":
             return "is an argument"
-        return next((reason for kind, reason in reasons.items() if kind in kinds), "")
+        kinds = self._kinds(i)
+        return next((reason for kind, reason in _OBSTACLES.items() if kind in kinds), "")
 
     def is_ordered(self, i: Instruction) -> bool:
         """Whether `i` keeps its place among all others of which this is true."""
-        if i.opcode in _COPIES:
-            return False
-        return i.opcode.endswith(_HALVES) or not self._kinds(i).isdisjoint(("effect", "collective"))
+        return not self._kinds(i).isdisjoint(("effect", "collective"))
 
     def open_collectives(self, computation: Computation) -> Mapping[str, frozenset[str]]:
         """Maps each instruction that takes time to the asynchronous collectives that it stands
         inside of, all by name."""
         is_open: frozenset[str] = frozenset()
         found: dict[str, frozenset[str]] = {}
+        if not any(self._begins(i) for i in computation.instructions):
+            return found
         for i in computation.instructions:
             if self._ends(i):
                 is_open -= {start.name for start in self._starts_of(i)}
@@ -79,8 +84,7 @@ class Effects:
         return (is_start and "collective" in kinds) or _BEGINS in kinds
 
     def _ends(self, i: Instruction) -> bool:
-        kinds = self._kinds(i)
-        return (i.opcode.endswith("-done") and i.opcode not in _COPIES) or _ENDS in kinds
+        return (i.opcode.endswith("-done") and i.opcode not in _COPIES) or _ENDS in self._kinds(i)
 
     def _starts_of(self, done: Instruction) -> Iterator[Instruction]:
         """The starts of the collectives that end with `done`."""
@@ -93,7 +97,7 @@ class Effects:
                 seen.add(operand)
                 if self._begins(i):
                     yield i
-                elif i.opcode in _VIEWS or i.opcode.endswith("-update") or self._carries_on(i):
+                elif i.opcode in PASSING or i.opcode.endswith("-update") or self._carries_on(i):
                     pending.append(i)
 
     def _carries_on(self, i: Instruction) -> bool:
@@ -101,10 +105,12 @@ class Effects:
         return i.opcode == "fusion" and "collective" in self._kinds(i) and not self._ends(i)
 
     def _kinds(self, i: Instruction) -> frozenset[str]:
-        if i.id not in self._known:
-            inside = (self._inside_of(c) for c in i.called_computation_ids)
-            self._known[i.id] = _own_kinds(i).union(*inside)
-        return self._known[i.id]
+        if i.shape.is_array and i.opcode not in _KNOWN_BY_MORE and not i.called_computation_ids:
+            return _kinds_of(i.opcode)
+        own = _own_kinds(i)
+        for computation_id in i.called_computation_ids:
+            own |= self._inside_of(computation_id)
+        return own
 
     def _inside_of(self, computation_id: int) -> frozenset[str]:
         if computation_id not in self._inside:
@@ -115,22 +121,31 @@ class Effects:
         return self._inside[computation_id]
 
 
-def _own_kinds(i: Instruction) -> frozenset[str]:
-    """What `i` does itself, whatever it calls."""
+@cache
+def _kinds_of(opcode: str) -> frozenset[str]:
+    """What an opcode says."""
     found: set[str] = set()
-    work = i.opcode
+    work = opcode
     for half in _HALVES:
         work = work.removesuffix(half)
-    if work != i.opcode:
+    if work != opcode:
         found.add("asynchronous")
     if work in _COLLECTIVES:
         found.add("collective")
-    if i.opcode in _EFFECTS or i.proto.custom_call_has_side_effect:
+    if opcode in _EFFECTS:
+        found.add("effect")
+    if opcode.startswith("rng"):
+        found.add("random")
+    return frozenset(found)
+
+
+def _own_kinds(i: Instruction) -> frozenset[str]:
+    """What `i` does itself, whatever it calls."""
+    found = set(_kinds_of(i.opcode))
+    if i.opcode in _KNOWN_BY_MORE and i.proto.custom_call_has_side_effect:
         found.add("effect")
     if not i.shape.is_array and any(leaf.dtype == "token" for _, leaf in i.shape.leaves()):
         found.add("effect")  # A token orders effects.
-    if i.opcode.startswith("rng"):
-        found.add("random")
-    if i.custom_call_target in (_BEGINS, _ENDS):
+    if i.opcode == "custom-call" and i.custom_call_target in (_BEGINS, _ENDS):
         found |= {"collective", i.custom_call_target}
     return frozenset(found)

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_passes.errors import VerificationError
 from hlo_passes.plan import Event, Fence, LogicalTime, Plan, Slot, Transfer
-from hlo_passes.verify_program import Program, issue_rank
-from hlo_passes.verify_replay import Replay, Value
-from hlo_passes.verify_slots import bytes_of, ticks_of
+from hlo_passes.verify.program import Program, issue_rank
+from hlo_passes.verify.replay import Replay, Value
+from hlo_passes.verify.slots import bytes_of, ticks_of
 
 
 def check_order(replay: Replay, holders: Mapping[Slot, Value], plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""How far an executable's loop bodies follow the plan. See `verify`.
+"""How far an executable follows the plan. See `verify`.
 
     plan     start 0 after c0    start 1 after c1    done 0 after c1    done 1 after c2
     final    c0  start 0  c1  ?  start 1  done 0  c2  done 1
@@ -11,14 +11,77 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import LoopSchedule, LoopTransfer, Plan
-from hlo_passes.verify_loops import LOOP_TRANSFER_ATTRIBUTE
+from hlo_passes.verify.hlo import check_scheduled
+from hlo_passes.verify.program import issue_rank
+from hlo_passes.verify.schedule import LOOP_TRANSFER_ATTRIBUTE, event_of
 
 
-class FollowedLoops(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How far a final executable follows the plan's transfers.
+
+    Attributes:
+      transfers: how many of the plan's transfers it has.
+      missing: ids of those that it has not.
+      reordered: ids of a smallest set of transfers that would have to move for the order of
+        all starts and dones to be the plan's.
+      loop_transfers, loops_missing, loops_reordered: the same of the transfers in
+        ``Plan.loops``, called ``<computation>/<start_name>``.
+    """
+
+    transfers: int
+    missing: tuple[int, ...]
+    reordered: tuple[int, ...]
+    loop_transfers: int = 0
+    loops_missing: tuple[str, ...] = ()
+    loops_reordered: tuple[str, ...] = ()
+
+    @property
+    def exactly(self) -> bool:
+        return not (self.missing or self.reordered or self.loops_missing or self.loops_reordered)
+
+
+def verify_executable(plan: Plan, final: Module) -> Followed:
+    """Looks for the plan's transfers in the module that XLA ended with.
+
+    The compiler may still move what was handed back to it. What that means is for the
+    caller to judge: it is reported, not raised.
+
+    Args:
+      final: the executable's module. A transfer is known by its attribute; one that has
+        lost it by its name, ``memplan_copy_start.<id>`` and ``memplan_copy_done.<id>``, and
+        in a loop by the names that the plan has for it.
+
+    Raises:
+      VerificationError: when `final` has no schedule.
+    """
+    check_scheduled(final)
+    events = [e for i in final.entry.instructions if (e := event_of(i)) is not None]
+    started = {e.index for e in events if e.kind == "start"}
+    present = started & {e.index for e in events if e.kind == "done"}
+    missing = tuple(t.id for t in plan.transfers if t.id not in present)
+    planned = [e for e in events if e.index in present and e.index < len(plan.transfers)]
+    # Dones of one tick wait for each other: their order makes no difference.
+    ranks = [issue_rank(plan, e)[: 3 if e.kind == "start" else 2] for e in planned]
+    kept = _longest_ascent(ranks)
+    moved = {e.index for k, e in enumerate(planned) if k not in kept}
+    loops = _follow_loops(plan, final)
+    return Followed(
+        len(plan.transfers) - len(missing),
+        missing,
+        tuple(sorted(moved)),
+        sum(len(loop.transfers) for loop in plan.loops) - len(loops.missing),
+        loops.missing,
+        loops.reordered,
+    )
+
+
+class _FollowedLoops(NamedTuple):
     """Of the transfers in ``Plan.loops`` those that the executable does not have, and those
     that stand elsewhere, each as ``<computation>/<start_name>``."""
 
@@ -26,7 +89,7 @@ class FollowedLoops(NamedTuple):
     reordered: tuple[str, ...]
 
 
-def follow_loops(plan: Plan, final: Module) -> FollowedLoops:
+def _follow_loops(plan: Plan, final: Module) -> _FollowedLoops:
     """Looks for the plan's loop transfers in the module that XLA ended with. O(instructions)."""
     missing: list[str] = []
     reordered: list[str] = []
@@ -36,7 +99,7 @@ def follow_loops(plan: Plan, final: Module) -> FollowedLoops:
             absent, moved = _follow(halves, n, loop)
             missing += (f"{loop.computation}/{t.start_name}" for t in absent)
             reordered += (f"{loop.computation}/{t.start_name}" for t in moved)
-    return FollowedLoops(tuple(missing), tuple(reordered))
+    return _FollowedLoops(tuple(missing), tuple(reordered))
 
 
 class _Halves:
@@ -89,12 +152,12 @@ def _follow(
             if earlier is not None and place[earlier.id] > place[half.id]:
                 moved[t.id] = t
     events.sort(key=lambda e: e[0])
-    kept = longest_ascent([(tick,) for _, tick, _ in events])
+    kept = _longest_ascent([(tick,) for _, tick, _ in events])
     moved |= {t.id: t for k, (_, _, t) in enumerate(events) if k not in kept}
     return absent, [moved[id_] for id_ in sorted(moved)]
 
 
-def longest_ascent(ranks: Sequence[tuple[int, ...]]) -> set[int]:
+def _longest_ascent(ranks: Sequence[tuple[int, ...]]) -> set[int]:
     """The indices of a longest subsequence that does not descend (patience sorting,
     Fredman 1975). Time O(n log n)."""
     tails: list[tuple[int, ...]] = []  # the least rank that ends an ascent of each length

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import (
@@ -25,22 +24,10 @@ from hlo_passes.ir import (
     Shape,
 )
 from hlo_passes.plan import Event, LogicalTime, Plan, Transfer
-from hlo_passes.verify_hlo import describe
+from hlo_passes.verify.hlo import describe
 
 EVICTION_ATTRIBUTE = "memplan.evict"
 """Frontend attribute of the copies of a temporary that are the plan's to place."""
-
-
-class Evicted(NamedTuple):
-    """A result of the entry that leaves the device.
-
-    Attributes:
-      source: the instruction that gives it.
-      away: its copy in host memory.
-    """
-
-    source: Instruction
-    away: Instruction
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +39,13 @@ class Program:
       fetched: id of the instruction that users read, to what it is a copy of: of XLA's
         `copy-done` the parameter, or what was evicted; on CPU, where there is no copy, of the
         parameter to itself.
-      evicted: by the name of what leaves the device.
+      evicted: what leaves the device, by name.
     """
 
     module: Module
     compute: tuple[Instruction, ...]
     fetched: Mapping[int, Instruction]
-    evicted: Mapping[str, Evicted]
+    evicted: Mapping[str, Instruction]
 
     @classmethod
     def of(cls, module: Module, plan: Plan) -> Program:
@@ -70,16 +57,35 @@ class Program:
         steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
         fetched = {p.id: p for p in steady if p.name in moved and on_device(p.shape)}
         copies: set[int] = set()
-        evictions = _Evictions(module)
+        evicted: dict[str, Instruction] = {}
+        away: dict[int, Instruction] = {}
         for done in module.entry.instructions:
             if done.opcode != "copy-done":
                 continue
             start = module.instructions[done.operand_ids[0]]
             source = module.instructions[start.operand_ids[0]]
             if EVICTION_ATTRIBUTE in start.proto.frontend_attributes.map:
-                evictions.add(source, start, done)
+                spaces = source.shape.memory_space, done.shape.memory_space
+                if spaces == (HOST_MEMORY_SPACE, DEVICE_MEMORY_SPACE) and source.id in away:
+                    fetched[done.id] = away[source.id]
+                elif (
+                    spaces == (DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE)
+                    and source.opcode != "parameter"
+                    and source.id not in copies
+                    and source.name not in evicted
+                ):
+                    evicted[source.name] = away[done.id] = source
+                else:
+                    raise VerificationError(
+                        f"%{done.name} is marked as an eviction, but copies %{source.name} from "
+                        f"memory space {spaces[0]} to {spaces[1]}",
+                        describe(module, start),
+                        "A result goes from the device to host memory, once, and its copy comes "
+                        "back.",
+                    )
             elif (
                 source in steady
+                and source.name in moved
                 and source.shape.memory_space == HOST_MEMORY_SPACE
                 and on_device(done.shape)
             ):
@@ -87,11 +93,18 @@ class Program:
             else:
                 continue
             copies |= {start.id, done.id}
-        evictions.check(copies)
+        for user in module.entry.instructions:
+            for operand in user.operand_ids:
+                if operand in away and user.id not in copies:
+                    raise VerificationError(
+                        f"%{user.name} reads %{away[operand].name} in host memory",
+                        describe(module, user),
+                        "What is evicted is read when it is back on the device.",
+                    )
         compute = tuple(
             i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in copies
         )
-        return cls(module, compute, fetched | evictions.back, evictions.found)
+        return cls(module, compute, fetched, evicted)
 
     @property
     def end(self) -> LogicalTime:
@@ -105,7 +118,7 @@ class Program:
     def moving(self, buffer: str) -> Instruction | None:
         """What a transfer of `buffer` moves: an argument, or what is evicted."""
         evicted = self.evicted.get(buffer)
-        return self._parameters.get(buffer) if evicted is None else evicted.source
+        return self._parameters.get(buffer) if evicted is None else evicted
 
     @cached_property
     def _parameters(self) -> Mapping[str, Instruction]:
@@ -114,60 +127,6 @@ class Program:
     def at(self, tick: LogicalTime) -> str:
         """Names a tick's instruction, for an error."""
         return f"tick {tick}, {describe(self.module, self.compute[tick])}"
-
-
-class _Evictions:
-    """The marked pairs of the entry, in the order of its schedule.
-
-    Attributes:
-      found: of every pair that goes to the host, by the name of what it copies.
-      back: of every pair that comes back, its done's id to what was copied.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self.found: dict[str, Evicted] = {}
-        self.back: dict[int, Instruction] = {}
-        self._module = module
-        self._away: dict[int, Instruction] = {}
-
-    def add(self, source: Instruction, start: Instruction, done: Instruction) -> None:
-        spaces = source.shape.memory_space, done.shape.memory_space
-        if spaces == (DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE) and source.opcode != "parameter":
-            if source.name in self.found:
-                raise VerificationError(
-                    f"%{source.name} is evicted twice",
-                    describe(self._module, done),
-                    "One copy in host memory serves all that fetch it again.",
-                )
-            self.found[source.name] = Evicted(source, done)
-            self._away[done.id] = source
-        elif spaces == (HOST_MEMORY_SPACE, DEVICE_MEMORY_SPACE) and source.id in self._away:
-            self.back[done.id] = self._away[source.id]
-        else:
-            raise VerificationError(
-                f"%{done.name} is marked as an eviction, but copies %{source.name} from memory "
-                f"space {spaces[0]} to {spaces[1]}",
-                describe(self._module, start),
-                "A result goes from the device to host memory, and its copy comes back.",
-            )
-
-    def check(self, copies: set[int]) -> None:
-        """Checks that a copy in host memory is read by copies only, and made of compute."""
-        for user in self._module.entry.instructions:
-            for operand in user.operand_ids:
-                if operand in self._away and user.id not in copies:
-                    raise VerificationError(
-                        f"%{user.name} reads %{self._away[operand].name} in host memory",
-                        describe(self._module, user),
-                        "What is evicted is read when it is back on the device.",
-                    )
-        for source, away in self.found.values():
-            if source.id in copies:
-                raise VerificationError(
-                    f"%{source.name} is a transfer's copy, and evicted",
-                    describe(self._module, away),
-                    "Drop the copy and fetch it again.",
-                )
 
 
 def on_device(shape: Shape) -> bool:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Module
 from hlo_passes.plan import LogicalTime, Plan, Slot
-from hlo_passes.verify_hlo import describe
-from hlo_passes.verify_replay import Replay, Value
+from hlo_passes.verify.hlo import describe
+from hlo_passes.verify.replay import Replay, Value
 
 
 def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
@@ -178,14 +178,14 @@ class _Ends:
 
 
 def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: Plan) -> Slot:
-    where, hint = describe(module, value.writer), ""
+    hint = ""
     t = value.transfer
     tier = plan.device_tier if t is None else t.destination
     if t is not None and t.kind == "prefetch" and value.last_read >= t.end:
         raise VerificationError(
             f"the copy that transfer {t.id} makes of %{t.buffer} ends at tick {t.end}, but what "
             f"its users make of it is read until tick {value.last_read}",
-            where,
+            describe(module, value.writer),
             f"Hold it until tick {value.last_read + 1}.",
         )
     for slot in value.slots:
@@ -205,7 +205,7 @@ def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: 
             return slot
     raise VerificationError(
         f"the slot of %{value.name} does not hold it: {hint}",
-        where,
+        describe(module, value.writer),
         "A slot is its buffer's from the first write to the last read.",
     )
 

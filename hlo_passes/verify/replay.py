@@ -21,23 +21,11 @@ from dataclasses import dataclass, field
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
 from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
-from hlo_passes.verify_hlo import describe, position_name, view_of
-from hlo_passes.verify_overwrites import Called
-from hlo_passes.verify_program import Program, on_device, serving_transfer, unserved
-
-# Show an operand's bytes under another name and touch none of them.
-_VIEWS = frozenset(
-    ("add-dependency", "bitcast", "domain", "get-tuple-element", "opt-barrier", "tuple")
-)
-
-# Read operand elements after writing others, so that they cannot write over an operand that
-# dies there. Whatever else can is taken at the plan's word (xla/hlo/analysis/
-# hlo_dataflow_analysis.cc, CanShareOperandBufferWithUser, is finer).
-_OUT_OF_PLACE = frozenset(
-    """all-gather all-to-all broadcast cholesky concatenate convolution copy copy-start dot
-    dynamic-slice fft gather iota pad reduce reduce-scatter reduce-window reverse rng slice
-    transpose""".split()
-)
+from hlo_passes.verify.hlo import FOLLOWING, PASSING, describe, position_name, view_of
+from hlo_passes.verify.inside import Inside, needs_bytes
+from hlo_passes.verify.memory import Memory
+from hlo_passes.verify.program import Program, serving_transfer, unserved
+from hlo_passes.verify.taking import Taking
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +47,7 @@ class Value:
       is_taken: nothing may be written over it.
       followed_at: the tick at which a result is written to its bytes that is not written over
         it; what lies there in between must be gone by then.
+      written_over: the first instruction that has to leave a result in its bytes.
       home: the donated argument in whose bytes it lies until the program returns them.
       slots: those called by its name, or by another name of the same bytes.
       readers: transfers that read them between their start and their done.
@@ -75,6 +64,7 @@ class Value:
     needs_slot: bool = True
     is_taken: bool = False
     followed_at: LogicalTime | None = None
+    written_over: Instruction | None = None
     home: Value | None = None
     over: Sequence[Value] = ()
     copied: Value | None = None
@@ -134,15 +124,18 @@ class Replay:
     Attributes:
       values: in the order in which they are written, the transfers' first.
       apart: those of them that have memory beside the arena: arguments, outputs, constants.
+      inside: what instructions need for what they run.
       argument_bytes, output_bytes, aliased_bytes: of the device, as in ``memory_analysis()``.
     """
 
-    def __init__(self, program: Program, plan: Plan) -> None:
+    def __init__(self, program: Program, plan: Plan, platform: str = "") -> None:
         self.program, self.module = program, program.module
         self.values: list[Value] = []
         self.apart: set[Value] = set()
         self.argument_bytes = self.output_bytes = self.aliased_bytes = 0
-        self._called = Called(self.module)
+        self._memory = Memory(self.module)
+        self._taking = Taking(self.module, platform)
+        self.inside = Inside(self.module, self._memory, self._taking)
         self._on_device = {p.parameter for p in plan.placements if p.tier == plan.device_tier}
         self._donated = {(a.parameter, a.parameter_index) for a in self.module.input_output_aliases}
         self._slots: defaultdict[str, list[Slot]] = defaultdict(list)
@@ -179,24 +172,36 @@ class Replay:
 
     def _step(self, i: Instruction, tick: LogicalTime, finish: LogicalTime) -> None:
         operands = [self._look_up(operand, i, tick) for operand in i.operand_ids]
-        if i.opcode not in _VIEWS:
+        if i.opcode not in PASSING:
             for operand in operands:
                 for value in operand.values():
                     value.read(finish, self._began.get(i.id))
         held: dict[ShapeIndex, Value] = {}
         for index, shape in i.shape.leaves():
-            view, is_unchanged = view_of(i, index), True
-            if i.opcode == "call":
-                view, is_unchanged = self._called.lying(i, index)
-            if view is not None and is_unchanged:
-                value = operands[view.operand][view.part]
-                value.slots += self._slots.get(position_name(i, index), ())
+            base, is_written = self._base(i, index, operands)
+            if base is not None:
+                base.slots += self._slots.get(position_name(i, index), ())
+                if is_written and base.written_over is None:
+                    base.written_over = i
+                held[index] = base
             elif i.opcode == "parameter":
-                value = self._argument(i, index, shape)
+                held[index] = self._argument(i, index, shape)
             else:
-                value = self._result(i, index, shape, tick, operands)
-            held[index] = value
+                held[index] = self._result(i, index, shape, tick, operands)
         self._held[i.id] = held
+
+    def _base(
+        self, i: Instruction, index: ShapeIndex, operands: Sequence[Mapping[ShapeIndex, Value]]
+    ) -> tuple[Value | None, bool]:
+        """The value in whose bytes a result has to lie, and whether it is written over there."""
+        if i.opcode == "conditional":
+            parts, is_kept = self._memory.branches(i, index)
+            part, is_written = (parts[0] if parts else None), not is_kept
+        else:
+            part, is_written = self._memory.part(i, index)
+        if part is None or part.operand >= len(operands):
+            return None, False
+        return operands[part.operand].get(part.part), is_written
 
     def _look_up(
         self, operand: int, user: Instruction, tick: LogicalTime
@@ -209,6 +214,13 @@ class Replay:
         if serving is None:
             raise unserved(self.program, source, transfers, tick)
         copy = self.values[serving.id]
+        if copy.written_over is not None:
+            raise VerificationError(
+                f"%{source.name} is read at tick {tick} from transfer {serving.id}, but "
+                f"%{copy.written_over.name} has written over that copy",
+                self.program.at(min(tick, self.program.end - 1)),
+                "Fetch it again.",
+            )
         copy.first_use = tick if copy.first_use is None else copy.first_use
         copy.read(tick, self._began.get(user.id))
         return {(): copy}
@@ -218,10 +230,10 @@ class Replay:
         is_donated = (p.parameter_number, index) in self._donated
         last = 0 if is_donated else self.program.end - 1
         value = Value(position_name(p, index), p, shape.byte_size, 0, last, last)
-        value.needs_slot = p.parameter_number in self._on_device and _needs_bytes(p, shape)
+        value.needs_slot = p.parameter_number in self._on_device and needs_bytes(p, shape)
         value.is_taken = not is_donated
         self.argument_bytes += value.size if value.needs_slot else 0
-        value.slots += self._slots.get(p.name, ())
+        value.slots += self._slots.get(value.name, ())
         self.values.append(value)
         self.apart.add(value)
         return value
@@ -235,29 +247,24 @@ class Replay:
         operands: Sequence[Mapping[ShapeIndex, Value]],
     ) -> Value:
         value = Value(position_name(i, index), i, shape.byte_size, tick, tick, tick)
-        value.needs_slot = _needs_bytes(i, shape)
+        value.needs_slot = needs_bytes(i, shape)
         for name in _defining_names(self.module, i, index):
             value.slots += self._slots.get(name, ())
         if i.opcode == "constant":
             value.needs_slot, value.is_taken = False, True
             value.read(self.program.end)
             self.apart.add(value)
-        if value.needs_slot and _may_work_in_place(self.module, i):
-            value.over = [v for v in self._below(i, index, operands) if v.size == value.size]
+        if value.needs_slot:
+            value.over = [
+                v
+                for n, operand in enumerate(operands)
+                for part, v in operand.items()
+                if v.size == value.size and self._taking.is_allowed(i, index, n, part)
+            ]
         if i.opcode == "copy" and shape == self.module.instructions[i.operand_ids[0]].shape:
             value.copied = operands[0][()]
         self.values.append(value)
         return value
-
-    def _below(
-        self, i: Instruction, index: ShapeIndex, operands: Sequence[Mapping[ShapeIndex, Value]]
-    ) -> list[Value]:
-        """What a result may be written over."""
-        if i.opcode == "sort" and index:  # Each lies in the operand that it sorts.
-            operands = operands[index[0] : index[0] + 1]
-        elif i.opcode == "call" and (part := self._called.lying(i, index)[0]) is not None:
-            return [operands[part.operand][part.part]]
-        return [v for o in operands for v in o.values()]
 
     def _return(self) -> None:
         root, last = self.module.entry.root, max(self.program.end - 1, 0)
@@ -266,7 +273,7 @@ class Replay:
         for index, value in self._look_up(root.id, root, last).items():
             value.read(last)
             size = root.shape.at(index).byte_size
-            if not _needs_bytes(root, root.shape.at(index)):
+            if not needs_bytes(root, root.shape.at(index)):
                 continue
             self.output_bytes += size
             if value.transfer is None:
@@ -290,7 +297,7 @@ class Replay:
         for t in plan.transfers:
             if t.kind == "evict":
                 away[t.buffer] = self.values[t.id]
-                self._held[self.program.evicted[t.buffer].source.id][()].leave(t)
+                self._held[self.program.evicted[t.buffer].id][()].leave(t)
             elif t.buffer in away:
                 away[t.buffer].leave(t)
 
@@ -303,7 +310,7 @@ def _asynchronous_ends(program: Program) -> dict[int, LogicalTime]:
     finish: dict[int, LogicalTime] = {}
     for tick in reversed(range(program.end)):
         i = program.compute[tick]
-        if i.opcode.endswith(("-done", "-update")):
+        if i.opcode.endswith(FOLLOWING):
             finish[i.operand_ids[0]] = finish.get(i.id, tick)
     return finish
 
@@ -314,18 +321,9 @@ def _asynchronous_starts(program: Program) -> dict[int, int]:
     for i in program.compute:
         if i.opcode.endswith("-start"):
             began[i.id] = i.id
-        elif i.opcode.endswith(("-done", "-update")):
+        elif i.opcode.endswith(FOLLOWING):
             began[i.id] = began.get(i.operand_ids[0], i.operand_ids[0])
     return began
-
-
-def _may_work_in_place(module: Module, i: Instruction) -> bool:
-    """Whether a result of `i` may lie in the bytes of an operand that it is the last to read."""
-    if i.opcode != "async-start":
-        return i.opcode not in _OUT_OF_PLACE
-    (callee, *_) = i.called_computation_ids
-    work = [w for w in module.computations[callee].instructions if w.opcode != "parameter"]
-    return len(work) == 1 and work[0].opcode not in _OUT_OF_PLACE | {"sort"}
 
 
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:
@@ -338,12 +336,3 @@ def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterat
         inner = index[1:] if is_async_result else index
         for callee in i.called_computation_ids:
             yield from _defining_names(module, module.computations[callee].root, inner)
-
-
-def _needs_bytes(i: Instruction, shape: Shape) -> bool:
-    """Whether a result takes up device memory that XLA's buffer assignment gives out."""
-    if not on_device(shape) or shape.byte_size == 0:
-        return False
-    # The last elements of a start's tuple are semaphores, not data.
-    is_start = i.opcode.endswith("-start") or i.opcode in ("send", "recv")
-    return not (is_start and i.shape.is_tuple and str(shape) in ("u32[]", "s32[]"))

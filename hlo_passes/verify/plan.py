@@ -1,24 +1,4 @@
-"""The independent checker: is a plan right, and does the rewritten module follow it?
-
-Nothing here is shared with the planner. Values, reads and orders are derived again from
-the HLO by one walk along the schedule, so that a mistake in the planner's analyses is not
-repeated in the proof (the idea of google/minimalloc's validator.cc).
-
-    module ─ verify_edits ─► edited ─ verify_plan ─► plan ─ verify_rewrite ─► rewritten
-    computes the same        every read served, no       transfers at their ticks, the
-    (value numbering)        bytes given twice           rest as it was
-
-Two slots may share bytes when everything that touches the earlier one *happens before*
-(Lamport 1978) the first write to the later one; `verify_order` draws it. A transfer may
-complete at any moment between its start and its done, so it writes from its start on and
-reads until its done. Each order that this rests on is a fence of the plan, or compute's own
-order; but transfers of evicted values, which there are only where the sequence is the order
-of issue (TPU, GPU), are also in order when one is done before the other is issued.
-
-Not proved: what happens inside a called computation (slots for it must not collide with
-others, but none is asked for); that an instruction can work in place where XLA has a choice,
-beyond a list of those that cannot; and seconds.
-"""
+"""Is a plan right for a module? See `verify`."""
 
 from __future__ import annotations
 
@@ -26,35 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from hlo_passes.errors import PlanMismatchError, VerificationError
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Module
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan, Slot, Transfer
-from hlo_passes.verify_barriers import verify_barriers
-from hlo_passes.verify_edits import verify_edits
-from hlo_passes.verify_hlo import check_scheduled, describe
-from hlo_passes.verify_loops import verify_loops
-from hlo_passes.verify_order import check_order
-from hlo_passes.verify_overwrites import EntryMemory
-from hlo_passes.verify_program import Program
-from hlo_passes.verify_replay import Replay, Value
-from hlo_passes.verify_rewrite import (
-    Followed,
-    verify_executable,
-    verify_reordering,
-    verify_rewrite,
-)
-from hlo_passes.verify_slots import assign_slots, bytes_of, ticks_of
-
-__all__ = [
-    "Followed",
-    "verify_barriers",
-    "verify_edits",
-    "verify_executable",
-    "verify_loops",
-    "verify_plan",
-    "verify_reordering",
-    "verify_rewrite",
-]
+from hlo_passes.verify.hlo import check_scheduled, describe
+from hlo_passes.verify.memory import Memory, Version
+from hlo_passes.verify.order import check_order
+from hlo_passes.verify.program import Program
+from hlo_passes.verify.replay import Replay, Value
+from hlo_passes.verify.slots import assign_slots, bytes_of, ticks_of
 
 
 def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> None:
@@ -83,9 +43,10 @@ def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> N
     _check_placements(program, plan)
     _check_transfers(program, plan)
     _check_allocations(plan)
-    replay = Replay(program, plan)
+    replay = Replay(program, plan, "" if machine is None else machine.platform)
     holders = assign_slots(replay, plan)
     check_order(replay, holders, plan)
+    _check_workspaces(replay, holders, plan)
     _check_capacity(replay, holders, plan, machine)
 
 
@@ -111,6 +72,13 @@ def _check_placements(program: Program, plan: Plan) -> None:
                 where,
                 "Place it off the device, or compile it with a device memory kind.",
             )
+        if placement.tier != device and placement.in_place and not _is_on_host(module, p):
+            raise VerificationError(
+                f"%{p.name} is placed in {placement.tier} in place, but the module takes it from "
+                "device memory",
+                where,
+                f"Place it in {device}, or compile it with a host memory kind.",
+            )
         is_direct = p.shape.memory_space == DEVICE_MEMORY_SPACE and p.id in read
         is_away = placement.tier != device and not placement.in_place
         if is_away and is_direct and p.name not in moved:
@@ -127,9 +95,15 @@ def _check_placements(program: Program, plan: Plan) -> None:
         )
 
 
+def _is_on_host(module: Module, p: Instruction) -> bool:
+    # On CPU the instruction does not say; the caller's shapes do.
+    shapes = [p.shape, *module.entry_parameter_shapes[p.parameter_number :][:1]]
+    return any(leaf.memory_space == HOST_MEMORY_SPACE for s in shapes for _, leaf in s.leaves())
+
+
 def _check_transfers(program: Program, plan: Plan) -> None:
     tier_of = {p.buffer: p.tier for p in plan.placements}
-    memory = EntryMemory(program.module) if program.evicted else None
+    overwriters = _overwriters(program) if program.evicted else {}
     away: dict[str, Transfer] = {}
     earlier = 0
     for k, t in enumerate(plan.transfers):
@@ -166,8 +140,7 @@ def _check_transfers(program: Program, plan: Plan) -> None:
         _check_ticks(program, t, earlier, away.get(t.buffer))
         earlier = t.start
         if t.kind == "evict":
-            assert memory is not None
-            _check_untouched(program, memory, t)
+            _check_untouched(program, overwriters, t)
             away[t.buffer] = t
     for t in away.values():
         _check_fetched_again(program, plan, t)
@@ -191,10 +164,23 @@ def _check_ticks(program: Program, t: Transfer, earlier: int, away: Transfer | N
         )
 
 
-def _check_untouched(program: Program, memory: EntryMemory, eviction: Transfer) -> None:
+def _overwriters(program: Program) -> Mapping[str, Instruction]:
+    """By the name of what is evicted, the first instruction that writes over it."""
+    walk = Memory(program.module).walk(program.module.entry)
+    following: dict[Version, Instruction] = {}
+    for version in reversed(walk.versions):
+        if version.over is not None:
+            following[version.over] = version.writer
+    held = {name: walk.held[e.id][()] for name, e in program.evicted.items()}
+    return {name: following[v] for name, v in held.items() if v in following}
+
+
+def _check_untouched(
+    program: Program, overwriters: Mapping[str, Instruction], eviction: Transfer
+) -> None:
     """Checks that nothing writes over what is being evicted."""
-    source = program.evicted[eviction.buffer].source
-    writer = memory.overwriter(source)
+    source = program.evicted[eviction.buffer]
+    writer = overwriters.get(eviction.buffer)
     if writer is not None and eviction.done > program.tick_of[writer.id]:
         raise VerificationError(
             f"%{writer.name} writes over %{source.name} at tick {program.tick_of[writer.id]}, "
@@ -212,7 +198,7 @@ def _check_fetched_again(program: Program, plan: Plan, eviction: Transfer) -> No
             f"transfer {eviction.id} keeps %{eviction.buffer} in {eviction.destination} until tick "
             f"{eviction.end}, "
             + (f"the last fetch of it is done at tick {max(dones)}" if dones else "for no fetch"),
-            describe(program.module, program.evicted[eviction.buffer].source),
+            describe(program.module, program.evicted[eviction.buffer]),
         )
 
 
@@ -239,6 +225,34 @@ def _check_allocations(plan: Plan) -> None:
                 f"{bytes_of(slot)} are not within allocation {slot.allocation!r} of "
                 f"{sizes[slot.allocation]} bytes",
                 where,
+            )
+
+
+def _check_workspaces(replay: Replay, holders: Mapping[Slot, Value], plan: Plan) -> None:
+    """Checks that what runs in loops, calls and branches has the bytes that it needs."""
+    tiers = {a.name: a.tier for a in plan.allocations}
+    beside = {slot.allocation for slot, value in holders.items() if value in replay.apart}
+    named: defaultdict[str, list[Slot]] = defaultdict(list)
+    for slot in plan.slots:
+        if slot not in holders and tiers[slot.allocation] == plan.device_tier:
+            named[slot.buffer].append(slot)
+    for tick, i in enumerate(replay.program.compute):
+        need = replay.inside.need(i)
+        own = sum(s.size for s in named[i.name] if s.live_range.start <= tick < s.live_range.end)
+        if need <= own:
+            continue
+        # XLA also puts it where results are not yet there, or donated arguments no longer.
+        live = [s for s in plan.slots if s.live_range.start <= tick < s.live_range.end]
+        free = sum(
+            a.size - _covered([s for s in live if s.allocation == a.name])
+            for a in plan.allocations
+            if a.name in beside
+        )
+        if need > own + free:
+            raise VerificationError(
+                f"what %{i.name} runs needs {need} bytes at tick {tick}, it has {own}",
+                replay.program.at(tick),
+                f"Give it slots of {need - free} bytes under its name.",
             )
 
 
