@@ -219,6 +219,12 @@ def _shape(proto: hlo_pb2.ShapeProto) -> Shape:
     if _UNBOUNDED in dimensions:
         sizes = ",".join("?" if d == _UNBOUNDED else str(d) for d in dimensions)
         raise _UnboundedError(f"{dtype}[{sizes}]")
+    if layout.minor_to_major and sorted(layout.minor_to_major) != list(range(len(dimensions))):
+        raise MalformedModuleError(
+            f"an array of {len(dimensions)} dimensions",
+            f"its layout orders the dimensions {list(layout.minor_to_major)}",
+            "A layout names each dimension once: is the file whole?",
+        )
     # Sub-byte types take a whole byte unless their layout says that they are packed.
     bits = layout.element_size_in_bits or (max(bits, 8) if bits else 0)
     size = -(-tiled_element_count(dimensions, layout) * bits // 8) if bits else 0
@@ -402,16 +408,31 @@ class Module:
                 shape = _shape(i.shape)
             except _UnboundedError as error:
                 raise UnboundedShapeError(where, i.name, str(error)) from None
+            called_ids = tuple(i.called_computation_ids[:])
+            for called in called_ids:
+                if called not in self.computations:
+                    raise MalformedModuleError(
+                        where,
+                        f"%{i.name} calls computation id {called}, which does not come before it",
+                        "Computations must stand in an order where the called ones come first.",
+                    )
             local[id_] = Instruction(
                 id_,
                 i.name,
                 i.opcode,
                 shape,
                 operand_ids,
-                tuple(i.called_computation_ids[:]),
+                called_ids,
                 computation_id,
                 i,
             )
+        for i in proto.instructions:
+            if not local.keys() >= set(i.control_predecessor_ids):
+                raise MalformedModuleError(
+                    where,
+                    f"%{i.name} has control predecessors {list(i.control_predecessor_ids)}",
+                    "They must be instructions of the same computation.",
+                )
         if proto.root_id not in local:
             raise MalformedModuleError(
                 where, f"the root id {proto.root_id} names no instruction", "Is the file whole?"

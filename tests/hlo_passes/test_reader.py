@@ -123,6 +123,20 @@ def test_parts_that_do_not_fit_together() -> None:
     sequence.instruction_ids.pop()
     with pytest.raises(MalformedModuleError, match="the schedule and the computation differ"):
         Module(proto)
+    proto = read_module(TEXT).to_proto()
+    proto.computations[0].instructions[1].control_predecessor_ids.append(99)
+    with pytest.raises(MalformedModuleError, match=r"%y has control predecessors \[99\]"):
+        Module(proto)
+    proto = read_module(TEXT).to_proto()
+    proto.computations[0].instructions[1].shape.layout.minor_to_major[0] = 1
+    with pytest.raises(MalformedModuleError, match=r"its layout orders the dimensions \[1\]"):
+        Module(proto)
+    # A call of itself, and one of nothing.
+    for called in (proto.entry_computation_id, 99):
+        proto = read_module(TEXT).to_proto()
+        proto.computations[0].instructions[1].called_computation_ids.append(called)
+        with pytest.raises(MalformedModuleError, match="which does not come before it"):
+            Module(proto)
 
 
 def test_fields_that_memplan_does_not_know_survive() -> None:
