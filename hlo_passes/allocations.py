@@ -13,7 +13,7 @@ replayed as in xla/service/heap_simulator/heap_simulator.cc (HeapSimulator::RunC
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ def find_allocations(
     reused = find_guests(ranges, target, buffers, apart) if target != "tpu" else {}
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     heap = _replay_heap(ranges, target, on_heap, apart)
-    return Allocations(_held_throughout(heap) if target == "tpu" else heap, reused)
+    return Allocations(_as_on_tpu(heap) if target == "tpu" else heap, reused)
 
 
 def _replay_heap(
@@ -135,7 +135,27 @@ def _replay_heap(
     )
 
 
-def _held_throughout(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
+def _as_on_tpu(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
+    held = _held_throughout([h for h in heap if not _is_scratch(h.value)])
+    scratch = [h for h in heap if _is_scratch(h.value)]
+    if not scratch:
+        return held
+    # What the sparse cores work with is one block outside the heap, whatever they run at once.
+    everything = LiveRange(0, max(h.events.end for h in heap))
+    group, size = min(h.group for h in scratch), max(h.size for h in scratch)
+    return (*(HeapRange(h.value, group, size, everything) for h in scratch), *held)
+
+
+def _is_scratch(value: Value) -> bool:
+    """Whether it is part of the state of work of the sparse cores, seen in what starts or updates
+    it: the operands, the results, the state (buffer assignments of libtpu of jax 0.12)."""
+    i = value.instruction
+    return (
+        i.opcode in ("async-start", "async-update") and len(value.index) > 1 and value.index[0] == 2
+    )
+
+
+def _held_throughout(heap: Iterable[HeapRange]) -> tuple[HeapRange, ...]:
     """Closes the gaps between the values of a group: the TPU compiler gives its bytes to
     nobody else in between (seen with libtpu of jax 0.12)::
 

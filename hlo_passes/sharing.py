@@ -12,7 +12,7 @@ hlo_dataflow_analysis.cc), and on GPU those of GpuAliasInfo (xla/service/gpu/ali
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from hlo_passes.aliasing import in_place_pairs
 from hlo_passes.dataflow import Dataflow, Position
@@ -55,6 +55,8 @@ def can_share(
         hint = _gpu_hint(module, operand, user, index)
         if hint is not None:
             return hint
+    if target == "tpu" and _tpu_aliases(operand, user, index):
+        return True
     if not equal:
         return False
     numbers = [n for n, o in enumerate(user.operand_ids) if o == operand.instruction.id]
@@ -92,6 +94,21 @@ def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: 
         products = [n for n, a in enumerate(addends) if a.opcode in ("convolution", "dot")]
         return bool(products) and users.get(parameter.id) == ((body.root, 1 - products[0]),)
     return False
+
+
+def _tpu_aliases(operand: Position, user: Instruction, index: ShapeIndex) -> bool:
+    """Whether libtpu says so itself: its lists number the operands, and on from there the results,
+    in whatever layout they are (dumps of libtpu of jax 0.12)."""
+    said: Mapping[str, Any] = user.backend_config.get("aliasing_operands", {})
+    result = len(user.operand_ids) + (index[0] if index else 0)
+    return any(
+        result in together
+        and any(
+            n < len(user.operand_ids) and user.operand_ids[n] == operand.instruction.id
+            for n in together
+        )
+        for together in ({int(n) for n in of["indices"]} for of in said.get("lists", ()))
+    )
 
 
 def _gpu_hint(
