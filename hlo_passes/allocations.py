@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hlo_passes.dataflow import Buffer, Value
+from hlo_passes.dataflow import Buffer, Dataflow, Value
 from hlo_passes.guests import find_guests
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.once import once
 from hlo_passes.plan import LiveRange, LogicalTime
-from hlo_passes.sharing import Target, can_share
+from hlo_passes.sharing import Target, can_share, said_to_share
 
 
 class HeapRange(NamedTuple):
@@ -59,11 +59,41 @@ def find_allocations(
     """
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
-    # The TPU compiler leaves the caller's allocations alone (seen with libtpu of jax 0.12).
-    reused = find_guests(ranges, target, buffers, apart) if target != "tpu" else {}
+    if target == "tpu":
+        reused = _said_guests(dataflow, memory_space, apart)
+    else:
+        reused = find_guests(ranges, target, buffers, apart)
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     heap = _replay_heap(ranges, target, on_heap, apart)
     return Allocations(_as_on_tpu(heap) if target == "tpu" else heap, reused)
+
+
+def _said_guests(dataflow: Dataflow, memory_space: int, apart: Collection[int]) -> dict[int, int]:
+    """Temporaries that lie in the caller's allocations as libtpu says it of a final module; before
+    that, it is taken to leave them alone (seen with libtpu of jax 0.12).
+
+    x, donated ──► fusion ──► conditional ──► fusion, an output      all of them in x's bytes
+    """
+    module = dataflow.module
+    beside: defaultdict[int, set[int]] = defaultdict(set)
+    for v in dataflow.values:
+        for operand, index in said_to_share(v.instruction):
+            if index == v.index:
+                source = module.instructions[v.instruction.operand_ids[operand]]
+                a, b = dataflow.buffer_at(source).id, dataflow.buffer_of(v).id
+                beside[a].add(b)
+                beside[b].add(a)
+    hosts = {n for n in beside if dataflow.buffers[n].kind in ("parameter", "output")}
+    reused: dict[int, int] = {}
+    queue = [(n, n) for n in sorted(hosts)]
+    for n, host in queue:
+        for m in sorted(beside[n]):
+            b = dataflow.buffers[m]
+            is_free = b.kind == "temp" and b.memory_space == memory_space and m not in reused
+            if is_free and not any(v.id in apart for v in b.values):
+                reused[m] = host
+                queue.append((m, host))
+    return reused
 
 
 def _replay_heap(
