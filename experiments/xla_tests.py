@@ -209,10 +209,10 @@ class Worker:
         """Returns what becomes of each step, up to one that the process does not survive."""
         if self._process is None:
             self._start()
-        self._connection.send((name, text))
         done: list[Outcome] = []
         step, deadline = "read", time.monotonic() + self._seconds
         try:
+            self._connection.send((name, text))
             while self._connection.poll(max(0.0, deadline - time.monotonic())):
                 message = self._connection.recv()
                 match message:
@@ -222,7 +222,7 @@ class Worker:
                         done.append(message)
                     case _:
                         step = message
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             said = self._said()
             code = self.end()
             kind: Kind = "over memory" if "bad_alloc" in said else "killed"
@@ -300,11 +300,12 @@ def _look(
         return
     attempt(f"inspect{order}", lambda: _inspect(module, machine))
     total = memory_usage(module, machine.platform).total_bytes
+    capacity = machine.device_memory.capacity_bytes
     failure: object = None
     for percent in PERCENTS:
-        budget = total * percent // 100
+        budget = min(capacity, total * percent // 100)
         failure = attempt(f"plan {percent} %{order}", lambda b=budget: _plan(module, machine, b))
-    if isinstance(failure, MemoryBudgetError):
+    if isinstance(failure, MemoryBudgetError) and failure.least <= capacity:
         least = failure.least
         attempt(f"plan least{order}", lambda: _plan_least(module, machine, least))
 

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
 from hlo_passes.once import once
 
+ASYNC_LINKS = frozenset({"async-start", "async-update", "async-done"})
+"""What the chains of wrapped computations are made of."""
+
 _LOOKED_THROUGH = frozenset({"add-dependency", "bitcast", "copy", "domain", "opt-barrier"})
 
 

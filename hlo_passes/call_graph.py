@@ -26,35 +26,30 @@ class CallGraph:
     Attributes:
       runs: instruction id to the computations that it is the first to run, in order: of a loop
         the condition, then the body.
-      first_caller: computation id to the instruction that is the first to run it.
-      last_caller: computation id to the instruction that is the last to run it, of those that
-        several run.
+      callers: computation id to the instructions that run it, in order.
     """
 
     runs: dict[int, tuple[Computation, ...]] = field(
         default_factory=dict[int, tuple[Computation, ...]]
     )
-    first_caller: dict[int, Instruction] = field(default_factory=dict[int, Instruction])
-    last_caller: dict[int, Instruction] = field(default_factory=dict[int, Instruction])
+    callers: dict[int, list[Instruction]] = field(default_factory=dict[int, list[Instruction]])
 
 
 @once
 def call_graph(module: Module) -> CallGraph:
     """Follows control flow and asynchronous operations from the entry on; what fusions,
     reductions and custom calls have inside runs in one instruction. O(instructions)."""
-    graph, seen = CallGraph(), {module.entry.id}
+    graph = CallGraph()
 
     def visit(computation: Computation) -> None:
         for i in computation.instructions:
             runs: list[Computation] = []
             for called in _called(module, i):
-                if called.id in seen:
-                    graph.last_caller[called.id] = i
-                    continue
-                seen.add(called.id)
-                graph.first_caller[called.id] = i
-                runs.append(called)
-                visit(called)
+                callers = graph.callers.setdefault(called.id, [])
+                callers.append(i)
+                if len(callers) == 1:
+                    runs.append(called)
+                    visit(called)
             if runs:
                 graph.runs[i.id] = tuple(runs)
 

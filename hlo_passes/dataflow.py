@@ -295,6 +295,13 @@ class _Walk:
 
     def _call(self, computation: Computation, operands: Sequence[int]) -> None:
         for p in computation.parameters:
+            if p.parameter_number >= len(operands):
+                raise MalformedModuleError(
+                    f"{self.module.name}, computation %{computation.name}",
+                    f"its caller gives {len(operands)} operands, and %{p.name} is parameter "
+                    f"{p.parameter_number}",
+                    "A computation takes what its callers give.",
+                )
             self._hand_over(self.module.instructions[operands[p.parameter_number]], p)
         self.visit(computation)
 
@@ -320,7 +327,10 @@ class _Walk:
         within = () if link.opcode == "async-done" else (1,)
         for index in self.indices(link.shape):
             if index[: len(within)] == within and not link.shape.at(index).is_tuple:
-                self.value_at[link.id, index] = self._at(root, index[len(within) :])
+                value = self.value_at.get((root.id, index[len(within) :]))
+                self.value_at[link.id, index] = (
+                    self._define(link, index) if value is None else value
+                )
 
     def _while(self, i: Instruction) -> None:
         init = self.module.instructions[i.operand_ids[0]]

@@ -37,6 +37,9 @@ HOST_MEMORY_SPACE = 5
 _PRED, _TUPLE, _OPAQUE, _TOKEN = 1, 13, 14, 17
 
 # PrimitiveType numbers and bits per element (xla/xla_data.proto, xla/primitive_util.h).
+# ``b(f32[8])``, which custom calls "Pin" and "Unpin", is the array that lies in it.
+_BUFFER = 34
+
 _PRIMITIVES: dict[int, tuple[str, int]] = {
     1: ("pred", 8),
     2: ("s8", 8),
@@ -203,6 +206,8 @@ def _shape(proto: hlo_pb2.ShapeProto) -> Shape:
     cached = _shape_cache.get(key)
     if cached is not None:
         return cached
+    if proto.element_type == _BUFFER and proto.tuple_shapes:
+        return _shape(proto.tuple_shapes[0])
     dtype, bits = _PRIMITIVES.get(proto.element_type, (f"type{proto.element_type}", 0))
     layout = Layout(
         tuple(proto.layout.minor_to_major),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hlo_passes.async_chains import async_chains
+from hlo_passes.async_chains import ASYNC_LINKS, async_chains
 from hlo_passes.call_graph import call_graph
 from hlo_passes.dataflow import Buffer, Dataflow, Value
 from hlo_passes.errors import UnscheduledModuleError
@@ -88,26 +88,22 @@ class _TimeLine:
         self.span: dict[int, LiveRange] = {}
         self.donated = {(a.parameter, a.parameter_index) for a in module.input_output_aliases}
         self.graph = call_graph(module)
-        # What a computation holds, it holds at least from one instruction until others.
-        self.held: dict[int, tuple[Instruction | None, tuple[Instruction, ...]]] = {}
+        # Of what runs asynchronously: the start, and the done.
+        self.asynchronous: dict[int, tuple[Instruction, Instruction]] = {}
 
     def flatten(self, computation: Computation) -> None:
         start = len(self.sequence)
         for i in computation.instructions:
             for called in self.graph.runs.get(i.id, ()):
-                self._hold(called, i)
+                chain = async_chains(self.module).get(i.id)
+                if chain is not None:
+                    self.asynchronous[called.id] = chain.start, chain.links[-1]
+                elif computation.id in self.asynchronous:
+                    self.asynchronous[called.id] = self.asynchronous[computation.id]
                 self.flatten(called)
             self.time_of[i.id] = len(self.sequence)
             self.sequence.append(i)
         self.span[computation.id] = LiveRange(start, len(self.sequence))
-
-    def _hold(self, called: Computation, caller: Instruction) -> None:
-        since, until = self.held.get(caller.computation_id, (None, ()))
-        if (chain := async_chains(self.module).get(caller.id)) is not None:
-            since, until = caller, (chain.links[-1],)
-        if (last := self.graph.last_caller.get(called.id)) is not None:
-            until = *until, last
-        self.held[called.id] = since, until
 
     def is_root(self, i: Instruction) -> bool:
         return self.module.computations[i.computation_id].root is i
@@ -126,10 +122,13 @@ def _life(value: Value, line: _TimeLine) -> LiveRange:
     else:
         start = time
     last = span.end if line.is_root(definer) else time
-    since, until = line.held.get(definer.computation_id, (None, ()))
-    if since is not None:
-        start = line.time_of[since.id]
-    last = max([last, *(line.time_of[i.id] for i in until)])
+    if definer.computation_id in line.asynchronous:
+        # What an asynchronous call holds, it holds from its start until it is done; its result
+        # from where it has a place.
+        first, done = line.asynchronous[definer.computation_id]
+        in_flight = [p.instruction for p in value.positions if p.instruction.opcode in ASYNC_LINKS]
+        start = min(line.time_of[i.id] for i in in_flight or [first])
+        last = max(last, line.time_of[done.id])
     for position in value.positions[1:]:
         i = position.instruction
         last = max(last, line.span[i.computation_id].end if line.is_root(i) else line.time_of[i.id])

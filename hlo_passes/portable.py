@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from custom_calls import targets
 from hlo_passes import xla
-from hlo_passes.async_chains import AsyncChain, async_chains, wrapped_by
+from hlo_passes.async_chains import ASYNC_LINKS, AsyncChain, async_chains, wrapped_by
 from hlo_passes.errors import ReplayError
 from hlo_passes.ir import Instruction, Module, Shape
 from hlo_passes.plain_hlo import bitcast, braces, plain_text, text, undefined
@@ -32,7 +32,6 @@ from hlo_passes.proto import hlo_pb2
 
 _STARTS = frozenset({"async-start", "async-update", "copy-start"})
 _DONES = frozenset({"async-done", "async-update", "copy-done"})
-_ASYNC = frozenset({"async-start", "async-update", "async-done"})
 
 # Opcodes, and targets of custom calls, that have the value of their first operand.
 _IDENTITIES = frozenset({"add-dependency", "copy-start"}) | _DONES
@@ -129,7 +128,7 @@ class _Rewriter:
         for proto in source.instructions:
             instruction = self._module.instructions[proto.id]
             self._refuse_the_impossible(instruction)
-            if instruction.opcode in _ASYNC:
+            if instruction.opcode in ASYNC_LINKS:
                 chain = self._chain(instruction)
                 wrapped = wrapped_by(self._module, instruction)
                 if wrapped is not None:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from hlo_passes.allocations import HeapRange, find_allocations
 from hlo_passes.assignment import assign_offsets, peak_load
+from hlo_passes.call_graph import call_graph
 from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.host_copies import evicted_copies, host_copies, steady_parameters
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
@@ -268,8 +269,8 @@ class _View:
         carried: defaultdict[LogicalTime, list[HeapRange]] = defaultdict(list)
         for members in groups.values():
             live = self._ticks_of([h.value for h in members])
-            if any(self._in_entry(h.value) for h in members):
-                resident = Resident(str(members[0].value), members[0].size, live, "temp")
+            if seen := [h.value for h in members if self._in_entry(h.value)]:
+                resident = Resident(str(seen[0]), members[0].size, live, "temp")
                 self.holders |= {h.value.id: resident for h in members}
                 yield resident
                 for h in members:
@@ -277,13 +278,25 @@ class _View:
                         carried[self.tick_of[h.value.instruction.id]].append(h)
             elif live.end - live.start > 1:
                 # What runs asynchronously holds it for longer than the tick of its start.
-                yield Resident(str(members[0].value), members[0].size, live, "temp")
+                name = self.instructions[live.start].name
+                yield Resident(name, members[0].size, live, "workspace")
             else:
-                inside[live.start] += members
+                for tick in self._ticks_of_runs(members[0].value.instruction.computation_id):
+                    inside[tick] += members
         for tick, members in inside.items():
             name = self.instructions[tick].name
             for size in _workspaces(members, carried[tick]):
                 yield Resident(name, size, LiveRange(tick, tick + 1), "workspace")
+
+    def _ticks_of_runs(self, computation_id: int) -> set[LogicalTime]:
+        """The ticks of the instructions of the entry that run a computation."""
+        found = set[LogicalTime]()
+        for caller in call_graph(self.dataflow.module).callers[computation_id]:
+            if caller.computation_id == self.entry.id:
+                found.add(self.tick_of[caller.id])
+            else:
+                found |= self._ticks_of_runs(caller.computation_id)
+        return found
 
     def _unbroken(self, buffer: Buffer) -> Sequence[Value]:
         """The values of an argument that follow on each other: it, and what is updated in place.
@@ -311,7 +324,8 @@ class _View:
         return str(min(buffer.values, key=order))
 
     def _ticks_of(self, values: Sequence[Value]) -> LiveRange:
-        start = min(self.tick_of[v.instruction.id] for v in values)
+        first = min(self.ranges.of_value[v.id].start for v in values)
+        start = self.tick_of[self.ranges.sequence[first].id]
         last = max(self.ranges.of_value[v.id].end - 1 for v in values)
         if last >= self.ranges.end:
             return LiveRange(start, self.end)

@@ -482,7 +482,8 @@ def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
         module = _read(options, machine)
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
         try:
-            plan = pipeline.plan_module(module, machine, budget, labels=labels)
+            had = min(budget, machine.device_memory.capacity_bytes)
+            plan = pipeline.plan_module(module, machine, had, labels=labels)
         except MemoryBudgetError as error:
             leaves = (leaf for p in module.entry.parameters for _, leaf in p.shape.leaves())
             if all(leaf.memory_space != HOST_MEMORY_SPACE for leaf in leaves):

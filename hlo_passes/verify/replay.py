@@ -233,7 +233,7 @@ class Replay:
         value.needs_slot = p.parameter_number in self._on_device and needs_bytes(p, shape)
         value.is_taken = not is_donated
         self.argument_bytes += value.size if value.needs_slot else 0
-        value.slots += self._slots.get(p.name, ())
+        value.slots += self._slots.get(value.name, ())
         self.values.append(value)
         self.apart.add(value)
         return value

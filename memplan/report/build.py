@@ -439,7 +439,7 @@ class _Builder:
     def _nest_of(self, instruction: Instruction) -> Nest:
         """The nest of what `instruction` is in; of what runs asynchronously that of its start."""
         while instruction.computation_id not in self._nests:
-            instruction = call_graph(self.module).first_caller[instruction.computation_id]
+            instruction = call_graph(self.module).callers[instruction.computation_id][0]
         return self._nests[instruction.computation_id]
 
     def _loop_around(self, instruction: Instruction) -> str:

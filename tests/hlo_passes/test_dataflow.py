@@ -4,6 +4,7 @@ import pytest
 
 from hlo_passes.aliasing import InPlacePair, in_place_pairs
 from hlo_passes.dataflow import Buffer, Dataflow, analyze_dataflow
+from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Module
 from hlo_passes.reader import read_module
 from tests import corpus
@@ -202,6 +203,214 @@ ENTRY e {{
 """)
     assert {str(p) for p in named(found, "d").positions} == {"c", "v{1}", "w", "k", "u{1}", "d"}
     assert named(found, "q") is named(found, "p")
+
+
+def test_a_pinned_array_keeps_its_bytes() -> None:
+    found = analyze("""
+ENTRY e {
+  p = f32[10] parameter(0)
+  n = f32[10] negate(p)
+  b = b(f32[10]) custom-call(n), custom_call_target="Pin", output_to_operand_aliasing={{}: (0, {})}
+  s = ((b(f32[10])), b(f32[10])) custom-call-start(b), custom_call_target="f"
+  d = b(f32[10]) custom-call-done(s)
+  ROOT v = f32[10] custom-call(d), custom_call_target="Unpin",
+    output_to_operand_aliasing={{}: (0, {})}
+}
+""")
+    assert named(found, "n") is named(found, "b")
+    assert named(found, "d") is named(found, "v")
+    assert {b.size for b in found.buffers if b.kind != "tuple"} == {40}
+
+
+CALLED = """
+f {
+  q = f32[8] parameter(0)
+  ROOT m = f32[8] negate(q)
+}
+"""
+
+
+def test_what_several_callers_run_is_followed_from_the_first() -> None:
+    found = analyze(f"""{CALLED}
+ENTRY e {{
+  p = f32[8] parameter(0)
+  a = f32[8] call(p), to_apply=f
+  b = f32[8] call(a), to_apply=f
+  ROOT r = f32[8] add(a, b)
+}}
+""")
+    assert buffers(found) == [{"m", "a"}, {"p", "q"}, {"b"}, {"r"}]
+    assert {u.instruction.name for u in named(found, "a").uses} == {"b", "r"}
+
+
+def test_branches_that_are_one_computation() -> None:
+    found = analyze(f"""{CALLED}
+ENTRY e {{
+  c = pred[] parameter(0)
+  x = f32[8] parameter(1)
+  y = f32[8] parameter(2)
+  ROOT r = f32[8] conditional(c, x, y), true_computation=f, false_computation=f
+}}
+""")
+    assert named(found, "m") is named(found, "r")
+    assert len({id(named(found, name)) for name in ("x", "y", "r")}) == 3
+
+
+def test_loops_that_share_their_computations() -> None:
+    found = analyze("""
+body {
+  s = (f32[8], s32[]) parameter(0)
+  x = f32[8] get-tuple-element(s), index=0
+  n = f32[8] negate(x)
+  i = s32[] get-tuple-element(s), index=1
+  ROOT t = (f32[8], s32[]) tuple(n, i)
+}
+condition {
+  s.1 = (f32[8], s32[]) parameter(0)
+  i.1 = s32[] get-tuple-element(s.1), index=1
+  k = s32[] constant(3)
+  ROOT c = pred[] compare(i.1, k), direction=LT
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  z = s32[] parameter(1)
+  a = f32[8] abs(p)
+  u = (f32[8], s32[]) tuple(a, z)
+  w = (f32[8], s32[]) while(u), condition=condition, body=body
+  ROOT v = (f32[8], s32[]) while(w), condition=condition, body=body
+}
+""")
+    assert named(found, "a") is named(found, "v", (0,))
+
+
+@pytest.mark.parametrize(
+    ("body", "shared"),
+    [
+        (
+            """  k = token[] after-all()
+  s = ((f32[8], f32[8]), u32[], token[]) send(t, k), channel_id=1
+  d = token[] send-done(s), channel_id=1
+""",
+            {"n": {"t{1}", "s{0,1}"}},
+        ),
+        (
+            """  k = token[] after-all()
+  s = ((f32[8], f32[8]), u32[], token[]) recv(k), channel_id=1, is_host_transfer=true
+  d = ((f32[8], f32[8]), token[]) recv-done(s), channel_id=1, is_host_transfer=true
+""",
+            {"d": set()},
+        ),
+        (
+            """  z = s32[] constant(0)
+  i = (s32[]) tuple(z)
+  j = ((s32[]), (s32[])) tuple(i, i)
+  c = (f32[8], f32[8]) copy(t)
+  s = ((f32[8], f32[8]), (f32[8], f32[8]), u32[], u32[]) collective-permute-start(t, c, j, j),
+    source_target_pairs={{0,1}}, slice_sizes={{1}}
+  d = (f32[8], f32[8]) collective-permute-done(s)
+""",
+            {"n": {"t{1}", "s{0,1}", "c{1}", "s{1,1}", "d{1}"}},
+        ),
+        (
+            """  s = ((f32[8], f32[8]), (f32[32], f32[32])) all-gather-start(p, n), dimensions={0},
+    replica_groups={{0,1,2,3}}
+  d = (f32[32], f32[32]) all-gather-done(s)
+""",
+            {"n": {"t{1}", "s{0,1}"}},
+        ),
+        (
+            """  s = (f32[8], f32[8]) opt-barrier(t)
+  d = f32[8] get-tuple-element(s), index=1
+""",
+            {"n": {"t{1}", "s{1}", "d"}},
+        ),
+        (
+            """  k = token[] after-all()
+  s = f32[8] add-dependency(n, k)
+  d = f32[8] domain(s), domain={kind="sharding", entry={}, exit={}}
+""",
+            {"n": {"t{1}", "s", "d"}},
+        ),
+    ],
+    ids=["send", "recv", "permute in place", "gather", "barrier", "dependency"],
+)
+def test_what_hands_on_parts_of_tuples(body: str, shared: dict[str, set[str]]) -> None:
+    found = analyze(
+        f"""ENTRY e {{
+  p = f32[8] parameter(0)
+  n = f32[8] negate(p)
+  t = (f32[8], f32[8]) tuple(p, n)
+{body}  ROOT r = f32[8] negate(n)
+}}
+""",
+        header=", replica_count=4",
+    )
+    assert {str(p) for p in named(found, "n").positions} == {"n"} | shared.get("n", {"t{1}"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "reduce-scatter(q), dimensions={0}, to_apply=add, replica_groups={{0,1,2,3}}",
+        "all-to-all(q), dimensions={0}, replica_groups={{0,1,2,3}}",
+        "call(q), to_apply=f",
+        "fusion(q), kind=kLoop, calls=f",
+        'custom-call(q), custom_call_target="g"',
+        "conditional(c, q, q), branch_computations={f, h}",
+    ],
+)
+def test_an_asynchronous_operation_wraps_anything(line: str) -> None:
+    shape = "f32[2]" if line.startswith("reduce-scatter") else "f32[8]"
+    index = "\n  c = s32[] constant(0)" if line.startswith("conditional") else ""
+    found = analyze(
+        f"""{CALLED}
+h {{
+  q = f32[8] parameter(0)
+  ROOT m = f32[8] abs(q)
+}}
+add {{
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT r = f32[] add(a, b)
+}}
+async {{
+  q = f32[8] parameter(0){index}
+  ROOT w = {shape} {line}
+}}
+ENTRY e {{
+  p = f32[8] parameter(0)
+  s = ((f32[8]), {shape}, u32[]) async-start(p), calls=async
+  ROOT d = {shape} async-done(s)
+}}
+""",
+        header=", replica_count=4",
+    )
+    assert {"w", "s{1}", "d"} <= {str(p) for p in named(found, "d").positions}
+    assert named(found, "d") is not named(found, "p")
+
+
+def test_what_flows_into_a_loop_in_another_shape_is_refused() -> None:
+    module = read_module("""HloModule m, is_scheduled=true
+body {
+  s = (f32[8]) parameter(0)
+  x = f32[8] get-tuple-element(s), index=0
+  ROOT t = (f32[8]) tuple(x)
+}
+condition {
+  s.1 = (f32[8]) parameter(0)
+  ROOT c = pred[] constant(false)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  u = (f32[8]) tuple(p)
+  ROOT w = (f32[8]) while(u), condition=condition, body=body
+}
+""")
+    proto = module.to_proto()
+    (loop,) = (i for i in proto.computations[-1].instructions if i.opcode == "while")
+    loop.shape.tuple_shapes.add().CopyFrom(loop.shape.tuple_shapes[0])
+    with pytest.raises(MalformedModuleError, match=r"%w is of shape \(f32\[8\], f32\[8\]\)"):
+        analyze_dataflow(Module(proto))
 
 
 @pytest.mark.parametrize(

@@ -48,53 +48,6 @@ def test_a_weight_is_stored_as_it_is_read():
     assert (plan.bytes_before, plan.bytes_after, plan.remaining) == (2 * BYTES, 0, ())
 
 
-def asynchronous(start: str, update: str = "") -> Module:
-    """The same weight, read by what a call on another thread calls."""
-    parts = f"({W}{{1,0}}, {W}{{1,0}})"
-    waiting = "u" if update else "s"
-    return module(
-        f"""
-  w = {W}{{1,0}} parameter(0)
-  x = {W}{{1,0}} parameter(1)
-  s = {start}, calls=wrapped
-{update}
-  ROOT r = f32[16,16]{{1,0}} async-done({waiting})
-""".replace("PARTS", parts),
-        f"""
-called {{
-  w = {W}{{1,0}} parameter(0)
-  x = {W}{{1,0}} parameter(1)
-  c = {W}{{0,1}} copy(w)
-{dot("c", "x")}
-}}
-
-wrapped {{
-  w = {W}{{1,0}} parameter(0)
-  x = {W}{{1,0}} parameter(1)
-  ROOT r = f32[16,16]{{1,0}} call(w, x), to_apply=called
-}}
-""",
-    )
-
-
-@pytest.mark.parametrize(
-    ("start", "update"),
-    [
-        ("(PARTS, f32[16,16]{1,0}, s32[]) async-start(w, x)", ""),
-        ("((), f32[16,16]{1,0}, s32[]) async-start()", "u = SHAPE async-update(s, w, x)"),
-        (
-            f"(({W}{{1,0}}), f32[16,16]{{1,0}}, s32[]) async-start(w)",
-            "u = SHAPE async-update(s, x)",
-        ),
-    ],
-)
-def test_a_weight_that_an_asynchronous_call_reads_is_stored_as_it_is_read(start: str, update: str):
-    shape = "(PARTS, f32[16,16]{1,0}, s32[])"
-    plan = planned(asynchronous(start, update.replace("SHAPE", shape)), 0)
-    assert plan.parameters == {0: (0, 1)}
-    assert (plan.bytes_before, plan.bytes_after, plan.remaining) == (2 * BYTES, 0, ())
-
-
 def test_what_is_not_free_stays_and_says_why():
     plan = planned(module(ONE_WEIGHT), 1)
     assert not plan.parameters

@@ -63,6 +63,19 @@ def test_plan_keeps_to_the_budget_and_saves(run, streamed_file, tmp_path):
     assert page.exists()
 
 
+def test_plan_takes_a_budget_beyond_the_device_for_all_that_it_has(refused, tmp_path):
+    path = tmp_path / "large.hlo"
+    path.write_text("""HloModule large, is_scheduled=true
+ENTRY e {
+  x = f32[25000000000]{0} parameter(0)
+  ROOT y = f32[25000000000]{0} negate(x)
+}
+""")
+    said = refused("plan", path, "--machine", "h200", "--hbm", "1TiB")
+    capacity = load_machine("h200").device_memory.capacity_bytes
+    assert f"no plan keeps to hbm={capacity} " in said
+
+
 def test_plan_explains_a_buffer(run, streamed_file, tmp_path):
     words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB")
     text = run(*words, "--explain", "params['w'][1]", "--html", tmp_path / "report.html")
