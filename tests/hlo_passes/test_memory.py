@@ -115,8 +115,9 @@ def chosen(x: jax.Array, n: jax.Array) -> jax.Array:
     return jax.lax.switch(n, branches, x * 2) + 1
 
 
-def factored(a: jax.Array) -> jax.Array:
-    return jnp.linalg.cholesky(a @ jnp.swapaxes(a, -1, -2) + jnp.eye(a.shape[-1]))
+def factored(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    factor = jnp.linalg.cholesky(a @ jnp.swapaxes(a, -1, -2) + jnp.eye(a.shape[-1]))
+    return jnp.einsum("bij,bjk->bki", a, b) + 1, factor
 
 
 @pytest.mark.tpu
@@ -136,7 +137,7 @@ def factored(a: jax.Array) -> jax.Array:
         # What libtpu says: a conditional's results lie in the donated argument ...
         ("tpu7x", chosen, [(4096, 4096), ()]),
         # ... and a fusion is written over an operand of another layout.
-        ("tpu7x", factored, [(3, 905, 905)]),
+        ("tpu7x", factored, [(3, 905, 905), (3, 905, 32)]),
     ],
 )
 def test_a_tpu_program_is_counted_as_xla_does(
