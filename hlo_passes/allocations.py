@@ -13,16 +13,16 @@ replayed as in xla/service/heap_simulator/heap_simulator.cc (HeapSimulator::RunC
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hlo_passes.dataflow import Buffer, Value
+from hlo_passes.dataflow import Buffer, Dataflow, Value
 from hlo_passes.guests import find_guests
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.once import once
 from hlo_passes.plan import LiveRange, LogicalTime
-from hlo_passes.sharing import Target, can_share
+from hlo_passes.sharing import Target, can_share, said_to_share
 
 
 class HeapRange(NamedTuple):
@@ -59,11 +59,41 @@ def find_allocations(
     """
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
-    # The TPU compiler leaves the caller's allocations alone (seen with libtpu of jax 0.12).
-    reused = find_guests(ranges, target, buffers, apart) if target != "tpu" else {}
+    if target == "tpu":
+        reused = _said_guests(dataflow, memory_space, apart)
+    else:
+        reused = find_guests(ranges, target, buffers, apart)
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     heap = _replay_heap(ranges, target, on_heap, apart)
-    return Allocations(_held_throughout(heap) if target == "tpu" else heap, reused)
+    return Allocations(_as_on_tpu(heap) if target == "tpu" else heap, reused)
+
+
+def _said_guests(dataflow: Dataflow, memory_space: int, apart: Collection[int]) -> dict[int, int]:
+    """Temporaries that lie in the caller's allocations as libtpu says it of a final module; before
+    that, it is taken to leave them alone (seen with libtpu of jax 0.12).
+
+    x, donated ──► fusion ──► conditional ──► fusion, an output      all of them in x's bytes
+    """
+    module = dataflow.module
+    beside: defaultdict[int, set[int]] = defaultdict(set)
+    for v in dataflow.values:
+        for operand, index in said_to_share(v.instruction):
+            if index == v.index:
+                source = module.instructions[v.instruction.operand_ids[operand]]
+                a, b = dataflow.buffer_at(source).id, dataflow.buffer_of(v).id
+                beside[a].add(b)
+                beside[b].add(a)
+    hosts = {n for n in beside if dataflow.buffers[n].kind in ("parameter", "output")}
+    reused: dict[int, int] = {}
+    queue = [(n, n) for n in sorted(hosts)]
+    for n, host in queue:
+        for m in sorted(beside[n]):
+            b = dataflow.buffers[m]
+            is_free = b.kind == "temp" and b.memory_space == memory_space and m not in reused
+            if is_free and not any(v.id in apart for v in b.values):
+                reused[m] = host
+                queue.append((m, host))
+    return reused
 
 
 def _replay_heap(
@@ -135,7 +165,27 @@ def _replay_heap(
     )
 
 
-def _held_throughout(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
+def _as_on_tpu(heap: tuple[HeapRange, ...]) -> tuple[HeapRange, ...]:
+    held = _held_throughout([h for h in heap if not _is_scratch(h.value)])
+    scratch = [h for h in heap if _is_scratch(h.value)]
+    if not scratch:
+        return held
+    # What the sparse cores work with is one block outside the heap, whatever they run at once.
+    everything = LiveRange(0, max(h.events.end for h in heap))
+    group, size = min(h.group for h in scratch), max(h.size for h in scratch)
+    return (*(HeapRange(h.value, group, size, everything) for h in scratch), *held)
+
+
+def _is_scratch(value: Value) -> bool:
+    """Whether it is part of the state of work of the sparse cores, seen in what starts or updates
+    it: the operands, the results, the state (buffer assignments of libtpu of jax 0.12)."""
+    i = value.instruction
+    return (
+        i.opcode in ("async-start", "async-update") and len(value.index) > 1 and value.index[0] == 2
+    )
+
+
+def _held_throughout(heap: Iterable[HeapRange]) -> tuple[HeapRange, ...]:
     """Closes the gaps between the values of a group: the TPU compiler gives its bytes to
     nobody else in between (seen with libtpu of jax 0.12)::
 

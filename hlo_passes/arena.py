@@ -61,12 +61,23 @@ class Arena:
     in_order: bool
 
     @classmethod
-    def of(cls, temporaries: tuple[Resident, ...], ticks: int, machine: Machine) -> Arena:
-        """Sets aside what does not depend on the fetches."""
+    def of(
+        cls,
+        temporaries: tuple[Resident, ...],
+        ticks: int,
+        machine: Machine,
+        tables: int | None = None,
+    ) -> Arena:
+        """Sets aside what does not depend on the fetches.
+
+        Args:
+          tables: bytes of the compiler's tables, where it has nothing to add to them, nor moves
+            anything to VMEM any more; None before that.
+        """
         in_order = machine.platform == "tpu"
         small: dict[int, int] = {}
-        base = tables = 0
-        if in_order:
+        base = tables or 0
+        if in_order and tables is None:
             base = tables = _TPU_TABLE_BYTES * ticks
             indices = [k for k, t in enumerate(temporaries) if t.size < _SMALL_TEMPORARY]
             packing = assign_offsets(
@@ -77,7 +88,7 @@ class Arena:
             small = {k: base + o for k, o in zip(indices, packing.offsets, strict=True)}
             base += packing.total
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
-        return cls(machine, temporaries, small, base, tables, load, in_order)
+        return cls(machine, temporaries, small, base, tables or 0, load, in_order)
 
     def until(self, ends: Mapping[str, LogicalTime]) -> Arena:
         """Returns the arena with some of its temporaries, by name, held longer."""

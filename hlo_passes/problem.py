@@ -26,6 +26,7 @@ from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
 from hlo_passes.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.loop_floor import floor_costs, link_floor_s
 from hlo_passes.machine import Link, Machine
+from hlo_passes.memory import measure_memory
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.prefetch import Fetch
 from hlo_passes.ticks import EntryTicks, ManagedTransfer, entry_ticks
@@ -169,7 +170,7 @@ def pose(
     temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
-    arena = Arena.of(temporaries, ticks.end, machine)
+    arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine))
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
@@ -191,6 +192,20 @@ def pose(
         link_floor_s(module, machine).get(queue_of(link), 0.0),
         sliced,
     )
+
+
+def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
+    """Bytes of tables, where XLA:TPU has moved to VMEM what it wants there; None before that.
+
+    It notes then what each fusion takes of VMEM.
+    """
+    instructions = ranges.dataflow.module.instructions.values()
+    if machine.platform != "tpu" or not any(
+        b'"used_scoped_memory_configs":[{' in i.proto.backend_config for i in instructions
+    ):
+        return None
+    usage = measure_memory(ranges, machine.platform)
+    return max(0, usage.temp_bytes - usage.heap_bytes)
 
 
 def fetches(

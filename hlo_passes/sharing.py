@@ -11,8 +11,8 @@ hlo_dataflow_analysis.cc), and on GPU those of GpuAliasInfo (xla/service/gpu/ali
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from hlo_passes.aliasing import in_place_pairs
 from hlo_passes.dataflow import Dataflow, Position
@@ -55,6 +55,11 @@ def can_share(
         hint = _gpu_hint(module, operand, user, index)
         if hint is not None:
             return hint
+    if target == "tpu" and any(
+        at == index and user.operand_ids[n] == operand.instruction.id
+        for n, at in said_to_share(user)
+    ):
+        return True
     if not equal:
         return False
     numbers = [n for n, o in enumerate(user.operand_ids) if o == operand.instruction.id]
@@ -92,6 +97,23 @@ def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: 
         products = [n for n, a in enumerate(addends) if a.opcode in ("convolution", "dot")]
         return bool(products) and users.get(parameter.id) == ((body.root, 1 - products[0]),)
     return False
+
+
+def said_to_share(i: Instruction) -> Iterator[tuple[int, ShapeIndex]]:
+    """Yields each operand of which libtpu says that a result lies in its bytes, and the result.
+
+    Its buffer assignment writes that into the final module: lists of operands, and on from there
+    results, that are one (dumps of libtpu of jax 0.12). They may be laid out differently.
+    """
+    if b'"indices"' not in i.proto.backend_config:
+        return
+    said: Mapping[str, Any] = i.backend_config.get("aliasing_operands", {})
+    for together in said.get("lists", ()):
+        numbers = [int(n) for n in together["indices"]]
+        operands = [n for n in numbers if n < len(i.operand_ids)]
+        for n in numbers[len(operands) :]:
+            index = (n - len(i.operand_ids),) if i.shape.is_tuple else ()
+            yield from ((operand, index) for operand in operands)
 
 
 def _gpu_hint(

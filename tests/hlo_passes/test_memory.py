@@ -110,6 +110,16 @@ def large_and_two(x: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array]
     return y @ y.T + x, x[0] * limit
 
 
+def chosen(x: jax.Array, n: jax.Array) -> jax.Array:
+    branches = (lambda x: jnp.flip(x, 0) * 2, lambda x: jnp.tanh(x) + 1, lambda x: x * 3)
+    return jax.lax.switch(n, branches, x * 2) + 1
+
+
+def factored(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    factor = jnp.linalg.cholesky(a @ jnp.swapaxes(a, -1, -2) + jnp.eye(a.shape[-1]))
+    return jnp.einsum("bij,bjk->bki", a, b) + 1, factor
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     ("name", "function", "shapes"),
@@ -124,6 +134,10 @@ def large_and_two(x: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array]
         ("v6e", two_of, [(8, 128)]),
         ("tpu7x", two_of, [(8, 128)]),
         ("v5p", two_of, [(8, 128)]),
+        # What libtpu says: a conditional's results lie in the donated argument ...
+        ("tpu7x", chosen, [(4096, 4096), ()]),
+        # ... and a fusion is written over an operand of another layout.
+        ("tpu7x", factored, [(3, 905, 905), (3, 905, 32)]),
     ],
 )
 def test_a_tpu_program_is_counted_as_xla_does(
@@ -134,7 +148,8 @@ def test_a_tpu_program_is_counted_as_xla_does(
         jax.ShapeDtypeStruct(s, jnp.float32 if s else jnp.int32, sharding=target.sharding())
         for s in shapes
     ]
-    compiled = jax.jit(function).lower(*arguments).compile()
+    donate = (0,) if function is chosen else ()
+    compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
     xla = compiled.memory_analysis()
     usage = memory_usage(read_module(compiled), "tpu", machine=target.machine)
     assert usage.argument_bytes == xla.argument_size_in_bytes

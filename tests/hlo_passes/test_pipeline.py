@@ -6,6 +6,8 @@ import json
 import random
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from hlo_passes.cost import instruction_costs
@@ -25,6 +27,7 @@ from hlo_passes.timeline import schedule_events, simulate
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.replaying import max_difference, replay
+from memplan.topologies import topology
 from tests import corpus
 from tests.hlo_passes.streamed import IDLE, SIZE, entry
 from tests.hlo_passes.toys import link, module_of, toy_machine
@@ -418,3 +421,24 @@ def test_a_donated_argument_goes_through_what_a_call_runs():
     assert slots["guest"].allocation == "arguments"
     assert slots["second"].live_range == LiveRange(0, slots["guest"].live_range.start)
     rewrite_module(module, plan, machine)
+
+
+@pytest.mark.tpu
+def test_a_program_of_many_small_arguments_fits_what_xla_takes_for_it() -> None:
+    """Tables are what the final module has of them, not what may come to so many instructions."""
+    target = topology("v5e")
+
+    def layers(x: jax.Array, scales: list[jax.Array]) -> jax.Array:
+        for scale in scales:
+            x = jnp.cumsum(x, 0) * scale[:, None]
+        return x
+
+    def shape(*dimensions: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dimensions, jnp.float32, sharding=target.sharding())
+
+    compiled = jax.jit(layers).lower(shape(512, 512), [shape(512)] * 20).compile()
+    xla = compiled.memory_analysis()
+    total = xla.argument_size_in_bytes + xla.output_size_in_bytes + xla.temp_size_in_bytes
+    plan = plan_module(read_module(compiled), target.machine, total)
+    assert not plan.moved_bytes
+    assert plan.prediction.total_bytes <= total

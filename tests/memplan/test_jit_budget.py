@@ -506,3 +506,24 @@ def test_a_plan_for_another_module():
     other = memplan.jit(chain, hbm=HALF).lower(weights(), activations(4)).compile().module
     with pytest.raises(PlanMismatchError, match=plan.module_fingerprint):
         rewrite_module(other, plan, machine)
+
+
+def many_small(x: Any, scales: list[Any]) -> Any:
+    for scale in scales:
+        x = jax.numpy.tanh(x @ x) * scale
+    return jax.numpy.cumsum(x, 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_is_made_for_what_xla_takes_by_itself(target: str):
+    """XLA:TPU holds all temporaries of so small a program in VMEM, and the planner cannot know."""
+    shape = jax.ShapeDtypeStruct
+    x, scales = shape((256, 256), jax.numpy.float32), [shape((), jax.numpy.float32)] * 12
+    machine = machine_of(target)
+    own = memplan.jit(many_small, machine=machine).lower(x, scales).compile()
+    assert own.plan is None
+    lowered = memplan.jit(many_small, hbm=own.device_bytes, machine=machine).lower(x, scales)
+    assert lowered.plan().moved_bytes == 0
+    compiled = lowered.compile()
+    assert compiled.plan is None
+    assert compiled.device_bytes == own.device_bytes
