@@ -270,7 +270,7 @@ class _View:
         for members in groups.values():
             live = self._ticks_of([h.value for h in members])
             if seen := [h.value for h in members if self._in_entry(h.value)]:
-                resident = Resident(str(seen[0]), members[0].size, live, "temp")
+                resident = Resident(self._value_name(seen[0]), members[0].size, live, "temp")
                 self.holders |= {h.value.id: resident for h in members}
                 yield resident
                 for h in members:
@@ -321,7 +321,13 @@ class _View:
             in_call = v.instruction.computation_id != self.entry.id
             return in_call, self.tick_of[v.instruction.id], v.id
 
-        return str(min(buffer.values, key=order))
+        return self._value_name(min(buffer.values, key=order))
+
+    def _value_name(self, value: Value) -> str:
+        """Its definition; of what several callers run, its place in the entry."""
+        callers = call_graph(self.dataflow.module).callers.get(value.instruction.computation_id, ())
+        positions = (p for p in value.positions if p.instruction.computation_id == self.entry.id)
+        return str(value if len(callers) < 2 else next(positions, value))
 
     def _ticks_of(self, values: Sequence[Value]) -> LiveRange:
         first = min(self.ranges.of_value[v.id].start for v in values)

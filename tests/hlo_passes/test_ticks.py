@@ -221,3 +221,26 @@ def test_a_donated_argument_is_held_while_it_is_updated_in_place() -> None:
     # Not until n is copied there: others lie in its bytes before.
     assert held["p"] == ("parameter", (0, by_name["b"] + 1))
     assert guests
+
+
+def test_what_several_callers_run_needs_its_bytes_at_each_of_them() -> None:
+    found = ticks(
+        """
+f {
+  q = f32[8] parameter(0)
+  t = f32[64] broadcast(q), dimensions={}
+  ROOT m = f32[8] slice(t), slice={[0:8]}
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  a = f32[8] call(p), to_apply=f
+  b = f32[8] call(a), to_apply=f
+  ROOT r = f32[8] add(a, b)
+}
+""".replace("broadcast(q), dimensions={}", "pad(q, z), padding=0_56").replace(
+            "  t =", "  z = f32[] constant(0)\n  t ="
+        )
+    )
+    workspaces = {(r.name, r.live_range) for r in found.residents if r.kind == "workspace"}
+    assert workspaces == {("a", (0, 1)), ("b", (1, 2))}
+    assert residents(found)["a"][0] == "temp"
