@@ -182,6 +182,7 @@ def test_sparse_cores_as_xla_counts_them(
     arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
     compiled = jax.jit(function).trace(*arguments).lower().compile()
     module, said = read_module(compiled), compiled.memory_analysis()
+    assert said is not None
     found = memory_usage(module, "tpu")
     assert (found.argument_bytes, found.output_bytes, found.alias_bytes, found.temp_bytes) == (
         said.argument_size_in_bytes,

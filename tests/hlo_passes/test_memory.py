@@ -151,6 +151,7 @@ def test_a_tpu_program_is_counted_as_xla_does(
     donate = (0,) if function is chosen else ()
     compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
     xla = compiled.memory_analysis()
+    assert xla is not None
     usage = memory_usage(read_module(compiled), "tpu", machine=target.machine)
     assert usage.argument_bytes == xla.argument_size_in_bytes
     assert usage.output_bytes == xla.output_size_in_bytes

@@ -438,6 +438,7 @@ def test_a_program_of_many_small_arguments_fits_what_xla_takes_for_it() -> None:
 
     compiled = jax.jit(layers).lower(shape(512, 512), [shape(512)] * 20).compile()
     xla = compiled.memory_analysis()
+    assert xla is not None
     total = xla.argument_size_in_bytes + xla.output_size_in_bytes + xla.temp_size_in_bytes
     plan = plan_module(read_module(compiled), target.machine, total)
     assert not plan.moved_bytes
