@@ -66,9 +66,9 @@ def view_of(i: Instruction, index: ShapeIndex) -> View | None:
             # bring them, and the first element grows.
             before = len(i.shape.at((0,)).tuple_shapes) - len(i.operand_ids) + 1
             return View(0, index) if k < before else View(1 + k - before, tuple(rest))
-        case "async-update", _:
+        case "async-update", (part, *_) if part != 1:
             return View(0, index)
-        case (("async-done" | "all-gather-done" | "collective-permute-done"), _):
+        case (("all-gather-done" | "collective-permute-done"), _):
             return View(0, (1, *index))
         case _:
             return None
@@ -79,8 +79,17 @@ def brought_by(i: Instruction) -> Mapping[int, int]:
     operand, each with the operand's number."""
     if i.opcode == "async-start":
         return {n: n for n in range(len(i.operand_ids))}
+    if i.opcode == "async-done":
+        return {}
     before = len(i.shape.at((0,)).tuple_shapes) - len(i.operand_ids) + 1
     return {before + n: 1 + n for n in range(len(i.operand_ids) - 1)}
+
+
+def begun(module: Module, i: Instruction) -> Instruction:
+    """The start of an asynchronous call, from any part of it."""
+    while i.opcode != "async-start":
+        i = module.instructions[i.operand_ids[0]]
+    return i
 
 
 def ends_of(instructions: Sequence[Instruction]) -> Mapping[int, int]:

@@ -25,18 +25,22 @@ class Inside:
 
     def __init__(self, module: Module, memory: Memory, taking: Taking) -> None:
         self._module, self._memory, self._taking = module, memory, taking
-        self._needs: dict[int, int] = {}
+        self._needs: dict[tuple[int, bool], int] = {}
 
-    def need(self, i: Instruction) -> int:
-        """Bytes on the device that `i` needs for what it runs; 0 where it runs nothing."""
+    def need(self, i: Instruction, *, is_last: bool) -> int:
+        """Bytes on the device that `i` needs for what it runs; 0 where it runs nothing.
+
+        Args:
+          is_last: some operand of `i` dies there, so that its bytes may be free before the end.
+        """
         if i.opcode not in RUNNING:
             return 0
         for computation_id in i.called_computation_ids:
-            if computation_id not in self._needs:
-                body = _Body(self._module.computations[computation_id], i, self._memory)
-                inside = {j.id: self.need(j) for j in body.instructions}
-                self._needs[computation_id] = body.need(inside, self._taking)
-        return max(self._needs[c] for c in i.called_computation_ids)
+            if (computation_id, is_last) not in self._needs:
+                body = _Body(self._module.computations[computation_id], i, self._memory, is_last)
+                inside = {j.id: self.need(j, is_last=body.is_last(j)) for j in body.instructions}
+                self._needs[computation_id, is_last] = body.need(inside, self._taking)
+        return max(self._needs[c, is_last] for c in i.called_computation_ids)
 
 
 class _Body:
@@ -47,7 +51,9 @@ class _Body:
       held: of these, what the caller holds for it.
     """
 
-    def __init__(self, computation: Computation, caller: Instruction, memory: Memory) -> None:
+    def __init__(
+        self, computation: Computation, caller: Instruction, memory: Memory, is_last: bool
+    ) -> None:
         self.instructions = computation.instructions
         self._walk = memory.walk(computation)
         self._ends = ends_of(self.instructions)
@@ -67,10 +73,18 @@ class _Body:
                 self._returned[results[index].first] = self._walk.held[p][index].first
             callers = {self._walk.held[p][index].first for p, index in given}
         else:
-            for p, index in given:
-                self.blocks.pop(self._walk.held[p][index].first, None)
-            callers = {version.first for version in results.values()}
+            operands = {self._walk.held[p][index].first for p, index in given}
+            if not is_last:
+                self.blocks = {v: size for v, size in self.blocks.items() if v not in operands}
+            callers = operands | {version.first for version in results.values()}
         self.held = sum(self.blocks.get(version, 0) for version in callers)
+
+    def is_last(self, i: Instruction) -> bool:
+        """Whether an operand is read for the last time at `i`."""
+        held = (v for o in i.operand_ids for v in self._walk.held[o].values())
+        return i.opcode in RUNNING and any(
+            all(end <= self._ends[i.id] for _, end in v.reads) for v in held
+        )
 
     def need(self, inside: dict[int, int], taking: Taking) -> int:
         """Bytes beside what the caller holds.

@@ -27,7 +27,16 @@ from typing import NamedTuple
 
 from custom_calls import targets
 from hlo_passes.ir import Computation, Instruction, Module, ShapeIndex
-from hlo_passes.verify.hlo import FOLLOWING, PASSING, RUNNING, View, brought_by, ends_of, view_of
+from hlo_passes.verify.hlo import (
+    FOLLOWING,
+    PASSING,
+    RUNNING,
+    View,
+    begun,
+    brought_by,
+    ends_of,
+    view_of,
+)
 
 # Inside a fusion: what may leave a result in the bytes of an operand.
 _WRITING = frozenset(
@@ -186,6 +195,8 @@ class Memory:
                 return body.lying(index), index not in body.unchanged
             case (("async-start" | "async-update"), (1, *rest)):
                 return self._started(i, tuple(rest))
+            case "async-done", _:
+                return self._started(i, index)
             case "fusion", _:
                 (body,) = self._by(i)  # What it only hands on it copies.
                 return (None if index in body.unchanged else body.lying(index)), True
@@ -217,8 +228,8 @@ class Memory:
                 for part in self._by(i)[0].overwritten:
                     yield View(*part)
             case "async-start" | "async-update":
-                brought, begun = brought_by(i), self._begun(i)
-                for parameter, at in self._by(begun)[0].overwritten:
+                brought = brought_by(i)
+                for parameter, at in self._by(begun(self._module, i))[0].overwritten:
                     if parameter in brought:
                         yield View(brought[parameter], at)
             case "conditional":
@@ -236,7 +247,7 @@ class Memory:
     def _started(self, i: Instruction, index: ShapeIndex) -> tuple[View | None, bool]:
         """Where an asynchronous operation leaves its result: with the operand that `i` brings,
         if that is the one, else where it was."""
-        start, brought = self._begun(i), brought_by(i)
+        start, brought = begun(self._module, i), brought_by(i)
         (body,) = self._by(start)
         parts = {a.output_index: a for a in start.output_operand_aliasing}
         at = body.lies_in.get(index)
@@ -251,11 +262,6 @@ class Memory:
             # Given late, and no more than what was brought before.
             return View(0, (0, at.parameter, *at.at)), index not in body.unchanged
         return View(0, (1, *index)), False
-
-    def _begun(self, i: Instruction) -> Instruction:
-        while i.opcode != "async-start":
-            i = self._module.instructions[i.operand_ids[0]]
-        return i
 
     def _handed_on(self, computation: Computation, walk: Walk) -> Iterator[tuple[Version, Version]]:
         """Yields what a computation was given with what takes its place at the end."""

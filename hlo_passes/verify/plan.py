@@ -9,7 +9,7 @@ from hlo_passes.errors import PlanMismatchError, VerificationError
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan, Slot, Transfer
-from hlo_passes.verify.hlo import check_scheduled, describe
+from hlo_passes.verify.hlo import RUNNING, check_scheduled, describe
 from hlo_passes.verify.memory import Memory, Version
 from hlo_passes.verify.order import check_order
 from hlo_passes.verify.program import Program
@@ -237,7 +237,9 @@ def _check_workspaces(replay: Replay, holders: Mapping[Slot, Value], plan: Plan)
         if slot not in holders and tiers[slot.allocation] == plan.device_tier:
             named[slot.buffer].append(slot)
     for tick, i in enumerate(replay.program.compute):
-        need = replay.inside.need(i)
+        if i.opcode not in RUNNING:
+            continue
+        need = replay.inside.need(i, is_last=replay.is_last(i, tick))
         own = sum(s.size for s in named[i.name] if s.live_range.start <= tick < s.live_range.end)
         if need <= own:
             continue

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
 from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
-from hlo_passes.verify.hlo import PASSING, RUNNING, describe, ends_of, position_name, view_of
+from hlo_passes.verify.hlo import PASSING, RUNNING, begun, describe, ends_of, position_name, view_of
 from hlo_passes.verify.inside import Inside, needs_bytes
 from hlo_passes.verify.memory import Memory
 from hlo_passes.verify.program import Program, serving_transfer, unserved
@@ -159,6 +159,11 @@ class Replay:
                     "Leave it out: nothing says when its bytes are free again.",
                 )
 
+    def is_last(self, i: Instruction, tick: LogicalTime) -> bool:
+        """Whether a temporary is read for the last time by `i`, at `tick`."""
+        values = (v for o in i.operand_ids for v in self._held.get(o, {}).values())
+        return any(v.last_read <= tick and v not in self.apart for v in values)
+
     def _step(self, i: Instruction, tick: LogicalTime, finish: LogicalTime) -> None:
         operands = [self._look_up(operand, tick) for operand in i.operand_ids]
         if i.opcode not in PASSING:
@@ -294,9 +299,12 @@ def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterat
     """Yields every name of what `i` defines: those that a callee has for it, then its own."""
     while (view := view_of(i, index)) is not None:
         i, index = module.instructions[i.operand_ids[view.operand]], view.part
-    is_async_result = i.opcode == "async-start" and index[0] == 1
-    if is_async_result or i.opcode in ("call", "conditional"):
-        inner = index[1:] if is_async_result else index
-        for callee in i.called_computation_ids:
-            yield from _defining_names(module, module.computations[callee].root, inner)
+    caller, inner = i, index
+    if i.opcode in ("async-start", "async-update", "async-done"):
+        caller, is_result = begun(module, i), i.opcode == "async-done" or index[0] == 1
+        inner = index if i.opcode == "async-done" else index[1:]
+    else:
+        is_result = i.opcode in ("call", "conditional")
+    for callee in caller.called_computation_ids if is_result else ():
+        yield from _defining_names(module, module.computations[callee].root, inner)
     yield position_name(i, index)
