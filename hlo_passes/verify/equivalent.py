@@ -397,7 +397,7 @@ class _Proof:
                 writer, written, reader = conflict
                 raise self._error(
                     f"%{writer.name} writes over what %{written.name} left, which "
-                    f"%{reader.name} reads later",
+                    + ("it also reads" if reader is writer else f"%{reader.name} reads later"),
                     reader,
                     "All readers come before what works in place; an asynchronous one is done.",
                 )

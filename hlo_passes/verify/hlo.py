@@ -43,8 +43,8 @@ def view_of(i: Instruction, index: ShapeIndex) -> View | None:
     match i.opcode, index:
         case (("add-dependency" | "bitcast" | "domain" | "opt-barrier" | "all-reduce-done"), _):
             return View(0, index)
-        case "tuple", _:
-            return View(index[0], index[1:])
+        case "tuple", (k, *rest):
+            return View(k, tuple(rest))
         case "get-tuple-element", _:
             return View(0, (i.tuple_index, *index))
         case "copy-start", (1,):

@@ -140,8 +140,14 @@ class Memory:
         """Yields each read of `computation` that may find other bytes than it should."""
         walk = self.walk(computation)
         for version in walk.versions:
-            if version.over is not None:
-                yield from _overwrite(version.over, version)
+            if version.over is None:
+                continue
+            yield from _overwrite(version.over, version)
+            if version.writer.opcode == "conditional":
+                continue  # Of its operands one branch sees one.
+            operands = (v for o in version.writer.operand_ids for v in walk.held[o].values())
+            if sum(v is version.over for v in operands) > 1:
+                yield Conflict(version.writer, version.over.writer, version.writer)
         lain_in: defaultdict[Version, list[Version]] = defaultdict(list)
         for version in walk.versions:
             lain_in[version.first].append(version)
@@ -251,8 +257,8 @@ class Memory:
         (body,) = self._by(start)
         parts = {a.output_index: a for a in start.output_operand_aliasing}
         at = body.lies_in.get(index)
-        if index in parts:
-            at = _Part(parts[index].operand, parts[index].operand_index)
+        if (1, *index) in parts:
+            at = _Part(parts[1, *index].operand, parts[1, *index].operand_index)
         if at is not None and at.parameter in brought:
             return View(brought[at.parameter], at.at), index not in body.unchanged
         if i is start:

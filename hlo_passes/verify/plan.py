@@ -42,7 +42,7 @@ def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> N
     program = Program.of(module, plan)
     _check_placements(program, plan)
     _check_transfers(program, plan)
-    _check_allocations(plan)
+    _check_allocations(program, plan)
     replay = Replay(program, plan, "" if machine is None else machine.platform)
     holders = assign_slots(replay, plan)
     check_order(replay, holders, plan)
@@ -202,19 +202,20 @@ def _check_fetched_again(program: Program, plan: Plan, eviction: Transfer) -> No
         )
 
 
-def _check_allocations(plan: Plan) -> None:
+def _check_allocations(program: Program, plan: Plan) -> None:
     sizes = {a.name: a.size for a in plan.allocations}
     if len(sizes) != len(plan.allocations):
         raise VerificationError("two allocations have one name", ", ".join(sorted(sizes)))
     for slot in plan.slots:
         where = f"slot of %{slot.buffer}"
+        start, end = slot.live_range
         if slot.allocation not in sizes:
             raise VerificationError(
                 f"there is no allocation {slot.allocation!r}",
                 where,
                 f"The plan has {', '.join(sizes)}.",
             )
-        if slot.size < 0 or (slot.size and slot.live_range.start >= slot.live_range.end):
+        if slot.size < 0 or (program.end and slot.size and start >= end):
             raise VerificationError(
                 f"{slot.size} bytes during {ticks_of(slot)} hold nothing",
                 where,

@@ -159,3 +159,33 @@ def test_collectives_in_fusions_and_what_they_hide_stay():
     place = kept.index(start)
     early = module_of("".join((*kept[:place], *others, *kept[place:])))
     assert "moved out of the span of the asynchronous %s" in rejection(module, early)
+
+
+def test_two_elements_of_a_loops_state_do_not_begin_in_the_same_bytes():
+    text = """HloModule m, is_scheduled=true
+
+%condition {
+  %c = (f32[64]{0}, f32[64]{0}) parameter(0)
+  ROOT %go = pred[] constant(false)
+}
+
+%body {
+  %b = (f32[64]{0}, f32[64]{0}) parameter(0)
+  %x = f32[64]{0} get-tuple-element(%b), index=0
+  %y = f32[64]{0} get-tuple-element(%b), index=1
+  %z = f32[64]{0} negate(%x)
+  %w = f32[64]{0} add(%y, %y)
+  ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%z, %w)
+}
+
+ENTRY %main {
+  %p = f32[64]{0} parameter(0)
+  %one = f32[64]{0} copy(%p)
+  %two = f32[64]{0} copy(%p)
+  %init = (f32[64]{0}, f32[64]{0}) tuple(%one, %two)
+  ROOT %loop = (f32[64]{0}, f32[64]{0}) while(%init), condition=%condition, body=%body
+}
+"""
+    shared = text.replace("tuple(%one, %two)", "tuple(%one, %one)")
+    found = rejection(module_of(text), module_of(shared))
+    assert "%loop writes over what %one left, which it also reads" in found

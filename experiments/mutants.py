@@ -1,0 +1,184 @@
+"""Does the checker accept a module of which a replay on symbols says that it is another program?
+
+    python -m experiments.mutants [--mutants 10000] [--modules 100] [--seed 0] [--sources FOLDER]
+
+Each mutant is one change of a module that a real compiler has scheduled, or that memplan has
+rewritten for three quarters of its memory: an instruction moved, an operand exchanged for another
+of its shape, a copy left out, two neighbours swapped; in the entry, loops, calls and branches.
+`verify_equivalent` compares it with the module as it was. What it accepts is a *survivor*, and
+`symbolic.outcomes` says whether that can be told from the original: then the checker has a hole.
+With ``--sources`` the scheduled modules of XLA's own tests (`xla_tests`) are among the modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.symbolic import instructions_of, outcomes
+from experiments.xla_tests import find_texts
+from hlo_passes import pipeline
+from hlo_passes.errors import MalformedModuleError, MemplanError, VerificationError
+from hlo_passes.ir import Computation, Module
+from hlo_passes.machine import load_machine
+from hlo_passes.memory import memory_usage
+from hlo_passes.proto import hlo_pb2
+from hlo_passes.reader import read_module
+from hlo_passes.verify import verify_equivalent
+from hlo_passes.verify.memory import Memory
+from memplan.report.tables import Column, Table, write_tables
+from tests import corpus
+
+_MACHINES = {"tpu": "v5e", "gpu": "h200", "cpu": "cpu"}
+
+# Larger modules are replayed too slowly for thousands of mutants.
+_INSTRUCTIONS = 600
+
+# Not every instruction lends itself to every change.
+_TRIES = 20
+
+_COLUMNS = ("rejected", "malformed", "told apart", "not told apart")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mutants", type=int, default=10_000)
+    parser.add_argument("--modules", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sources", type=Path)
+    options = parser.parse_args(arguments)
+    found = [*itertools.islice(modules(options.sources), options.modules)]
+    counted: Counter[tuple[str, str]] = Counter()
+    for n, (name, module) in enumerate(found):
+        share = options.mutants * (n + 1) // len(found) - options.mutants * n // len(found)
+        for kind, outcome, what in judged(module, share, random.Random(f"{options.seed} {name}")):
+            counted[kind, outcome] += 1
+            if outcome == "told apart":
+                print(f"{name}: {what}", file=sys.stderr)
+        print(f"{n + 1} of {len(found)}: {name}", file=sys.stderr, flush=True)
+    kinds = sorted({kind for kind, _ in counted})
+    rows = [(kind, *(str(counted[kind, c]) for c in _COLUMNS)) for kind in kinds]
+    totals = (str(sum(counted[k, c] for k in kinds)) for c in _COLUMNS)
+    title = f"{sum(counted.values())} mutants of {len(found)} modules"
+    columns = (Column("changed"), *(Column(c, right=True) for c in _COLUMNS))
+    write_tables([Table(title, columns, (*rows, ("all", *totals)))], sys.stdout)
+
+
+def modules(sources: Path | None) -> Iterator[tuple[str, Module]]:
+    """Modules with a schedule, as compilers and memplan leave them."""
+    for key in corpus.memory():
+        module = corpus.read(key)
+        if len(module.instructions) > _INSTRUCTIONS:
+            continue
+        yield key, module
+        platform = corpus.platform(key)
+        machine = load_machine(_MACHINES[platform])
+        budget = memory_usage(module, platform).total_bytes * 3 // 4
+        try:
+            plan = pipeline.plan_module(module, machine, budget)
+            yield f"{key}, planned", pipeline.rewrite_module(module, plan, machine)
+        except MemplanError:
+            continue  # Not every program fits.
+    for name, text in find_texts(sources) if sources is not None else ():
+        if "is_scheduled=true" not in text:
+            continue
+        try:
+            module = read_module(text)
+        except MemplanError:
+            continue
+        if 8 <= len(module.instructions) <= _INSTRUCTIONS and _has_its_copies(module):
+            yield name, module
+
+
+def _has_its_copies(module: Module) -> bool:
+    """Whether a test of XLA's is as XLA would run it: it inserts copies before it schedules."""
+    memory = Memory(module)
+    return not any(conflict for c in instructions_of(module) for conflict in memory.conflicts(c))
+
+
+def judged(module: Module, count: int, pick: random.Random) -> Iterator[tuple[str, str, str]]:
+    """Yields kind, outcome and description of `count` mutants of a module."""
+    kinds: dict[int, str] = {}
+    expected = outcomes(module, 4, kinds)
+    computations = [c for c in instructions_of(module) if len(c.instructions) > 2]
+    left = count if computations else 0
+    for _ in range(_TRIES * left):
+        if not left:
+            return
+        kind = pick.choice(("moved", "swapped", "operand", "copy left out"))
+        proto, what = mutant(module, pick.choice(computations), kind, pick)
+        if proto is None:
+            continue
+        left -= 1
+        try:
+            changed = Module(proto)
+            verify_equivalent(module, changed)
+        except MalformedModuleError:
+            yield kind, "malformed", what
+        except VerificationError:
+            yield kind, "rejected", what
+        else:
+            same = outcomes(changed, 4, kinds) == expected
+            yield kind, "not told apart" if same else "told apart", what
+
+
+def mutant(
+    module: Module, computation: Computation, kind: str, pick: random.Random
+) -> tuple[hlo_pb2.HloModuleProto | None, str]:
+    """One change of one computation; None where it does not lend itself to it."""
+    order = [*computation.instructions]
+    n = pick.randrange(len(order))
+    i = order[n]
+    proto = module.to_proto()
+    edited = next(c for c in proto.computations if c.id == computation.id)
+    named = {p.id: p for p in edited.instructions}
+    what = f"{kind} %{i.name} of %{computation.name}"
+    if kind == "operand":
+        if not i.operand_ids:
+            return None, what
+        k = pick.randrange(len(i.operand_ids))
+        shape = module.instructions[i.operand_ids[k]].shape
+        others = [o for o in order[:n] if o.shape == shape and o.id != i.operand_ids[k]]
+        if not others:
+            return None, what
+        named[i.id].operand_ids[k] = pick.choice(others).id
+    elif kind == "copy left out":
+        if i.opcode != "copy" or i is computation.root:
+            return None, what
+        for p in edited.instructions:
+            p.operand_ids[:] = [i.operand_ids[0] if o == i.id else o for o in p.operand_ids]
+            kept = [c for c in p.control_predecessor_ids if c != i.id]
+            p.control_predecessor_ids[:] = kept
+        order.remove(i)
+    else:
+        order.remove(i)
+        needed = {*i.operand_ids, *i.control_predecessor_ids}
+        first = max((k + 1 for k, o in enumerate(order) if o.id in needed), default=0)
+        users = (
+            k for k, o in enumerate(order) if i.id in {*o.operand_ids, *o.control_predecessor_ids}
+        )
+        last = min(users, default=len(order))
+        if kind == "swapped":
+            first, last = max(first, n - 1), min(last, n + 1)
+        target = pick.randint(first, last)
+        if target == n:
+            return None, what
+        order.insert(target, i)
+    bodies = [
+        hlo_pb2.HloInstructionProto.FromString(named[o.id].SerializeToString()) for o in order
+    ]
+    del edited.instructions[:]
+    edited.instructions.extend(bodies)
+    proto.schedule.sequences[computation.id].instruction_ids[:] = [o.id for o in order]
+    return proto, what
+
+
+if __name__ == "__main__":
+    main()
