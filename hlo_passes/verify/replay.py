@@ -174,7 +174,7 @@ class Replay:
         for index, shape in i.shape.leaves():
             base, is_written = self._base(i, index, operands)
             if base is not None:
-                if i.opcode not in RUNNING:  # Under its name is what it needs inside.
+                if index or i.opcode not in RUNNING:  # Under its name is what it needs inside.
                     base.slots += self._slots.get(position_name(i, index), ())
                 if is_written and base.written_over is None:
                     base.written_over = i
