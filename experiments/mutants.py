@@ -1,6 +1,6 @@
 """Does the checker accept a module of which a replay on symbols says that it is another program?
 
-    python -m experiments.mutants [--mutants 10000] [--modules 100] [--seed 0] [--sources FOLDER]
+    python -m experiments.mutants tests/corpus/modules [--mutants N] [--modules N] [--sources DIR]
 
 Each mutant is one change of a module that a real compiler has scheduled, or that memplan has
 rewritten for three quarters of its memory: an instruction moved, an operand exchanged for another
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import lzma
 import random
 import sys
 from collections import Counter
@@ -32,9 +33,6 @@ from hlo_passes.reader import read_module
 from hlo_passes.verify import verify_equivalent
 from hlo_passes.verify.memory import Memory
 from memplan.report.tables import Column, Table, write_tables
-from tests import corpus
-
-_MACHINES = {"tpu": "v5e", "gpu": "h200", "cpu": "cpu"}
 
 # Larger modules are replayed too slowly for thousands of mutants.
 _INSTRUCTIONS = 600
@@ -49,12 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("corpus", type=Path, help="folder of <program>.<target>.pb.xz")
     parser.add_argument("--mutants", type=int, default=10_000)
     parser.add_argument("--modules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sources", type=Path)
     options = parser.parse_args(arguments)
-    found = [*itertools.islice(modules(options.sources), options.modules)]
+    found = [*itertools.islice(modules(options.corpus, options.sources), options.modules)]
     counted: Counter[tuple[str, str]] = Counter()
     for n, (name, module) in enumerate(found):
         share = options.mutants * (n + 1) // len(found) - options.mutants * n // len(found)
@@ -71,16 +70,16 @@ def main(arguments: list[str] | None = None) -> None:
     write_tables([Table(title, columns, (*rows, ("all", *totals)))], sys.stdout)
 
 
-def modules(sources: Path | None) -> Iterator[tuple[str, Module]]:
+def modules(corpus: Path, sources: Path | None) -> Iterator[tuple[str, Module]]:
     """Modules with a schedule, as compilers and memplan leave them."""
-    for key in corpus.memory():
-        module = corpus.read(key)
+    for path in sorted(corpus.glob("*.pb.xz")):
+        key = path.name.removesuffix(".pb.xz")
+        module = read_module(lzma.decompress(path.read_bytes()))
         if len(module.instructions) > _INSTRUCTIONS:
             continue
         yield key, module
-        platform = corpus.platform(key)
-        machine = load_machine(_MACHINES[platform])
-        budget = memory_usage(module, platform).total_bytes * 3 // 4
+        machine = load_machine(key.rpartition(".")[2])
+        budget = memory_usage(module, machine.platform).total_bytes * 3 // 4
         try:
             plan = pipeline.plan_module(module, machine, budget)
             yield f"{key}, planned", pipeline.rewrite_module(module, plan, machine)

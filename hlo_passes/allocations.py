@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hlo_passes.dataflow import Buffer, Dataflow, Value
+from hlo_passes.dataflow import Buffer, Value
 from hlo_passes.guests import find_guests
 from hlo_passes.live_ranges import LiveRanges
 from hlo_passes.once import once
@@ -60,7 +60,7 @@ def find_allocations(
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
     if target == "tpu":
-        reused = _said_guests(dataflow, memory_space, apart)
+        reused = _said_guests(ranges, memory_space, apart)
     else:
         reused = find_guests(ranges, target, buffers, apart)
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
@@ -68,12 +68,13 @@ def find_allocations(
     return Allocations(_as_on_tpu(heap) if target == "tpu" else heap, reused)
 
 
-def _said_guests(dataflow: Dataflow, memory_space: int, apart: Collection[int]) -> dict[int, int]:
+def _said_guests(ranges: LiveRanges, memory_space: int, apart: Collection[int]) -> dict[int, int]:
     """Temporaries that lie in the caller's allocations as libtpu says it of a final module; before
     that, it is taken to leave them alone (seen with libtpu of jax 0.12).
 
     x, donated ──► fusion ──► conditional ──► fusion, an output      all of them in x's bytes
     """
+    dataflow = ranges.dataflow
     module = dataflow.module
     beside: defaultdict[int, set[int]] = defaultdict(set)
     for v in dataflow.values:
@@ -83,15 +84,25 @@ def _said_guests(dataflow: Dataflow, memory_space: int, apart: Collection[int]) 
                 a, b = dataflow.buffer_at(source).id, dataflow.buffer_of(v).id
                 beside[a].add(b)
                 beside[b].add(a)
-    hosts = {n for n in beside if dataflow.buffers[n].kind in ("parameter", "output")}
+    given = (n for n in beside if dataflow.buffers[n].kind == "parameter")
+    hosts = {n for n in given if dataflow.buffers[n].live_out}  # Others the caller keeps.
+    lying = {n: [ranges.of_value[v.id] for v in dataflow.buffers[n].values] for n in hosts}
     reused: dict[int, int] = {}
     queue = [(n, n) for n in sorted(hosts)]
     for n, host in queue:
         for m in sorted(beside[n]):
             b = dataflow.buffers[m]
             is_free = b.kind == "temp" and b.memory_space == memory_space and m not in reused
+            lives = [ranges.of_value[v.id] for v in b.values]
+            # Who reads a value last may leave its own there.
+            is_free &= not any(
+                a.start < old.end - 1 and old.start < a.end - 1
+                for a in lives
+                for old in lying[host]
+            )
             if is_free and not any(v.id in apart for v in b.values):
                 reused[m] = host
+                lying[host] += lives
                 queue.append((m, host))
     return reused
 

@@ -240,7 +240,7 @@ def test_what_packing_takes_is_not_needed_at_once(monkeypatch: pytest.MonkeyPatc
 
     def packed(*args: Any) -> Any:
         least, tick, posed = least_budget(*args)
-        return least + 4096, tick, posed
+        return least + 512, tick, posed
 
     def raised() -> MemoryBudgetError:
         with pytest.raises(MemoryBudgetError) as error:
@@ -249,7 +249,7 @@ def test_what_packing_takes_is_not_needed_at_once(monkeypatch: pytest.MonkeyPatc
 
     before = raised()
     monkeypatch.setattr(fitting, "least_budget", packed)
-    assert raised().least == before.least + 4096
+    assert raised().least == before.least + 512
     assert raised().needed == before.needed <= before.least
 
 
