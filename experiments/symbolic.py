@@ -31,6 +31,8 @@ _EFFECTS = frozenset(
 _ASYNC = ("async", "all-gather", "all-reduce", "collective-permute")
 
 type Symbol = str
+type _Pending = dict[int, tuple[Symbol, list[Symbol] | None, list[Held]]]
+"""Of each operation under way what it does, what it has read already, and its operands."""
 type Outcome = tuple[tuple[Symbol, ...], tuple[Symbol, ...]]
 
 
@@ -111,7 +113,7 @@ class _Run:
         """Runs a computation; results at `places` lie there."""
         wanted = self._made_for(computation, places)
         held: dict[int, Held] = {}
-        pending: dict[int, tuple[Symbol, list[Symbol] | None, list[Held]]] = {}
+        pending: _Pending = {}
         for i in computation.instructions:
             if i.opcode == "parameter":
                 held[i.id] = given[i.parameter_number]
@@ -147,7 +149,7 @@ class _Run:
         i: Instruction,
         operands: Sequence[Held],
         wanted: Mapping[ShapeIndex, Cell],
-        pending: dict[int, tuple[Symbol, list[Symbol] | None, list[Held]]],
+        pending: _Pending,
     ) -> Held:
         match i.opcode:
             case "tuple":
@@ -204,7 +206,7 @@ class _Run:
         i: Instruction,
         operands: Sequence[Held],
         wanted: Mapping[ShapeIndex, Cell],
-        pending: dict[int, tuple[Symbol, list[Symbol] | None, list[Held]]],
+        pending: _Pending,
     ) -> Held:
         self.starts.append(i.id)
         is_late = self.all_late != (i.id in self.others)
@@ -230,7 +232,7 @@ class _Run:
         self,
         i: Instruction,
         operands: Sequence[Held],
-        pending: dict[int, tuple[Symbol, list[Symbol] | None, list[Held]]],
+        pending: _Pending,
     ) -> Held:
         kind, read, brought = pending[i.operand_ids[0]]
         brought = [*brought, *operands[1:]]

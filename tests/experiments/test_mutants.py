@@ -11,8 +11,7 @@ from experiments.symbolic import outcomes
 from tests import corpus
 from tests.hlo_passes.rings import Ring
 from tests.hlo_passes.streamed import entry
-from tests.hlo_passes.test_verify_memory import OVERWRITING, STORING
-from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.test_verify_memory import OVERWRITING, storing
 
 INFEEDS = """
     %begin = token[] after-all()
@@ -24,12 +23,9 @@ INFEEDS = """
 
 @pytest.mark.parametrize("kind", OVERWRITING)
 def test_a_store_in_flight_is_seen_to_be_overwritten(kind: str):
-    header = "HloModule storing, is_scheduled=true\n"
-    right = header + STORING.replace("WORK", OVERWRITING[kind])
-    done = "  %d = f32[64]{0:S(5)} copy-done(%s)\n"
-    late = right.replace(done, "").replace("  ROOT %t", f"{done}  ROOT %t")
-    assert outcomes(module_of(right)) == outcomes(module_of(right.replace("%first", "%begin")))
-    assert outcomes(module_of(right)) != outcomes(module_of(late))
+    right = outcomes(storing(OVERWRITING[kind]))
+    assert right == outcomes(storing(OVERWRITING[kind], done_before="%y"))
+    assert right != outcomes(storing(OVERWRITING[kind], done_before="%z"))
 
 
 def test_the_order_of_effects_is_seen():

@@ -267,7 +267,8 @@ STORING = """
   %first = s32[] constant(0)
   %d = f32[64]{0:S(5)} copy-done(%s)
   WORK
-  ROOT %t = (s32[], f32[64]{0}, f32[64]{0:S(5)}) tuple(%i, %y, %d)
+  %z = f32[64]{0} negate(%y)
+  ROOT %t = (s32[], f32[64]{0}, f32[64]{0:S(5)}) tuple(%i, %z, %d)
 }
 
 ENTRY %main (x.0: f32[64], h.0: f32[64]) -> (s32[], f32[64], f32[64]) {
@@ -292,21 +293,27 @@ OVERWRITING = {
 }
 
 
+def storing(work: str, done_before: str = "") -> Module:
+    """A loop that stores x and works on it; the store is done at once, or before a line."""
+    text = "HloModule storing, is_scheduled=true\n" + STORING.replace("WORK", work)
+    if done_before:
+        done = "  %d = f32[64]{0:S(5)} copy-done(%s)\n"
+        text = text.replace(done, "").replace(f"  {done_before} =", f"{done}  {done_before} =")
+    return module_of(text)
+
+
 @pytest.mark.parametrize("kind", OVERWRITING)
 def test_a_store_in_flight_in_a_loop_reads_until_its_done(kind: str):
-    right = STORING.replace("WORK", OVERWRITING[kind])
-    done = "  %d = f32[64]{0:S(5)} copy-done(%s)\n"
-    late = right.replace(done, "").replace("  ROOT %t", f"{done}  ROOT %t")
-    header = "HloModule storing, is_scheduled=true\n"
+    """What y is made of, and not what is handed on, lies where x lies."""
+    right = storing(OVERWRITING[kind])
+    verify_equivalent(right, storing(OVERWRITING[kind], done_before="%y"))
     with pytest.raises(VerificationError, match="%y writes over what %b left, which %s reads"):
-        verify_equivalent(module_of(header + right), module_of(header + late))
+        verify_equivalent(right, storing(OVERWRITING[kind], done_before="%z"))
 
 
 def test_what_a_loop_hands_on_is_written_when_the_state_has_been_read():
-    """Around the back edge: y comes to lie where x lies."""
-    right = STORING.replace("WORK", "%y = f32[64]{0} cosine(%x)")
-    done = "  %d = f32[64]{0:S(5)} copy-done(%s)\n"
-    late = right.replace(done, "").replace("  ROOT %t", f"{done}  ROOT %t")
-    header = "HloModule storing, is_scheduled=true\n"
-    with pytest.raises(VerificationError, match="%y writes over what %b left, which %s reads"):
-        verify_equivalent(module_of(header + right), module_of(header + late))
+    """Around the back edge: z comes to lie where x lies."""
+    work = "%y = f32[64]{0} cosine(%x)"
+    verify_equivalent(storing(work), storing(work, done_before="%z"))
+    with pytest.raises(VerificationError, match="%z writes over what %b left, which %s reads"):
+        verify_equivalent(storing(work), storing(work, done_before="ROOT %t"))
