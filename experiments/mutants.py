@@ -1,13 +1,15 @@
-"""Does the checker accept a module of which a replay on symbols says that it is another program?
+"""Does the checker accept a module, or a plan, of which a replay says that it is another program?
 
-    python -m experiments.mutants tests/corpus/modules [--mutants N] [--modules N] [--sources DIR]
+    python -m experiments.mutants tests/corpus/modules [--mutants N] [--plans N] [--sources DIR]
 
-Each mutant is one change of a module that a real compiler has scheduled, or that memplan has
-rewritten for three quarters of its memory: an instruction moved, an operand exchanged for another
-of its shape, a copy left out, two neighbours swapped; in the entry, loops, calls and branches.
-`verify_equivalent` compares it with the module as it was. What it accepts is a *survivor*, and
-`symbolic.outcomes` says whether that can be told from the original: then the checker has a hole.
-With ``--sources`` the scheduled modules of XLA's own tests (`xla_tests`) are among the modules.
+Each mutant is one change. Of a module that a real compiler has scheduled, or that memplan has
+rewritten for its least memory or three quarters: an instruction moved, an operand exchanged for
+another of its shape, a copy left out, two neighbours swapped; in the entry, loops, calls and
+branches. Of a plan: a tick, an offset, a size, a fence, a tier, an edit (`plan_mutants`).
+`verify_equivalent` compares a module with what it was; a plan has to pass `verify_plan` and
+`rewrite_module`. What is accepted is a *survivor*, and a replay on symbols (`symbolic.outcomes`),
+or on bytes (`plan_replay`), says whether it can be told from the original: then the checker has a
+hole. With ``--sources`` the scheduled modules of XLA's own tests (`xla_tests`) are among them.
 """
 
 from __future__ import annotations
@@ -18,15 +20,23 @@ import lzma
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from experiments.symbolic import instructions_of, outcomes
-from experiments.xla_tests import find_texts
+from experiments import plan_mutants
+from experiments.plan_mutants import Planned
+from experiments.symbolic import computations_of, outcomes
+from experiments.synthetic import training_step_text
+from experiments.xla_tests import find_texts, machine_of
 from hlo_passes import pipeline
-from hlo_passes.errors import MalformedModuleError, MemplanError, VerificationError
+from hlo_passes.errors import (
+    MalformedModuleError,
+    MemoryBudgetError,
+    MemplanError,
+    VerificationError,
+)
 from hlo_passes.ir import Computation, Module
-from hlo_passes.machine import load_machine
+from hlo_passes.machine import Machine, load_machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.reader import read_module
@@ -36,11 +46,17 @@ from memplan.report.tables import Column, Table, write_tables
 
 # Larger modules are replayed too slowly for thousands of mutants.
 _INSTRUCTIONS = 600
+_INSTRUCTIONS_OF_PLANS = 2_500
 
 # Not every instruction lends itself to every change.
 _TRIES = 20
 
 _COLUMNS = ("rejected", "malformed", "told apart", "not told apart")
+
+# Synthetic training steps, whose weights all move: instructions of the entry.
+_STEPS = (60, 160)
+
+type Subject = tuple[str, Module, Machine]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,43 +64,60 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("corpus", type=Path, help="folder of <program>.<target>.pb.xz")
-    parser.add_argument("--mutants", type=int, default=10_000)
-    parser.add_argument("--modules", type=int, default=100)
+    parser.add_argument("--mutants", type=int, default=10_000, help="of modules")
+    parser.add_argument("--plans", type=int, default=10_000, help="mutants of plans")
+    parser.add_argument("--modules", type=int, help="at most so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sources", type=Path)
     options = parser.parse_args(arguments)
-    found = [*itertools.islice(modules(options.corpus, options.sources), options.modules)]
+    found = [*itertools.islice(_subjects(options.corpus, options.sources), options.modules)]
+    plans = [(p.name, p) for subject in found for p in _plans(*subject)]
+    rewritten = ((n, pipeline.rewrite_module(p.module, p.plan, p.machine)) for n, p in plans)
+    modules = [(n, m) for n, m, _ in found] + [*rewritten]
+    modules = [(n, m) for n, m in modules if len(m.instructions) <= _INSTRUCTIONS]
+    tables = [
+        _table("modules", modules, options.mutants, options.seed, judged),
+        _table("plans", plans, options.plans, options.seed, plan_mutants.judged),
+    ]
+    write_tables(tables, sys.stdout)
+
+
+def _table[T](
+    what: str,
+    subjects: Sequence[tuple[str, T]],
+    mutants: int,
+    seed: int,
+    judge: Callable[[T, int, random.Random], Iterator[tuple[str, str, str]]],
+) -> Table:
+    """How many mutants of each kind had which outcome."""
     counted: Counter[tuple[str, str]] = Counter()
-    for n, (name, module) in enumerate(found):
-        share = options.mutants * (n + 1) // len(found) - options.mutants * n // len(found)
-        for kind, outcome, what in judged(module, share, random.Random(f"{options.seed} {name}")):
+    for n, (name, subject) in enumerate(subjects):
+        share = mutants * (n + 1) // len(subjects) - mutants * n // len(subjects)
+        for kind, outcome, how in judge(subject, share, random.Random(f"{seed} {name}")):
             counted[kind, outcome] += 1
             if outcome == "told apart":
-                print(f"{name}: {what}", file=sys.stderr)
-        print(f"{n + 1} of {len(found)}: {name}", file=sys.stderr, flush=True)
+                print(f"{name}: {kind}: {how}", file=sys.stderr)
+        if share:
+            print(f"{n + 1} of {len(subjects)} {what}: {name}", file=sys.stderr, flush=True)
     kinds = sorted({kind for kind, _ in counted})
     rows = [(kind, *(str(counted[kind, c]) for c in _COLUMNS)) for kind in kinds]
     totals = (str(sum(counted[k, c] for k in kinds)) for c in _COLUMNS)
-    title = f"{sum(counted.values())} mutants of {len(found)} modules"
+    title = f"{sum(counted.values())} mutants of {len(subjects)} {what}"
     columns = (Column("changed"), *(Column(c, right=True) for c in _COLUMNS))
-    write_tables([Table(title, columns, (*rows, ("all", *totals)))], sys.stdout)
+    return Table(title, columns, (*rows, ("all", *totals)))
 
 
-def modules(corpus: Path, sources: Path | None) -> Iterator[tuple[str, Module]]:
-    """Modules with a schedule, as compilers and memplan leave them."""
+def _subjects(corpus: Path, sources: Path | None) -> Iterator[Subject]:
+    """Modules with a schedule, as compilers leave them."""
     for path in sorted(corpus.glob("*.pb.xz")):
-        key = path.name.removesuffix(".pb.xz")
+        name = path.name.removesuffix(".pb.xz")
         module = read_module(lzma.decompress(path.read_bytes()))
-        if len(module.instructions) > _INSTRUCTIONS:
-            continue
-        yield key, module
-        machine = load_machine(key.rpartition(".")[2])
-        budget = memory_usage(module, machine.platform).total_bytes * 3 // 4
-        try:
-            plan = pipeline.plan_module(module, machine, budget)
-            yield f"{key}, planned", pipeline.rewrite_module(module, plan, machine)
-        except MemplanError:
-            continue  # Not every program fits.
+        if len(module.instructions) <= _INSTRUCTIONS_OF_PLANS:
+            yield name, module, load_machine(name.rpartition(".")[2])
+    for machine in map(load_machine, ("v5e", "h200", "cpu")):
+        for n in _STEPS:
+            text = training_step_text(n, machine.platform)
+            yield f"training step of {n} on {machine.name}", read_module(text), machine
     for name, text in find_texts(sources) if sources is not None else ():
         if "is_scheduled=true" not in text:
             continue
@@ -93,20 +126,39 @@ def modules(corpus: Path, sources: Path | None) -> Iterator[tuple[str, Module]]:
         except MemplanError:
             continue
         if 8 <= len(module.instructions) <= _INSTRUCTIONS and _has_its_copies(module):
-            yield name, module
+            yield name, module, load_machine(machine_of(name, module))
+
+
+def _plans(name: str, module: Module, machine: Machine) -> Iterator[Planned]:
+    """Plans for all the memory that it takes, three quarters, and the least."""
+    total = memory_usage(module, machine.platform).total_bytes
+    on_host = [p.parameter_number for p in module.entry.parameters if p.name.startswith("w")]
+    if machine.platform != "cpu":
+        on_host = []
+    budgets = [total, total * 3 // 4]
+    for budget in budgets:
+        try:
+            plan = pipeline.plan_module(module, machine, budget, host_parameters=on_host)
+        except MemoryBudgetError as error:
+            if error.least not in budgets and len(budgets) < 3:
+                budgets.append(error.least)
+        except MemplanError:
+            continue  # Not every program is planned.
+        else:
+            yield plan_mutants.planned(f"{name} in {budget} bytes", module, machine, plan)
 
 
 def _has_its_copies(module: Module) -> bool:
     """Whether a test of XLA's is as XLA would run it: it inserts copies before it schedules."""
     memory = Memory(module)
-    return not any(conflict for c in instructions_of(module) for conflict in memory.conflicts(c))
+    return not any(conflict for c in computations_of(module) for conflict in memory.conflicts(c))
 
 
 def judged(module: Module, count: int, pick: random.Random) -> Iterator[tuple[str, str, str]]:
     """Yields kind, outcome and description of `count` mutants of a module."""
     kinds: dict[int, str] = {}
     expected = outcomes(module, 4, kinds)
-    computations = [c for c in instructions_of(module) if len(c.instructions) > 2]
+    computations = [c for c in computations_of(module) if len(c.instructions) > 2]
     left = count if computations else 0
     for _ in range(_TRIES * left):
         if not left:

@@ -135,7 +135,7 @@ class _Run:
         for index, cell in places.items():
             i, at = computation.root, index
             while True:
-                part = _handed(i, at)
+                part = handed(i, at)
                 if part is None:
                     break
                 number, at = part
@@ -185,7 +185,7 @@ class _Run:
     ) -> Held:
         held: dict[ShapeIndex, Cell] = {}
         for at, shape in i.shape.leaves():
-            part = _in_place(self.module, i, at)
+            part = in_place(self.module, i, at)
             cell = None if part is None else operands[part[0]].get(part[1])
             held[at] = cell or wanted.get(at) or Cell()
             if i.opcode == "copy" and not at:
@@ -213,7 +213,7 @@ class _Run:
         read = [c.holds for o in operands for _, c in sorted(o.items())]
         held: dict[ShapeIndex, Cell] = {}
         for at, _ in i.shape.leaves():
-            part = _started_in(self.module, i, at)
+            part = started_in(self.module, i, at)
             cell = None if part is None else operands[part[0]].get(part[1])
             held[at] = cell or wanted.get(at) or Cell()
         # A copy's result comes first, that of all else second.
@@ -221,6 +221,8 @@ class _Run:
         if i.opcode == "all-reduce-start":
             results = list(held)
         kind = "copy" if i.opcode == "copy-start" else self._kind(i)
+        # What works in place reads what it writes over first.
+        is_late &= not {held[at] for at in results} & {c for o in operands for c in o.values()}
         for at in results:
             held[at].holds = "in flight"
         pending[i.id] = kind, None if is_late else read, [*operands]
@@ -292,7 +294,7 @@ def _hashed(*parts: str) -> Symbol:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def _handed(i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
+def handed(i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
     """The operand's part that lies at part `at` of what only hands it on."""
     match i.opcode:
         case "tuple":
@@ -311,7 +313,7 @@ def _handed(i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
             return None
 
 
-def _in_place(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
+def in_place(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
     """The operand's part that a result is written over."""
     for alias in i.output_operand_aliasing:
         if alias.output_index == at and i.opcode in ("custom-call", "fusion"):
@@ -329,7 +331,7 @@ def _in_place(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, Shap
             return None
 
 
-def _started_in(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
+def started_in(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
     """Where a part of what a start gives lies: operands that it hands on, and duties."""
     if i.opcode == "copy-start" and at == (1,):
         return 0, ()
@@ -341,10 +343,10 @@ def _started_in(module: Module, i: Instruction, at: ShapeIndex) -> tuple[int, Sh
         return at[1], at[2:]
     if i.opcode == "async-start" and at[:1] == (1,):
         for alias in i.output_operand_aliasing:
-            if alias.output_index == at[1:]:
+            if alias.output_index == at:
                 return alias.operand, alias.operand_index
         root = module.computations[i.called_computation_ids[0]].root
-        part = _in_place(module, root, at[1:])
+        part = in_place(module, root, at[1:])
         if part is not None:
             source = module.instructions[root.operand_ids[part[0]]]
             if source.opcode == "parameter":
@@ -362,7 +364,7 @@ def _fused_update(
     for step in ("result", "operand"):
         while i.opcode == "bitcast":
             i = module.instructions[i.operand_ids[0]]
-        part = _in_place(module, i, at) if step == "result" or i.opcode == "fusion" else None
+        part = in_place(module, i, at) if step == "result" or i.opcode == "fusion" else None
         if part is not None:
             i, at = module.instructions[i.operand_ids[part[0]]], part[1]
         elif step == "result":
@@ -372,7 +374,7 @@ def _fused_update(
     return (i.parameter_number, at) if i.opcode == "parameter" else None
 
 
-def instructions_of(module: Module) -> Iterator[Computation]:
+def computations_of(module: Module) -> Iterator[Computation]:
     """The computations that have an order of their own."""
     pending, seen = [module.entry], {module.entry.id}
     while pending:

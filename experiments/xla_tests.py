@@ -290,7 +290,7 @@ def _look(
     read = attempt("read", lambda: read_module(text + "\n"))
     if isinstance(read, Exception):
         return
-    machine = machines[_machine_of(name, read)]
+    machine = machines[machine_of(name, read)]
     if read.is_scheduled:
         module, order = read, ""
     else:
@@ -310,7 +310,8 @@ def _look(
         attempt(f"plan least{order}", lambda: _plan_least(module, machine, least))
 
 
-def _machine_of(name: str, module: Module) -> str:
+def machine_of(name: str, module: Module) -> str:
+    """The machine that a module of XLA's tests is planned for."""
     if target_of(module) == "tpu":
         return "v5e"
     return "cpu" if "cpu" in name else "h200"

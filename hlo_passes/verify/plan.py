@@ -16,6 +16,10 @@ from hlo_passes.verify.program import Program
 from hlo_passes.verify.replay import Replay, Value
 from hlo_passes.verify.slots import assign_slots, bytes_of, ticks_of
 
+# Of a buffer in the arena, in bytes (xla/service/cpu/cpu_compiler.cc,
+# xla/service/gpu/gpu_constants.h); on TPU a row of a tile.
+_ALIGNMENT = {"cpu": 64, "gpu": 256, "tpu": 512}
+
 
 def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> None:
     """Proves that `plan` is right for `module`, or says why it is not.
@@ -48,6 +52,8 @@ def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> N
     check_order(replay, holders, plan)
     _check_workspaces(replay, holders, plan)
     _check_capacity(replay, holders, plan, machine)
+    if machine is not None:
+        _check_alignment(replay, holders, plan, _ALIGNMENT[machine.platform])
 
 
 def _check_placements(program: Program, plan: Plan) -> None:
@@ -72,7 +78,7 @@ def _check_placements(program: Program, plan: Plan) -> None:
                 where,
                 "Place it off the device, or compile it with a device memory kind.",
             )
-        if placement.tier != device and placement.in_place and not _is_on_host(module, p):
+        if placement.in_place and (placement.tier == device or not _is_on_host(module, p)):
             raise VerificationError(
                 f"%{p.name} is placed in {placement.tier} in place, but the module takes it from "
                 "device memory",
@@ -301,6 +307,20 @@ def _check_capacity(
                 f"it needs {size} bytes of {tier}, the capacity is {capacity.get(tier, 0)}",
                 f"machine {machine.name}, tiers {', '.join(capacity)}",
                 "Place fewer arguments there, or plan for another machine.",
+            )
+
+
+def _check_alignment(
+    replay: Replay, holders: Mapping[Slot, Value], plan: Plan, alignment: int
+) -> None:
+    # What the caller or XLA holds only has its bytes counted in a row.
+    beside = {slot.allocation for slot, value in holders.items() if value in replay.apart}
+    on_device = {a.name for a in plan.allocations if a.tier == plan.device_tier} - beside
+    for slot in plan.slots:
+        if slot.allocation in on_device and slot.offset % alignment:
+            raise VerificationError(
+                f"{bytes_of(slot)} begin at no multiple of {alignment} bytes",
+                f"slot of %{slot.buffer}",
             )
 
 

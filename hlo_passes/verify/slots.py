@@ -28,6 +28,7 @@ def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
     read of whatever came to lie in it.
     """
     tiers = {a.name: a.tier for a in plan.allocations}
+    placed = {p.buffer: p.tier for p in plan.placements}
     holders: dict[Slot, Value] = {}
     ends = _Ends(replay)
     for value in reversed(replay.values):
@@ -35,10 +36,12 @@ def assign_slots(replay: Replay, plan: Plan) -> dict[Slot, Value]:
         value.slots = [s for s in value.slots if s not in holders]
         if value.home is not None:
             ends.forget(_settle(replay.module, value, value.home, ends))
+        elif value.slots and (value.needs_slot or value.writer.opcode == "parameter"):
+            is_argument = value.writer.opcode == "parameter" and value.transfer is None
+            tier = placed[value.writer.name] if is_argument else plan.device_tier
+            holders[_fitting_slot(replay.module, value, tiers, tier)] = value
         elif not value.needs_slot:
             holders.update(dict.fromkeys(value.slots, value))
-        elif value.slots:
-            holders[_fitting_slot(replay.module, value, tiers, plan)] = value
         else:
             under = _overwritten(replay.module, value, ends)
             under.hold(value)
@@ -177,10 +180,11 @@ class _Ends:
                     pending.append(above)
 
 
-def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], plan: Plan) -> Slot:
+def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], tier: str) -> Slot:
+    """The slot of a value in `tier`; a transfer goes where it says."""
     hint = ""
     t = value.transfer
-    tier = plan.device_tier if t is None else t.destination
+    tier = tier if t is None else t.destination
     if t is not None and t.kind == "prefetch" and value.last_read >= t.end:
         raise VerificationError(
             f"the copy that transfer {t.id} makes of %{t.buffer} ends at tick {t.end}, but what "

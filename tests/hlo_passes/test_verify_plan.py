@@ -445,7 +445,7 @@ def test_says_what_the_budget_would_have_to_be():
 
 def toy_machine(**capacity: int) -> Machine:
     tiers = tuple(Tier(name, None, size) for name, size in capacity.items())
-    return Machine("toy", (), "tpu", 1.0, 1.0, (), tiers, (), None, ())
+    return Machine("toy", (), "gpu", 1.0, 1.0, (), tiers, (), None, ())
 
 
 def test_a_machine_holds_what_is_put_there():
@@ -457,6 +457,20 @@ def test_a_machine_holds_what_is_put_there():
         verify_plan(module, plan, toy_machine(hbm=1535, host=512))
     with pytest.raises(VerificationError, match="computes in tier hbm, the machine in dram"):
         verify_plan(module, plan, toy_machine(dram=1536, host=512))
+
+
+def test_what_lies_in_the_arena_is_aligned():
+    plan = streamed_plan()
+    arena, *others = plan.allocations
+    moved = with_slot(plan, (slot := slot_of(plan, "w0#0")), replace(slot, offset=arena.size + 128))
+    larger = replace(
+        moved,
+        allocations=(replace(arena, size=arena.size + 128 + SIZE), *others),
+        budget_bytes=plan.budget_bytes + 128 + SIZE,
+    )
+    verify_plan(Streamed(STEPS).module(), larger)
+    with pytest.raises(VerificationError, match="begin at no multiple of 256 bytes"):
+        verify_plan(Streamed(STEPS).module(), larger, toy_machine(hbm=4096, host=512))
 
 
 def test_another_module_is_refused():

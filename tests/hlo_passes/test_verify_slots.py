@@ -571,3 +571,21 @@ def test_an_argument_on_the_device_is_not_read_on_the_host():
     away = replace(plan, placements=(replace(x, tier="host", in_place=True),))
     with pytest.raises(VerificationError, match="%x is placed in host in place, but the module"):
         verify_plan(module, away, machine)
+    nowhere = replace(plan, placements=(replace(x, in_place=True),))
+    with pytest.raises(VerificationError, match="%x is placed in hbm in place, but the module"):
+        verify_plan(module, nowhere, machine)
+
+
+def test_an_argument_waits_in_the_tier_that_it_is_placed_in():
+    module = entry(FETCH + "ROOT %r = f32[64]{0} add(%x, %done)")
+    plan = fetched(module, 0, 1, Slot("r", "outputs", 0, SIZE, LiveRange(0, 1)))
+    waiting = Slot("w0", "away", 0, SIZE, LiveRange(0, 1))
+
+    def with_away(tier: str, size: int) -> Plan:
+        allocations = (*plan.allocations, Allocation("away", tier, SIZE))
+        slots = (*plan.slots, replace(waiting, size=size))
+        return replace(plan, allocations=allocations, slots=slots)
+
+    verify_plan(module, with_away("host", SIZE))
+    assert "expected tier host, found cxl" in rejection(with_away("cxl", SIZE), module)
+    assert f"expected {SIZE} bytes, found 1" in rejection(with_away("host", 1), module)
