@@ -131,10 +131,13 @@ def _subjects(corpus: Path, sources: Path | None) -> Iterator[Subject]:
 
 def _plans(name: str, module: Module, machine: Machine) -> Iterator[Planned]:
     """Plans for all the memory that it takes, three quarters, and the least."""
-    total = memory_usage(module, machine.platform).total_bytes
     on_host = [p.parameter_number for p in module.entry.parameters if p.name.startswith("w")]
     if machine.platform != "cpu":
         on_host = []
+    try:
+        total = memory_usage(module, machine.platform).total_bytes
+    except MemplanError:
+        return  # Some of XLA's tests are of no module that could run.
     budgets = [total, total * 3 // 4]
     for budget in budgets:
         try:

@@ -272,7 +272,7 @@ class _Program:
             reads = [v for o in operands for v in o.values()]
         if i.opcode.endswith(("-done", "-update")):
             newest = dict(sorted(reads, key=lambda v: v[1]))  # It may have worked in place.
-            reads = [*newest.items(), *pending[i.operand_ids[0]]]
+            reads = [*newest.items(), *pending.get(i.operand_ids[0], [])]
         for cell, _ in reads:
             cell.last = max(cell.last, tick)
         writes: list[_Version] = []

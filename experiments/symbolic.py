@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from custom_calls import targets
 from hlo_passes.ir import Computation, Instruction, Module, ShapeIndex
 from hlo_passes.proto import hlo_pb2
 
@@ -28,6 +29,8 @@ _EFFECTS = frozenset(
     collective-permute collective-permute-start infeed outfeed ragged-all-to-all recv
     reduce-scatter rng rng-get-and-update-state send""".split()
 )
+# On CPU; further operands are there for the order only.
+_COPIES = (targets.COPY_START, targets.COPY_DONE)
 _ASYNC = ("async", "all-gather", "all-reduce", "collective-permute")
 
 type Symbol = str
@@ -170,7 +173,7 @@ class _Run:
                 return self._computation(body, {0: operands[n + 1]}, cells)
             case opcode if opcode.endswith("-start"):
                 return self._start(i, operands, wanted, pending)
-            case opcode if opcode.endswith(("-update", "-done")):
+            case opcode if opcode.endswith(("-update", "-done")) and i.operand_ids[0] in pending:
                 return self._go_on(i, operands, pending)
             case _:
                 read = [c.holds for o in operands for _, c in sorted(o.items())]
@@ -188,7 +191,7 @@ class _Run:
             part = in_place(self.module, i, at)
             cell = None if part is None else operands[part[0]].get(part[1])
             held[at] = cell or wanted.get(at) or Cell()
-            if i.opcode == "copy" and not at:
+            if (i.opcode == "copy" or i.custom_call_target in _COPIES) and not at:
                 held[at].holds = operands[0][()].holds
             elif shape.dtype != "token":
                 held[at].holds = f"{symbol}{at}"
@@ -305,6 +308,8 @@ def handed(i: Instruction, at: ShapeIndex) -> tuple[int, ShapeIndex] | None:
             return 0, (0,)
         case "async-done" | "all-gather-done" | "collective-permute-done":
             return 0, (1, *at)
+        case "send" if at == (0,):
+            return 0, ()
         case "async-update" | "all-reduce-done":
             return 0, at
         case opcode if opcode in _VIEWS:

@@ -175,11 +175,14 @@ class _Hosts:
         return True
 
     def _may_take_over(self, dying: Value, born: Value) -> bool:
-        last = max(dying.positions, key=lambda p: self._ranges.time_of[p.instruction.id])
+        read = [p for p in dying.positions if p.instruction.id in born.instruction.operand_ids]
         return (
-            born.instruction.opcode != "copy"
-            and last.instruction.id in born.instruction.operand_ids
-            and can_share(self._dataflow, self._target, last, born.instruction, born.index)
+            bool(read)
+            and born.instruction.opcode != "copy"
+            and all(
+                can_share(self._dataflow, self._target, p, born.instruction, born.index)
+                for p in read
+            )
         )
 
 

@@ -217,10 +217,18 @@ def _same_iteration_space(a: Shape, b: Shape) -> bool:
 
 
 def _reduction_hero(module: Module, fusion: Instruction, body: Computation) -> Instruction | None:
-    """The reduction that gives a reduction fusion its name, if it is one."""
+    """The reduction that gives a reduction fusion its name, if it is one: an output, or what
+    one is made of alone (xla/service/gpu/reduction_utils.cc)."""
     if fusion.proto.fusion_kind != "kInput":
         return None
-    return next((i for i in body.instructions if i.opcode == "reduce"), None)
+    is_tuple = body.root.opcode == "tuple"
+    for o in body.root.operand_ids if is_tuple else (body.root.id,):
+        i = module.instructions[o]
+        while i.opcode != "reduce" and len(i.operand_ids) == 1:
+            i = module.instructions[i.operand_ids[0]]
+        if i.opcode == "reduce":
+            return i
+    return None
 
 
 def _elementwise_on(module: Module, i: Instruction, operand: int) -> bool:

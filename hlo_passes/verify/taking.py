@@ -134,7 +134,7 @@ class Taking:
         if hero.opcode == "bitcast":
             hero = self._module.instructions[hero.operand_ids[0]]
         # The emitter of reductions reads all before it writes.
-        is_end = {i.id for i in body.instructions if i.opcode == "reduce" and _is_input(fusion)}
+        is_end = self._reductions(body) if fusion.proto.fusion_kind == "kInput" else set[int]()
         parameter = body.parameters[operand]
         reached = _reached(parameter, self._users_in(body), is_end)
         found = {parameter.id, *(u.id for u, _ in reached)}
@@ -152,6 +152,18 @@ class Taking:
         if body.root.opcode == "tuple" and hero.opcode not in _ELEMENTWISE:
             return not any(o in found for o in body.root.operand_ids if o != output.id)
         return True
+
+    def _reductions(self, body: Computation) -> set[int]:
+        """The reductions that are results, or what results are made of alone."""
+        found: set[int] = set()
+        pending = [body.root]
+        while pending:
+            i = pending.pop()
+            if i.opcode == "reduce":
+                found.add(i.id)
+            elif i.opcode == "tuple" or len(i.operand_ids) == 1:
+                pending += [self._module.instructions[o] for o in i.operand_ids]
+        return found
 
     def _updates_itself(self, hero: Instruction, index: ShapeIndex, operand: int) -> bool:
         """Whether what gives the result reads an operand in place, or only what it writes."""
@@ -196,10 +208,6 @@ class Taking:
                     users.setdefault(operand, []).append((i, n))
             self._users[body.id] = users
         return self._users[body.id]
-
-
-def _is_input(fusion: Instruction) -> bool:
-    return fusion.proto.fusion_kind == "kInput"
 
 
 def _reached(

@@ -7,6 +7,7 @@ from hlo_passes.dataflow import Position, analyze_dataflow
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.reader import read_module
 from hlo_passes.sharing import Target, can_share
+from hlo_passes.verify.taking import Taking
 from tests import corpus
 
 TARGETS: list[Target] = ["cpu", "gpu", "tpu"]
@@ -135,6 +136,51 @@ ENTRY e {
 """
     assert shares(text, "gpu")
     assert not shares(text, "cpu")
+
+
+TWO_REDUCTIONS = """
+add {
+  b = f32[] parameter(0)
+  c = f32[] parameter(1)
+  ROOT d = f32[] add(b, c)
+}
+fused {
+  x = f32[8,8] parameter(0)
+  y = f32[8,8,8] parameter(1)
+  zero = f32[] constant(0)
+  inner = f32[8,8] reduce(y, zero), dimensions={0}, to_apply=add
+  z = f32[8,8] add(x, inner)
+  square = f32[8,8] multiply(x, x)
+  long = f32[64] bitcast(square)
+  sum = f32[] reduce(long, zero), dimensions={0}, to_apply=add
+  ROOT both = (f32[8,8], f32[]) tuple(z, sum)
+}
+ENTRY e {
+  p = f32[8,8] parameter(0)
+  q = f32[8,8,8] parameter(1)
+  a = f32[8,8] negate(p)
+  u = (f32[8,8], f32[]) fusion(a, q), kind=kInput, calls=fused
+  ROOT g = f32[8,8] get-tuple-element(u), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(("inner", "expected"), [("reduce(y, zero)", True), ("", False)])
+def test_on_gpu_the_reduction_that_is_a_result_reads_before_it_is_written(
+    inner: str, expected: bool
+) -> None:
+    """Another one of the fusion does not: here it reads a row of x for each element."""
+    text = TWO_REDUCTIONS
+    if not inner:
+        wide = "wide = f32[8,8,8] broadcast(x), dimensions={1,2}\n  inner"
+        text = text.replace("inner =", f"{wide} =", 1).replace(
+            "reduce(y, zero)", "reduce(wide, zero)"
+        )
+    module = read_module(f"HloModule m, is_scheduled=true\n{text}")
+    dataflow = analyze_dataflow(module)
+    named = {i.name: i for i in module.entry.instructions}
+    assert can_share(dataflow, "gpu", Position(named["a"]), named["u"], (0,)) == expected
+    assert Taking(module, "gpu").is_allowed(named["u"], (0,), 0, ()) == expected
 
 
 def reused(text: str, target: Target) -> dict[str, str]:
