@@ -119,4 +119,6 @@ def test_what_is_read_under_another_name_before_lies_in_the_output() -> None:
     module = read_module(compiled)
     (product,) = (i for i in module.entry.instructions if i.opcode == "bitcast")
     assert product.shape.dimensions == (512, 2048)
-    assert memory_usage(module, "cpu").temp_bytes == compiled.memory_analysis().temp_size_in_bytes
+    said = compiled.memory_analysis()
+    assert said is not None
+    assert memory_usage(module, "cpu").temp_bytes == said.temp_size_in_bytes
