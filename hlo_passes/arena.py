@@ -32,6 +32,9 @@ from hlo_passes.ticks import Resident
 # their ring in the model where it does not on the machine.
 _SMALL_TEMPORARY = 4 << 20
 
+# On TPU nothing begins within a row of a tile; what is this small pads its shapes alike.
+_ROW_BYTES = 512
+
 # The TPU compiler keeps a table of 16 KiB in HBM for every tuple, and most tuples come after
 # planning, when it moves operands to VMEM slice by slice. For each entry instruction that the
 # planner sees: 8 to 19 KiB over Llama decoders of 8 to 32 layers of 7B's width and of half of
@@ -83,10 +86,11 @@ class Arena:
             packing = assign_offsets(
                 [temporaries[k].size for k in indices],
                 [temporaries[k].live_range for k in indices],
+                _ROW_BYTES,
                 strategies=("start",),
             )
             small = {k: base + o for k, o in zip(indices, packing.offsets, strict=True)}
-            base += packing.total
+            base += -(-packing.total // _ROW_BYTES) * _ROW_BYTES
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
         return cls(machine, temporaries, small, base, tables or 0, load, in_order)
 

@@ -260,6 +260,7 @@ class Instruction:
     shape: Shape
     operand_ids: tuple[int, ...]
     called_computation_ids: tuple[int, ...]
+    control_predecessor_ids: tuple[int, ...]
     computation_id: int
     proto: hlo_pb2.HloInstructionProto = field(repr=False)
 
@@ -270,10 +271,6 @@ class Instruction:
     @property
     def tuple_index(self) -> int:
         return self.proto.tuple_index
-
-    @property
-    def control_predecessor_ids(self) -> tuple[int, ...]:
-        return tuple(self.proto.control_predecessor_ids)
 
     @property
     def custom_call_target(self) -> str:
@@ -423,11 +420,12 @@ class Module:
                 shape,
                 operand_ids,
                 called_ids,
+                tuple(i.control_predecessor_ids[:]),
                 computation_id,
                 i,
             )
-        for i in proto.instructions:
-            if not local.keys() >= set(i.control_predecessor_ids):
+        for i in local.values():
+            if i.control_predecessor_ids and not local.keys() >= set(i.control_predecessor_ids):
                 raise MalformedModuleError(
                     where,
                     f"%{i.name} has control predecessors {list(i.control_predecessor_ids)}",
@@ -470,12 +468,24 @@ class Module:
 
     @cached_property
     def input_output_aliases(self) -> tuple[InputOutputAlias, ...]:
-        return tuple(
+        found = tuple(
             InputOutputAlias(
                 tuple(e.output_shape_index), e.parameter_number, tuple(e.parameter_shape_index)
             )
             for e in self._proto.input_output_alias.entries
         )
+        parameters = {p.parameter_number: p for p in self.entry.parameters}
+        for a in found:
+            given = parameters[a.parameter].shape.at(a.parameter_index).byte_size
+            taking = self.entry.root.shape.at(a.output_index).byte_size
+            if given != taking:
+                raise MalformedModuleError(
+                    self.name,
+                    f"output {list(a.output_index)} of {taking} bytes takes the place of "
+                    f"%{parameters[a.parameter].name}, which has {given}",
+                    "XLA compiles no such module (HloInputOutputAliasConfig::Verify).",
+                )
+        return found
 
     @cached_property
     def buffer_donors(self) -> tuple[tuple[int, ShapeIndex], ...]:
@@ -544,7 +554,8 @@ class Module:
         return proto
 
     def to_bytes(self) -> bytes:
-        return self._proto.SerializeToString()
+        """Returns the serialized ``HloModuleProto``: equal bytes for equal modules."""
+        return self._proto.SerializeToString(deterministic=True)
 
     def __repr__(self) -> str:
         n = len(self.instructions)

@@ -46,6 +46,7 @@ class Effects:
 
     def __init__(self, module: Module) -> None:
         self._module = module
+        self._found: dict[int, frozenset[str]] = {}
         self._inside: dict[int, frozenset[str]] = {}  # of computations
 
     def obstacle(self, i: Instruction) -> str:
@@ -104,10 +105,12 @@ class Effects:
     def _kinds(self, i: Instruction) -> frozenset[str]:
         if i.shape.is_array and i.opcode != "custom-call" and not i.called_computation_ids:
             return _kinds_of(i.opcode)
-        own = _own_kinds(i)
-        for computation_id in i.called_computation_ids:
-            own |= self._inside_of(computation_id)
-        return own
+        if i.id not in self._found:
+            own = _own_kinds(i)
+            for computation_id in i.called_computation_ids:
+                own |= self._inside_of(computation_id)
+            self._found[i.id] = own
+        return self._found[i.id]
 
     def _inside_of(self, computation_id: int) -> frozenset[str]:
         if computation_id not in self._inside:

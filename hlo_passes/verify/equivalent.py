@@ -20,10 +20,12 @@ readers, which are not, and more work inside hides no less.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
+from google.protobuf import empty_pb2
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from custom_calls import targets
@@ -46,6 +48,18 @@ RECOMPUTE_ATTRIBUTE = "memplan.recompute"
 
 MARKS = ("memplan.evict", "memplan.loop_transfer", RECOMPUTE_ATTRIBUTE, "memplan.transfer")
 """Frontend attributes that passes may add."""
+
+# Fields of a module, and of a computation, that may change, or that are looked at apart.
+_Module, _Computation = hlo_pb2.HloModuleProto, hlo_pb2.HloComputationProto
+_COMPUTATIONS, _SCHEDULE = _Module.COMPUTATIONS_FIELD_NUMBER, _Module.SCHEDULE_FIELD_NUMBER
+_FREE = (
+    _Module.NAME_FIELD_NUMBER,
+    _Module.ID_FIELD_NUMBER,
+    _Module.FRONTEND_ATTRIBUTES_FIELD_NUMBER,
+    _COMPUTATIONS,
+    _SCHEDULE,
+)
+_INSIDE = (_Computation.INSTRUCTIONS_FIELD_NUMBER, _Computation.ROOT_ID_FIELD_NUMBER)
 
 # Hold what they are given.
 _HOLDING = frozenset(
@@ -73,14 +87,15 @@ def verify_equivalent(original: Module, rewritten: Module) -> None:
     if rewritten is original:
         return
     check_scheduled(rewritten)
-    _check_around(original, rewritten)
+    before, after = _Written.of(original), _Written.of(rewritten)
+    _check_around(original, rewritten, before, after)
     running = _running(original)
     proof = _Proof(original, rewritten)
     for computation in original.computations.values():
-        new = rewritten.computations[computation.id]
-        if new is computation or _is_same(computation, new):
+        if before.of_computations[computation.id] == after.of_computations[computation.id]:
             continue
-        if computation.id not in running:
+        new = rewritten.computations[computation.id]
+        if computation.id not in running or new is computation:
             raise VerificationError(
                 f"computation %{computation.name} differs from the original's",
                 f"module {rewritten.name}",
@@ -90,34 +105,63 @@ def verify_equivalent(original: Module, rewritten: Module) -> None:
     proof.check_added()
 
 
-def _check_around(original: Module, rewritten: Module) -> None:
+class _Written(NamedTuple):
+    """What XLA will read, whatever a module's views of it say.
+
+    Attributes:
+      around: of the module all that may not change but its computations.
+      of_computations: of each the bytes and the order, by id.
+    """
+
+    around: list[tuple[int, object]]
+    of_computations: Mapping[int, tuple[bytes, Sequence[int]]]
+
+    @classmethod
+    def of(cls, module: Module) -> _Written:
+        fields = _fields(module.to_bytes())
+        schedule = hlo_pb2.HloScheduleProto.FromString(
+            b"".join(data for n, data in fields if n == _SCHEDULE)
+        )
+        computations = (data for n, data in fields if n == _COMPUTATIONS)
+        return cls(
+            [f for f in fields if f[0] not in _FREE],
+            {
+                c: (data, schedule.sequences[c].instruction_ids[:])
+                for c, data in zip(module.computations, computations, strict=True)
+            },
+        )
+
+
+def _fields(message: bytes) -> list[tuple[int, Any]]:
+    """Numbers and values of a message's fields, also of those that hlo.proto does not declare."""
+    found = UnknownFieldSet(empty_pb2.Empty.FromString(message))
+    return [(f.field_number, f.data) for f in found]
+
+
+def _check_around(original: Module, rewritten: Module, before: _Written, after: _Written) -> None:
     """Checks that all but the computations' instructions is as it was."""
-    before, after = (_without_instructions(m, original.computations) for m in (original, rewritten))
-    if before != after:
-        lost = [
-            c.name for c in original.computations.values() if c.id not in rewritten.computations
-        ]
+    lost = [c for i, c in original.computations.items() if i not in rewritten.computations]
+    if lost:
         raise VerificationError(
-            f"computation %{lost[0]} is lost"
-            if lost
-            else "the module differs outside its computations",
+            f"computation %{lost[0].name} is lost",
             f"module {rewritten.name}",
             "Layouts and aliases must stay.",
         )
 
+    def around(data: bytes) -> list[tuple[int, Any]]:
+        return [f for f in _fields(data) if f[0] not in _INSIDE]
 
-def _without_instructions(module: Module, known: Collection[int]) -> bytes:
-    proto = module.to_proto()
-    proto.name, proto.id = "", 0
-    for field in ("frontend_attributes", "schedule"):
-        proto.ClearField(field)
-    kept = [c for c in proto.computations if c.id in known]
-    for c in kept:
-        del c.instructions[:]
-        c.ClearField("root_id")
-    computations = [serialized(c) for c in kept]
-    del proto.computations[:]
-    return b"".join([serialized(proto), *computations])
+    changed = (
+        (data, after.of_computations[c][0])
+        for c, (data, _) in before.of_computations.items()
+        if data != after.of_computations[c][0]
+    )
+    if before.around != after.around or any(around(a) != around(b) for a, b in changed):
+        raise VerificationError(
+            "the module differs outside its computations",
+            f"module {rewritten.name}",
+            "Layouts and aliases must stay.",
+        )
 
 
 def _running(module: Module) -> set[int]:
@@ -130,17 +174,6 @@ def _running(module: Module) -> set[int]:
                 found |= new
                 pending += [module.computations[c] for c in new]
     return found
-
-
-def _is_same(a: Computation, b: Computation) -> bool:
-    return (
-        a.root.id == b.root.id
-        and [i.id for i in a.instructions] == [i.id for i in b.instructions]
-        and all(
-            x is y or serialized(x.proto) == serialized(y.proto)
-            for x, y in zip(a.instructions, b.instructions, strict=True)
-        )
-    )
 
 
 class _Proof:

@@ -123,7 +123,7 @@ class Replay:
         self.apart: set[Value] = set()
         self.argument_bytes = self.output_bytes = self.aliased_bytes = 0
         self._memory = Memory(self.module)
-        self._taking = Taking(self.module, platform)
+        self._taking = Taking(self.module, self._memory, platform)
         self.inside = Inside(self.module, self._memory, self._taking)
         self._on_device = {p.parameter for p in plan.placements if p.tier == plan.device_tier}
         self._donated = {(a.parameter, a.parameter_index) for a in self.module.input_output_aliases}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
+from hlo_passes.verify.memory import Memory
 
 # What the specification of operations calls element-wise (HloInstruction::IsElementwise).
 _UNARY = frozenset(
@@ -41,8 +42,8 @@ class Taking:
         where it is not known, and what any of them does is allowed.
     """
 
-    def __init__(self, module: Module, platform: str = "") -> None:
-        self._module = module
+    def __init__(self, module: Module, memory: Memory, platform: str = "") -> None:
+        self._module, self._memory = module, memory
         self._platform = platform
         self._gpu = platform in ("gpu", "")
         self._tpu = platform in ("tpu", "")
@@ -78,15 +79,24 @@ class Taking:
             case "custom-call" if self._gpu:
                 return self._in_gpu_call(i, index, operand)
             case "call":
-                return self._in_call(i, operand)
+                return self._in_call(i, index, operand, part)
             case _:
                 return self._is_elementwise(i, operand)
 
-    def _in_call(self, call: Instruction, operand: int) -> bool:
-        """Whether only what gives the result reads the operand, element by element."""
+    def _in_call(
+        self, call: Instruction, index: ShapeIndex, operand: int, part: ShapeIndex
+    ) -> bool:
+        """Whether all have read the operand when the result is written, what writes it element
+        by element."""
         body = self._body(call)
-        uses = self._users_in(body).get(body.parameters[operand].id, [])
-        return len(uses) == 1 and uses[0][0] is body.root and self._is_elementwise(*uses[0])
+        held = self._memory.walk(body).held
+        given, result = held[body.parameters[operand].id][part], held[body.root.id][index]
+        maker = result.writer
+        return all(end < result.place or i is maker for i, end in given.reads) and all(
+            self._is_elementwise(maker, n)
+            for n, o in enumerate(maker.operand_ids)
+            if given in held[o].values()
+        )
 
     def _is_elementwise(self, i: Instruction, operand: int) -> bool:
         """Whether `i` reads each element of an operand for that element of its result only."""

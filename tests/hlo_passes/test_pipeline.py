@@ -12,6 +12,7 @@ import pytest
 
 from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import (
+    MalformedModuleError,
     MemoryBudgetError,
     PlanFormatError,
     PlanMismatchError,
@@ -443,3 +444,21 @@ def test_a_program_of_many_small_arguments_fits_what_xla_takes_for_it() -> None:
     plan = plan_module(read_module(compiled), target.machine, total)
     assert not plan.moved_bytes
     assert plan.prediction.total_bytes <= total
+
+
+def test_a_computation_that_runs_twice_is_refused():
+    module = module_of(
+        """HloModule m, is_scheduled=true
+        %called {
+          %p = f32[64]{0} parameter(0)
+          ROOT %n = f32[64]{0} negate(%p)
+        }
+        ENTRY %main {
+          %x = f32[64]{0} parameter(0)
+          %once = f32[64]{0} call(%x), to_apply=%called
+          ROOT %twice = f32[64]{0} call(%once), to_apply=%called
+        }
+        """
+    )
+    with pytest.raises(MalformedModuleError, match="%called runs in 2 places, %once and %twice"):
+        plan_module(module, toy_machine(), 10_000)

@@ -139,6 +139,17 @@ def test_parts_that_do_not_fit_together() -> None:
             Module(proto)
 
 
+def test_an_output_takes_the_place_of_as_many_bytes() -> None:
+    module = read_module("""HloModule m, input_output_alias={ {}: (0, {}, may-alias) }
+ENTRY e {
+  p = f32[8] parameter(0)
+  ROOT r = f32[4] slice(p), slice={[0:4]}
+}
+""")
+    with pytest.raises(MalformedModuleError, match="16 bytes takes the place of %p, which has 32"):
+        _ = module.input_output_aliases
+
+
 def test_fields_that_memplan_does_not_know_survive() -> None:
     text = TEXT.replace("negate(x)", "negate(x), sharding={replicated}")
     data = xla.hlo_text_to_proto(text)

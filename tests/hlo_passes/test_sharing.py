@@ -7,6 +7,7 @@ from hlo_passes.dataflow import Position, analyze_dataflow
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.reader import read_module
 from hlo_passes.sharing import Target, can_share
+from hlo_passes.verify.memory import Memory
 from hlo_passes.verify.taking import Taking
 from tests import corpus
 
@@ -180,7 +181,7 @@ def test_on_gpu_the_reduction_that_is_a_result_reads_before_it_is_written(inner:
     named = {i.name: i for i in module.entry.instructions}
     expected = inner == "reduce of y"
     assert can_share(dataflow, "gpu", Position(named["a"]), named["u"], (0,)) == expected
-    assert Taking(module, "gpu").is_allowed(named["u"], (0,), 0, ()) == expected
+    assert Taking(module, Memory(module), "gpu").is_allowed(named["u"], (0,), 0, ()) == expected
 
 
 def reused(text: str, target: Target) -> dict[str, str]:
@@ -234,3 +235,35 @@ def test_each_temporary_has_one_place(key: str) -> None:
     }
     assert on_heap | (found.reused.keys() & temporary) == temporary
     assert on_heap.isdisjoint(found.reused)
+
+
+@pytest.mark.parametrize("order", ["first, second", "second, first"])
+def test_a_call_leaves_a_result_where_all_have_read_an_operand(order: str) -> None:
+    lines = {
+        "first": "first = f32[8] reverse(a), dimensions={0}",
+        "second": "second = f32[8] reverse(b), dimensions={0}",
+    }
+    body = "\n  ".join(lines[name] for name in order.split(", "))
+    module = read_module(f"""HloModule m, is_scheduled=true
+called {{
+  p = (f32[8], f32[8]) parameter(0)
+  a = f32[8] get-tuple-element(p), index=0
+  b = f32[8] get-tuple-element(p), index=1
+  {body}
+  ROOT both = (f32[8], f32[8]) tuple(first, second)
+}}
+ENTRY e {{
+  x = f32[8] parameter(0)
+  y = f32[8] negate(x)
+  z = f32[8] abs(x)
+  given = (f32[8], f32[8]) tuple(y, z)
+  ROOT u = (f32[8], f32[8]) call(given), to_apply=called
+}}
+""")
+    taking = Taking(module, Memory(module))
+    call = module.entry.root
+    # A reversal cannot lie where it reads.
+    assert not taking.is_allowed(call, (0,), 0, (0,))
+    assert not taking.is_allowed(call, (1,), 0, (1,))
+    assert taking.is_allowed(call, (1,), 0, (0,)) == (order == "first, second")
+    assert taking.is_allowed(call, (0,), 0, (1,)) == (order == "second, first")

@@ -189,3 +189,25 @@ ENTRY %main {
     shared = text.replace("tuple(%one, %two)", "tuple(%one, %one)")
     found = rejection(module_of(text), module_of(shared))
     assert "%loop writes over what %one left, which it also reads" in found
+
+
+def test_what_a_pass_says_it_left_alone_is_compared():
+    """Views that were taken over show the loop as it was; XLA reads the message."""
+    original = module_of(
+        """HloModule m, is_scheduled=true
+        %fused {
+          %p = f32[64]{0} parameter(0)
+          ROOT %n = f32[64]{0} negate(%p)
+        }
+        ENTRY %main {
+          %x = f32[64]{0} parameter(0)
+          ROOT %r = f32[64]{0} fusion(%x), kind=kLoop, calls=%fused
+        }
+        """
+    )
+    proto = original.to_proto()
+    fused = next(c for c in proto.computations if c.name == "fused")
+    fused.instructions[1].opcode = "abs"
+    rewritten = Module(proto, original)
+    assert rewritten.computations[fused.id] is original.computations[fused.id]
+    assert "computation %fused differs" in rejection(original, rewritten)
