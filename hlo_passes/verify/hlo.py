@@ -87,9 +87,14 @@ def brought_by(i: Instruction) -> Mapping[int, int]:
 
 def begun(module: Module, i: Instruction) -> Instruction:
     """The start of an asynchronous call, from any part of it."""
-    while i.opcode != "async-start":
-        i = module.instructions[i.operand_ids[0]]
-    return i
+    start = i
+    while start.opcode != "async-start":
+        if not start.operand_ids or not start.opcode.startswith("async-"):
+            raise VerificationError(
+                f"%{i.name} goes on with %{start.name}, which starts nothing", describe(module, i)
+            )
+        start = module.instructions[start.operand_ids[0]]
+    return start
 
 
 def ends_of(instructions: Sequence[Instruction]) -> Mapping[int, int]:

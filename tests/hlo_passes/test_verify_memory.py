@@ -317,3 +317,16 @@ def test_what_a_loop_hands_on_is_written_when_the_state_has_been_read():
     verify_equivalent(storing(work), storing(work, done_before="%z"))
     with pytest.raises(VerificationError, match="%z writes over what %b left, which %s reads"):
         verify_equivalent(storing(work), storing(work, done_before="ROOT %t"))
+
+
+def test_a_done_that_goes_on_with_nothing_is_named():
+    module = entry(
+        """
+        %x = f32[64]{0} parameter(0)
+        %n = u32[] parameter(1)
+        %t = ((f32[64]{0}), f32[64]{0}, u32[]) tuple(%x, %x, %n)
+        ROOT %done = f32[64]{0} custom-call-done(%t)
+        """
+    )
+    with pytest.raises(VerificationError, match="%done goes on with %t, which starts nothing"):
+        Memory(module).walk(module.entry)
