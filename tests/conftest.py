@@ -22,8 +22,9 @@ from jax.experimental import topologies
 
 from tests.hlo_files import HloFile, is_test
 
-# A shared machine makes any one example slow now and then; pytest-timeout bounds the test.
-hypothesis.settings.register_profile("memplan", deadline=None)
+# A shared machine makes any one example slow now and then; pytest-timeout bounds the test. The
+# examples are the same ones everywhere: what fails in one place fails in all.
+hypothesis.settings.register_profile("memplan", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("memplan")
 
 # The compiler that a marker stands for: (package, the extra that installs it).

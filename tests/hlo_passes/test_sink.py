@@ -6,7 +6,7 @@ from hlo_passes.sink import sink_weight_work
 _PRODUCT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
-def order_after(body: str, *, alias: str = "") -> list[str]:
+def order_after(body: str, *, alias: str = "", w: str = "bf16") -> list[str]:
     """The names in the order of the schedule; parameters left out."""
     text = f"""
 HloModule m, is_scheduled=true{alias}
@@ -20,7 +20,7 @@ joined {{
 ENTRY e {{
   x = f32[8,8]{{1,0}} parameter(0)
   v = bf16[8,8]{{1,0}} parameter(1)
-  w = bf16[8,8]{{1,0}} parameter(2)
+  w = {w}[8,8]{{1,0}} parameter(2)
 {body}
 }}
 """
@@ -43,8 +43,8 @@ def test_hoisted_conversions_sink_with_what_they_are_made_from():
 
 def test_work_on_a_donated_argument_stays():
     aliased = ", input_output_alias={ {}: (2, {}, may-alias) }"
-    body = HOISTED.replace("bf16[8,8]{1,0} parameter", "f32[8,8]{1,0} parameter")
-    assert order_after(body, alias=aliased) == ["w32", "wt", "v32", "y", "z"]
+    assert order_after(HOISTED, w="f32") == ["v32", "y", "w32", "wt", "z"]
+    assert order_after(HOISTED, alias=aliased, w="f32") == ["w32", "wt", "v32", "y", "z"]
 
 
 def test_steps_that_are_fusions_stay_though_they_draw_on_arguments_alone():
