@@ -424,6 +424,13 @@ class Module:
                 computation_id,
                 i,
             )
+            if not self._fits(local[id_], local):
+                raise MalformedModuleError(
+                    where,
+                    f"{local[id_]} does not fit what it is given, "
+                    + ", ".join(str(local[o].shape) for o in operand_ids),
+                    "XLA compiles no such module (hlo_verifier.cc).",
+                )
         for i in local.values():
             if i.control_predecessor_ids and not local.keys() >= set(i.control_predecessor_ids):
                 raise MalformedModuleError(
@@ -448,6 +455,23 @@ class Module:
         return Computation(
             proto.id, proto.name, ordered, local[proto.root_id], proto.is_fusion_computation
         )
+
+    def _fits(self, i: Instruction, local: Mapping[int, Instruction]) -> bool:
+        """Whether an instruction has the parts that all who look at it rely on."""
+        match i.opcode:
+            case "get-tuple-element":
+                return i.tuple_index < len(local[i.operand_ids[0]].shape.tuple_shapes)
+            case "copy-start":
+                return len(i.shape.tuple_shapes) > 1
+            case "fusion":
+                (called,) = i.called_computation_ids
+                return len(self.computations[called].parameters) == len(i.operand_ids)
+            case "async-update" if i.called_computation_ids:
+                root = self.computations[i.called_computation_ids[0]].root
+                given = i.shape.tuple_shapes[1].tuple_shapes
+                return len(given) <= len(root.shape.tuple_shapes)
+            case _:
+                return True
 
     @property
     def name(self) -> str:

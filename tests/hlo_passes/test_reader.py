@@ -139,6 +139,32 @@ def test_parts_that_do_not_fit_together() -> None:
             Module(proto)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ROOT r = f32[8] copy-start(p)",
+        "ROOT r = f32[8] fusion(p, p), kind=kLoop, calls=fused",
+    ],
+)
+def test_an_instruction_that_does_not_fit_what_it_is_given(line: str) -> None:
+    text = """HloModule m
+fused {
+  ROOT p = f32[8] parameter(0)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  t = (f32[8], f32[8]) tuple(p, p)
+  %s
+}
+"""
+    with pytest.raises(MalformedModuleError, match=r"%r = f32.8. .* does not fit what it is given"):
+        read_module(text % line)
+    proto = read_module(text % "ROOT r = f32[8] get-tuple-element(t), index=1").to_proto()
+    proto.computations[-1].instructions[-1].tuple_index = 2
+    with pytest.raises(MalformedModuleError, match=r"%r = f32.8. .* does not fit what it is given"):
+        Module(proto)
+
+
 def test_an_output_takes_the_place_of_as_many_bytes() -> None:
     module = read_module("""HloModule m, input_output_alias={ {}: (0, {}, may-alias) }
 ENTRY e {
