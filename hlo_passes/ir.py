@@ -466,10 +466,6 @@ class Module:
             case "fusion":
                 (called,) = i.called_computation_ids
                 return len(self.computations[called].parameters) == len(i.operand_ids)
-            case "async-update" if i.called_computation_ids:
-                root = self.computations[i.called_computation_ids[0]].root
-                given = i.shape.tuple_shapes[1].tuple_shapes
-                return len(given) <= len(root.shape.tuple_shapes)
             case _:
                 return True
 

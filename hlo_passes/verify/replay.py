@@ -306,5 +306,7 @@ def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterat
     else:
         is_result = i.opcode in ("call", "conditional")
     for callee in caller.called_computation_ids if is_result else ():
-        yield from _defining_names(module, module.computations[callee].root, inner)
+        root = module.computations[callee].root
+        if any(at == inner for at, _ in root.shape.leaves()):
+            yield from _defining_names(module, root, inner)
     yield position_name(i, index)
