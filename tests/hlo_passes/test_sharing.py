@@ -15,9 +15,14 @@ TARGETS: list[Target] = ["cpu", "gpu", "tpu"]
 
 
 def shares(body: str, target: Target, operand: str = "a", user: str = "u") -> bool:
-    dataflow = analyze_dataflow(read_module(f"HloModule m, is_scheduled=true\n{body}"))
-    named = {i.name: i for i in dataflow.module.entry.instructions}
-    return can_share(dataflow, target, Position(named[operand]), named[user], ())
+    """What the planner says; the checker, which has the rules from elsewhere, says the same."""
+    module = read_module(f"HloModule m, is_scheduled=true\n{body}")
+    named = {i.name: i for i in module.entry.instructions}
+    found = can_share(analyze_dataflow(module), target, Position(named[operand]), named[user], ())
+    number = named[user].operand_ids.index(named[operand].id)
+    taking = Taking(module, Memory(module), target)
+    assert taking.is_allowed(named[user], (), number, ()) == found
+    return found
 
 
 def entry(operation: str, called: str = "") -> str:
@@ -267,3 +272,39 @@ ENTRY e {{
     assert not taking.is_allowed(call, (1,), 0, (1,))
     assert taking.is_allowed(call, (1,), 0, (0,)) == (order == "first, second")
     assert taking.is_allowed(call, (0,), 0, (1,)) == (order == "second, first")
+
+
+CALLS = """HloModule m, is_scheduled=true
+ENTRY e {
+  p = f32[8,8] parameter(0)
+  a = f32[8,8] negate(p)
+  b = f32[8,8] negate(a)
+  c = f32[8,8] negate(b)
+  factored = (f32[8,8], f32[8,8], s32[]) custom-call(a), custom_call_target="__cusolver$cholesky"
+  u = (f32[8,8], s8[64]) custom-call(a, b, c), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"beta":BETA}}
+  ROOT r = ((f32[8,8], f32[8,8], s32[]), (f32[8,8], s8[64])) tuple(factored, u)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "operand", "index", "beta", "expected"),
+    [
+        ("factored", 0, (0,), 0, True),
+        ("factored", 0, (1,), 0, False),  # Its workspace.
+        ("u", 2, (0,), 1, True),  # The bias.
+        ("u", 2, (0,), 0, False),
+        ("u", 0, (0,), 1, False),
+    ],
+)
+def test_what_calls_of_gpu_libraries_write_over(
+    user: str, operand: int, index: tuple[int, ...], beta: int, expected: bool
+) -> None:
+    module = read_module(CALLS.replace("BETA", str(beta)))
+    named = {i.name: i for i in module.entry.instructions}
+    given = module.instructions[named[user].operand_ids[operand]]
+    dataflow = analyze_dataflow(module)
+    assert can_share(dataflow, "gpu", Position(given), named[user], index) == expected
+    taking = Taking(module, Memory(module), "gpu")
+    assert taking.is_allowed(named[user], index, operand, ()) == expected
