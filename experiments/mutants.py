@@ -123,9 +123,10 @@ def _subjects(corpus: Path, sources: Path | None) -> Iterator[Subject]:
             continue
         try:
             module = read_module(text)
+            is_whole = 8 <= len(module.instructions) and _has_its_copies(module)
         except MemplanError:
             continue
-        if 8 <= len(module.instructions) <= _INSTRUCTIONS and _has_its_copies(module):
+        if is_whole and len(module.instructions) <= _INSTRUCTIONS:
             yield name, module, load_machine(machine_of(name, module))
 
 
