@@ -8,8 +8,8 @@ early, all late, and each transfer alone the other way. From its start to its do
 target holds nothing, and its source must hold what it moves. A value without a slot lies in an
 operand that it may be written over, or in the donated argument whose place it takes.
 
-The live ranges of slots and all that the checker derives play no part here. What HLO says
-of cells and aliases comes from `symbolic`.
+Live ranges of slots only tell which of several is meant: whether bytes are free, the bytes say.
+Nothing here is the checker's; what HLO says of cells and aliases comes from `symbolic`.
 """
 
 from __future__ import annotations
