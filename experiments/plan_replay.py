@@ -619,31 +619,32 @@ def _given(
 
 
 def _least_scratch(module: Module, i: Instruction) -> int:
-    """Bytes that what `i` runs needs at the very least: its largest temporary."""
-    if i.opcode not in _RUNNING:
-        return 0
+    """Bytes that what `i` runs needs at the very least, its results among them: what one
+    instruction reads of what others made there, and makes."""
     most = 0
-    for c in i.called_computation_ids:
-        body = module.computations[c]
-        results = {body.root.id}
-        for j in reversed(body.instructions):
-            if j.id in results and (j.opcode in _PASSING or j.opcode.endswith("-done")):
-                results.update(j.operand_ids)
-        for j in body.instructions:
-            most = max(most, _least_scratch(module, j))
-            is_own = j.opcode not in _PASSING and j.opcode not in ("constant", "parameter", "while")
-            if not is_own or j.id in results or j.opcode.endswith(("-start", "-done", "-update")):
-                continue
-            for at, shape in j.shape.leaves():
-                takes = in_place(module, j, at) is not None or any(
-                    _may_take(module, j, at, n, part) and s.byte_size == shape.byte_size
-                    for n, o in enumerate(j.operand_ids)
-                    for part, s in module.instructions[o].shape.leaves()
-                )
-                feeds = any(j.id in module.instructions[r].operand_ids for r in results)
-                if not takes and not feeds and j.opcode not in _RUNNING:
-                    most = max(most, _bytes(j, shape))
+    for c in i.called_computation_ids if i.opcode in _RUNNING else ():
+        made: dict[int, int] = {}
+        lies_in: dict[int, set[int]] = {}
+        for j in module.computations[c].instructions:
+            there = set[int]().union(*(lies_in[o] for o in j.operand_ids))
+            is_same = j.opcode in _PASSING or j.opcode in ("constant", "parameter", "while")
+            new = 0
+            if not is_same and not j.opcode.endswith(("-start", "-update", "-done")):
+                new = sum(_bytes(j, s) for at, s in j.shape.leaves() if _is_new(module, j, at, s))
+            held = sum(made[o] for o in there)
+            most = max(most, held + new, _least_scratch(module, j))
+            made[j.id] = new
+            lies_in[j.id] = {j.id} if new else there
     return most
+
+
+def _is_new(module: Module, i: Instruction, at: ShapeIndex, shape: Shape) -> bool:
+    """Whether a result cannot lie where an operand does."""
+    return in_place(module, i, at) is None and not any(
+        _may_take(module, i, at, n, part) and s.byte_size == shape.byte_size
+        for n, o in enumerate(i.operand_ids)
+        for part, s in module.instructions[o].shape.leaves()
+    )
 
 
 def _may_take(module: Module, i: Instruction, at: ShapeIndex, n: int, part: ShapeIndex) -> bool:

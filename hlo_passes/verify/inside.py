@@ -15,7 +15,7 @@ from collections import defaultdict
 from itertools import accumulate
 
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Computation, Instruction, Module, Shape
-from hlo_passes.verify.hlo import RUNNING, ends_of
+from hlo_passes.verify.hlo import RUNNING, View, ends_of
 from hlo_passes.verify.memory import Memory, Version
 from hlo_passes.verify.taking import Taking
 
@@ -25,22 +25,26 @@ class Inside:
 
     def __init__(self, module: Module, memory: Memory, taking: Taking) -> None:
         self._module, self._memory, self._taking = module, memory, taking
-        self._needs: dict[tuple[int, bool], int] = {}
+        self._needs: dict[tuple[int, frozenset[View]], int] = {}
 
-    def need(self, i: Instruction, *, is_last: bool) -> int:
+    def need(self, i: Instruction, dying: frozenset[View]) -> int:
         """Bytes on the device that `i` needs for what it runs; 0 where it runs nothing.
 
         Args:
-          is_last: some operand of `i` dies there, so that its bytes may be free before the end.
+          dying: the parts of operands that die there, so that their bytes may be free before
+            the end.
         """
-        if i.opcode not in RUNNING:
-            return 0
-        for computation_id in i.called_computation_ids:
-            if (computation_id, is_last) not in self._needs:
-                body = _Body(self._module.computations[computation_id], i, self._memory, is_last)
-                inside = {j.id: self.need(j, is_last=body.is_last(j)) for j in body.instructions}
-                self._needs[computation_id, is_last] = body.need(inside, self._taking)
-        return max(self._needs[c, is_last] for c in i.called_computation_ids)
+        most = 0
+        for n, computation_id in enumerate(i.called_computation_ids if i.opcode in RUNNING else ()):
+            given = dying
+            if i.opcode == "conditional":  # Each branch has an operand.
+                given = frozenset(View(0, v.part) for v in dying if v.operand == n + 1)
+            if (computation_id, given) not in self._needs:
+                body = _Body(self._module.computations[computation_id], i, self._memory, given)
+                inside = {j.id: self.need(j, body.dying(j)) for j in body.instructions}
+                self._needs[computation_id, given] = body.need(inside, self._taking)
+            most = max(most, self._needs[computation_id, given])
+        return most
 
 
 class _Body:
@@ -52,7 +56,11 @@ class _Body:
     """
 
     def __init__(
-        self, computation: Computation, caller: Instruction, memory: Memory, is_last: bool
+        self,
+        computation: Computation,
+        caller: Instruction,
+        memory: Memory,
+        dying: frozenset[View],
     ) -> None:
         self.instructions = computation.instructions
         self._walk = memory.walk(computation)
@@ -73,17 +81,24 @@ class _Body:
                 self._returned[results[index].first] = self._walk.held[p][index].first
             callers = {self._walk.held[p][index].first for p, index in given}
         else:
-            operands = {self._walk.held[p][index].first for p, index in given}
-            if not is_last:
-                self.blocks = {v: size for v, size in self.blocks.items() if v not in operands}
-            callers = operands | {version.first for version in results.values()}
+            free = {
+                self._walk.held[p.id][index].first
+                for p in computation.parameters
+                for index in self._walk.held[p.id]
+                if View(p.parameter_number, index) in dying
+            }
+            operands = {self._walk.held[p][index].first for p, index in given} - free
+            self.blocks = {v: size for v, size in self.blocks.items() if v not in operands}
+            callers = free | {version.first for version in results.values()}
         self.held = sum(self.blocks.get(version, 0) for version in callers)
 
-    def is_last(self, i: Instruction) -> bool:
-        """Whether an operand is read for the last time at `i`."""
-        held = (v for o in i.operand_ids for v in self._walk.held[o].values())
-        return i.opcode in RUNNING and any(
-            all(end <= self._ends[i.id] for _, end in v.reads) for v in held
+    def dying(self, i: Instruction) -> frozenset[View]:
+        """The parts of operands of `i` that count here and are read there for the last time."""
+        return frozenset(
+            View(n, index)
+            for n, o in enumerate(i.operand_ids if i.opcode in RUNNING else ())
+            for index, v in self._walk.held[o].items()
+            if self._block(v) in self.blocks and all(end <= self._ends[i.id] for _, end in v.reads)
         )
 
     def need(self, inside: dict[int, int], taking: Taking) -> int:

@@ -85,6 +85,10 @@ def _check_placements(program: Program, plan: Plan) -> None:
                 where,
                 f"Place it in {device}, or compile it with a host memory kind.",
             )
+        if placement.in_place and p.name in moved:
+            raise VerificationError(
+                f"%{p.name} is read in place in {placement.tier}, but transfers bring it", where
+            )
         is_direct = p.shape.memory_space == DEVICE_MEMORY_SPACE and p.id in read
         is_away = placement.tier != device and not placement.in_place
         if is_away and is_direct and p.name not in moved:
@@ -246,7 +250,7 @@ def _check_workspaces(replay: Replay, holders: Mapping[Slot, Value], plan: Plan)
     for tick, i in enumerate(replay.program.compute):
         if i.opcode not in RUNNING:
             continue
-        need = replay.inside.need(i, is_last=replay.is_last(i, tick))
+        need = replay.inside.need(i, replay.dying(i, tick))
         own = sum(s.size for s in named[i.name] if s.live_range.start <= tick < s.live_range.end)
         if need <= own:
             continue

@@ -21,7 +21,16 @@ from dataclasses import dataclass, field
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Instruction, Module, Shape, ShapeIndex
 from hlo_passes.plan import LogicalTime, Plan, Slot, Transfer
-from hlo_passes.verify.hlo import PASSING, RUNNING, begun, describe, ends_of, position_name, view_of
+from hlo_passes.verify.hlo import (
+    PASSING,
+    RUNNING,
+    View,
+    begun,
+    describe,
+    ends_of,
+    position_name,
+    view_of,
+)
 from hlo_passes.verify.inside import Inside, needs_bytes
 from hlo_passes.verify.memory import Memory
 from hlo_passes.verify.program import Program, serving_transfer, unserved
@@ -159,10 +168,14 @@ class Replay:
                     "Leave it out: nothing says when its bytes are free again.",
                 )
 
-    def is_last(self, i: Instruction, tick: LogicalTime) -> bool:
-        """Whether a temporary is read for the last time by `i`, at `tick`."""
-        values = (v for o in i.operand_ids for v in self._held.get(o, {}).values())
-        return any(v.last_read <= tick and v not in self.apart for v in values)
+    def dying(self, i: Instruction, tick: LogicalTime) -> frozenset[View]:
+        """The parts of operands that are temporaries, and read for the last time at `tick`."""
+        return frozenset(
+            View(n, index)
+            for n, o in enumerate(i.operand_ids)
+            for index, v in self._held.get(o, {}).items()
+            if v.last_read <= tick and v not in self.apart
+        )
 
     def _step(self, i: Instruction, tick: LogicalTime, finish: LogicalTime) -> None:
         operands = [self._look_up(operand, tick) for operand in i.operand_ids]

@@ -12,9 +12,11 @@ from experiments import plan_mutants
 from experiments.plan_mutants import Planned, judged
 from experiments.plan_replay import first_fault
 from hlo_passes import pipeline
+from hlo_passes.errors import VerificationError
 from hlo_passes.machine import load_machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.plan import Plan
+from hlo_passes.verify import verify_plan
 from tests import corpus
 from tests.hlo_passes.streamed import (
     SIZE,
@@ -103,6 +105,17 @@ def test_copies_in_host_memory_have_bytes_of_their_own():
     assert a.live_range.overlaps(b.live_range)
     moved = with_slot(plan, a, replace(a, offset=a.offset + a.size // 2))
     assert f"where {a.buffer.partition('#')[0]} is coming" in first_fault(program.edited, moved)
+
+
+def test_what_dies_elsewhere_is_no_workspace():
+    """Of a conditional's operands only the predicate dies there."""
+    program = planned("conditional.v5e", 1.0)
+    plan = program.plan
+    (workspace,) = (s for s in plan.slots if s.buffer == "cond.3.clone")
+    small = with_slot(plan, workspace, replace(workspace, size=workspace.size - 1))
+    assert "what cond.3.clone runs needs" in first_fault(program.edited, small)
+    with pytest.raises(VerificationError, match="what %cond.3.clone runs needs 268435456 bytes"):
+        verify_plan(program.edited, small, program.machine)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -576,6 +576,14 @@ def test_an_argument_on_the_device_is_not_read_on_the_host():
         verify_plan(module, nowhere, machine)
 
 
+def test_what_transfers_bring_is_not_read_in_place():
+    module = entry(FETCH + "ROOT %r = f32[64]{0} add(%x, %done)")
+    plan = fetched(module, 0, 1, Slot("r", "outputs", 0, SIZE, LiveRange(0, 1)))
+    x, w0 = plan.placements
+    both = replace(plan, placements=(x, replace(w0, in_place=True)))
+    assert "%w0 is read in place in host, but transfers bring it" in rejection(both, module)
+
+
 def test_an_argument_waits_in_the_tier_that_it_is_placed_in():
     module = entry(FETCH + "ROOT %r = f32[64]{0} add(%x, %done)")
     plan = fetched(module, 0, 1, Slot("r", "outputs", 0, SIZE, LiveRange(0, 1)))
