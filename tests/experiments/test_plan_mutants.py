@@ -22,11 +22,22 @@ from tests.hlo_passes.streamed import (
     SIZE,
     STEPS,
     Streamed,
+    entry,
     slot_of,
     streamed_plan,
     with_slot,
     with_transfer,
 )
+from tests.hlo_passes.toys import toy_machine
+
+BRANCH = """
+%NAME {
+  %s = (f32[64]{0}) parameter(0)
+  %g = f32[64]{0} get-tuple-element(%s), index=0
+  %n = f32[64]{0} reverse(%g), dimensions={0}
+  %m = f32[64]{0} reverse(%n), dimensions={0}
+  ROOT %o = (f32[64]{0}) tuple(%m)
+}""".strip()
 
 PLANS = ("mlp_offloaded.v5e", "mlp_grad.h200", "conditional.cpu", "residuals_offloaded.v5e")
 
@@ -108,14 +119,26 @@ def test_copies_in_host_memory_have_bytes_of_their_own():
 
 
 def test_what_dies_elsewhere_is_no_workspace():
-    """Of a conditional's operands only the predicate dies there."""
-    program = planned("conditional.v5e", 1.0)
-    plan = program.plan
-    (workspace,) = (s for s in plan.slots if s.buffer == "cond.3.clone")
+    """Of the conditional's operands only the predicate dies there."""
+    module = entry(
+        """
+        %x = f32[64]{0} parameter(0)
+        %p = pred[] parameter(1)
+        %q = pred[] not(%p)
+        %t = (f32[64]{0}) tuple(%x)
+        %c = (f32[64]{0}) conditional(%q, %t, %t), true_computation=%one, false_computation=%two
+        ROOT %r = f32[64]{0} get-tuple-element(%c), index=0
+        """,
+        *(BRANCH.replace("NAME", name) for name in ("one", "two")),
+    )
+    machine = toy_machine(platform="gpu")
+    plan = pipeline.plan_module(module, machine, 10**5)
+    assert not first_fault(module, plan)
+    (workspace,) = (s for s in plan.slots if s.buffer == "c")
     small = with_slot(plan, workspace, replace(workspace, size=workspace.size - 1))
-    assert "what cond.3.clone runs needs" in first_fault(program.edited, small)
-    with pytest.raises(VerificationError, match="what %cond.3.clone runs needs 268435456 bytes"):
-        verify_plan(program.edited, small, program.machine)
+    assert "what c runs needs" in first_fault(module, small)
+    with pytest.raises(VerificationError, match="what %c runs needs 256 bytes at tick 2"):
+        verify_plan(module, small, machine)
 
 
 @pytest.mark.parametrize("name", PLANS)
