@@ -36,7 +36,10 @@ from tests.memplan.replay_programs import PROGRAMS, read
 
 REPLAYED = ["chain.tpu", "chain.gpu", "chain.cublas", "embedding.tpu", "embedding.gpu"]
 CAPTURED = ["mlp_offloaded.v5e", "mlp_offloaded.h200"]
-LARGE = ["llama_offloaded.v5e", "llama_offloaded.h200"]
+LARGE = [
+    "llama_offloaded.v5e",
+    pytest.param("llama_offloaded.h200", marks=pytest.mark.slow),
+]
 
 
 def captured(name: str) -> tuple[Module, Machine]:

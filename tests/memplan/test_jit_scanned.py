@@ -28,6 +28,11 @@ TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
+
+SLOW_ON_GPU = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
 LAYERS = 8
 
 
@@ -109,7 +114,7 @@ def test_keys_beside_the_weights():
     assert_same_bits(step(*step.place(*args)), jax.jit(with_dropout)(*args))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_keys_are_not_moved(target: str):
     weights, x = shapes(256, 16, jnp.float32)
     lowered = memplan.jit(with_dropout, hbm="1MiB", machine=topology(target)).lower(weights, x)
@@ -170,7 +175,7 @@ def test_residuals_on_a_mesh_that_is_named_in_the_types(kind: AxisType):
     assert compiled.device_bytes <= 48 << 20
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_weights_that_stay_are_updated_in_place(target: str):
     weights, x = shapes(1024, 4096)
     step = memplan.jit(descend, hbm="56MiB", machine=topology(target), donate_argnums=0)
@@ -196,7 +201,7 @@ def test_two_slots_hide_the_weights_of_all_layers(program: Any, target: str):
     assert compiled.plan.prediction.stall_s < 0.05 * compiled.plan.prediction.compute_s
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_a_training_step_streams_weights_residuals_and_the_update(target: str):
     weights, x = shapes(1024, 4096)
     step = memplan.jit(descend, hbm="48MiB", machine=topology(target), donate_argnums=0)

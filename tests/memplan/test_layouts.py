@@ -224,6 +224,11 @@ TARGETS = [
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
 
+SLOW_ON_GPU = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
+
 
 def as_auto(target: str) -> int:
     """Bytes that are converted with ``Layout.AUTO`` for all, by XLA itself."""
@@ -239,7 +244,7 @@ def as_auto(target: str) -> int:
     return conversion_bytes(read_module(TopologyExecutable(executable)))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_no_more_is_converted_than_xla_would(target: str):
     step = memplan.jit(scanned, layouts="all", machine=target)
     lowered = step.lower(*shapes())
@@ -286,7 +291,7 @@ def test_a_donated_state_keeps_its_place(target: str):
         assert compiled.layouts.arguments[0] == compiled.layouts.results[0] == (1, 3, 2, 0)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_layouts_go_with_a_budget(target: str):
     """Stacks are streamed as they lie, and no weight is converted: TPUs keep heads of 64 elements
     otherwise than in rows."""
@@ -312,6 +317,7 @@ def moved_on_the_host(module: Module) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_stacks_are_streamed_in_the_layouts_that_their_readers_want():
     make, _ = PROGRAMS["attention dkh"]
@@ -329,6 +335,7 @@ def test_stacks_are_streamed_in_the_layouts_that_their_readers_want():
     assert [c for c in converted(module) if c.argument is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_a_state_on_the_host_is_stored_as_it_lies():
     """Gradients and momentum of it, written back slice by slice: no stack is converted there."""

@@ -82,7 +82,10 @@ def check(name: str, target: str, what: Forced) -> None:
     assert max_difference(before, jax.jit(fun)(*args)) <= 2 * _BF16_ULP
 
 
-@pytest.mark.parametrize("what", ["evict", "recompute", "reorder"])
+@pytest.mark.parametrize(
+    "what",
+    ["evict", *(pytest.param(w, marks=pytest.mark.slow) for w in ("recompute", "reorder"))],
+)
 def test_a_llama_step_for_tpu(tpu_compiler: None, what: Forced) -> None:
     check("llama-train", "v5e", what)
 

@@ -178,6 +178,7 @@ def test_a_replay_of_what_was_told_is_the_same():
         np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_attention_of_many_images_converts_less_and_takes_less(monkeypatch: pytest.MonkeyPatch):
     """XLA brings tokens, then images, to the innermost place, forth and back in each layer. What
@@ -200,6 +201,7 @@ def test_attention_of_many_images_converts_less_and_takes_less(monkeypatch: pyte
     assert temps[1] < temps[0]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_what_xla_says_is_slower_is_not_told(monkeypatch: pytest.MonkeyPatch):
     def misled(kinds: Any, *others: Any) -> dict[Product, Form]:
