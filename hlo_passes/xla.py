@@ -6,8 +6,10 @@ needs; when one moves, this file is the only one to mend.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import flattree as _flattree
 from jax._src.core import trace_state_clean
+from jax.experimental import topologies
 from jax.experimental.layout import Layout
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
@@ -157,6 +160,30 @@ def set_module_attribute(stablehlo: Any, key: str, value: str) -> None:
         attributes = stablehlo.operation.attributes
         known = {a.name: a.attr for a in attributes[name]} if name in attributes else {}
         attributes[name] = ir.DictAttr.get({**known, key: ir.StringAttr.get(value)})
+
+
+def cuda_topology(**description: str) -> Any:
+    """Returns ``get_topology_desc("cuda", ...)`` wherever in a program, whatever
+    ``JAX_PLATFORMS`` says.
+
+    By default jax keeps its CUDA plugin away, with a traceback in the log, where a library is
+    missing that programs need to run. To compile for a GPU that is not there needs none of them.
+    Needs ``jax_plugins.xla_cuda13.initialize``.
+    """
+    skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(skip)
+    os.environ[skip] = "1"
+    try:
+        try:
+            return topologies.get_topology_desc(platform="cuda", **description)
+        except NotImplementedError:  # jax has looked for its devices, and kept it away.
+            import_module("jax_plugins.xla_cuda13").initialize()
+            return topologies.get_topology_desc(platform="cuda", **description)
+    finally:
+        if before is None:
+            del os.environ[skip]
+        else:
+            os.environ[skip] = before
 
 
 def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:

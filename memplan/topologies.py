@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from hlo_passes import xla
 from hlo_passes.errors import CompilerMissingError, TopologyError
 from hlo_passes.gpu_target import gpu_target_config
 from hlo_passes.ir import HOST_MEMORY_SPACE
@@ -137,7 +138,8 @@ def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     _require(name, "libtpu", "tpu")
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    devices = _describe(name, platform="tpu", topology_name=f"{prefix}:{extent or one_host}")
+    described = {"platform": "tpu", "topology_name": f"{prefix}:{extent or one_host}"}
+    devices = _describe(name, topologies.get_topology_desc, **described)
     return devices if extent else devices[:1]
 
 
@@ -146,7 +148,7 @@ def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
         raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
     _require(name, "jax_cuda13_plugin", "cuda")
     config = gpu_target_config(machine)
-    return _describe(name, platform="cuda", target_config=config, topology=f"1x1x{extent or 1}")
+    return _describe(name, xla.cuda_topology, target_config=config, topology=f"1x1x{extent or 1}")
 
 
 def _require(name: str, package: str, extra: str) -> None:
@@ -154,8 +156,8 @@ def _require(name: str, package: str, extra: str) -> None:
         raise CompilerMissingError(name, package, extra)
 
 
-def _describe(name: str, **description: str) -> Sequence[Any]:
+def _describe(name: str, describe: Callable[..., Any], **description: str) -> Sequence[Any]:
     try:
-        return topologies.get_topology_desc(**description).devices
+        return describe(**description).devices
     except Exception as error:  # Plugins raise types of their own; their text is the reason.
         raise TopologyError(name, f"its compiler refuses it: {error}") from error

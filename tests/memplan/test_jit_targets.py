@@ -1,6 +1,9 @@
 """Programs compiled for hardware that is not here."""
 
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -214,3 +217,16 @@ def test_on_tpu_plans_are_made_with_xlas_own_estimates():
     after = compiled.plan.prediction
     assert after.step_time_s == pytest.approx(step.step_time_s, rel=0.02)
     assert before.compute_s < 0.9 * after.compute_s
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["", "jax.devices(); "])
+def test_a_gpu_that_is_not_there_has_a_topology_in_a_plain_script(before: str):
+    """Without ``JAX_PLATFORMS``, and after jax has looked for its devices."""
+    script = f"import jax, memplan; {before}print(memplan.topology('h200').devices)"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "device_kind=NVIDIA H200" in done.stdout
