@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
+from hlo_passes.units import format_bytes
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
@@ -162,6 +163,13 @@ class Machine:
     gpu: Gpu | None
     sources: tuple[tuple[str, str], ...]
     interconnect: Interconnect | None = None
+
+    def __repr__(self) -> str:
+        memory = self.device_memory
+        return (
+            f"<Machine {self.name} ({self.platform}): {format_bytes(memory.capacity_bytes)} of "
+            f"{memory.name}, {self.hbm_bytes_per_s / 1e9:.0f} GB/s>"
+        )
 
     @property
     def device_memory(self) -> Tier:

@@ -7,22 +7,29 @@ needs; when one moves, this file is the only one to mend.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import array as array_
+from jax._src import callback, dispatch, hardware_utils, tree_util
 from jax._src import config as _config
 from jax._src import flattree as _flattree
 from jax._src.core import trace_state_clean
+from jax._src.interpreters import pxla
+from jax._src.interpreters.mlir import ModuleContext
 from jax.experimental import topologies
 from jax.experimental.layout import Layout
 from jax.extend.backend import get_backend
 from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters.mlir import make_ir_context
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 from jaxlib import _hlo, _jax, _xla  # pyright: ignore[reportAttributeAccessIssue]
 from jaxlib._jax import mlir
 from jaxlib.mlir import ir
@@ -138,7 +145,7 @@ def loaded_platforms() -> tuple[str, ...]:
     Starts jax's backend, which loads that of the devices that are here. Needs
     ``jaxlib._jax.pjrt_plugin_loaded`` (0.11.2, 0.12.0.1).
     """
-    get_backend()
+    devices()
     return ("cpu", *(p for p, plugin in _PLUGINS.items() if _jax.pjrt_plugin_loaded(plugin)))
 
 
@@ -162,6 +169,62 @@ def set_module_attribute(stablehlo: Any, key: str, value: str) -> None:
         attributes[name] = ir.DictAttr.get({**known, key: ir.StringAttr.get(value)})
 
 
+# What libtpu asks the machine it is on, and the CUDA plugin checks, where neither has a device.
+_TPU_IS_ABSENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_GPU_IS_ABSENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+@contextmanager
+def _absent_hardware(compiles_for_gpu: bool = False) -> Generator[None]:
+    """Compiler plugins that are loaded inside neither ask for hardware that is not here nor
+    report, in a page of warnings, that they have not found it.
+
+    Args:
+      compiles_for_gpu: a GPU that is here is not asked for, either.
+
+    The environment is as before afterwards: programs that are started later, or on a pod with
+    the same environment, are to find their own. Needs ``jax._src.hardware_utils`` (0.11.2,
+    0.12.0.1).
+    """
+    absent: dict[str, str] = {}
+    if hardware_utils.num_available_tpu_chips_and_device_id()[0] == 0:
+        absent |= _TPU_IS_ABSENT
+    if compiles_for_gpu or not hardware_utils.has_visible_nvidia_gpu():
+        absent |= _GPU_IS_ABSENT
+    added = {k: v for k, v in absent.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def devices(platform: str | None = None) -> Sequence[Any]:
+    """``jax.devices(platform)``, also where jax has not yet looked for its devices."""
+    with _absent_hardware():
+        return jax.devices(platform)
+
+
+def is_absent(device: Any) -> bool:
+    """Whether programs can be compiled for a device, but not run on it.
+
+    Needs ``jaxlib._jax.CompileOnlyPyClient`` (0.11.2, 0.12.0.1).
+    """
+    return isinstance(device.client, _jax.CompileOnlyPyClient)
+
+
+def tpu_topology(name: str) -> Any:
+    """Returns ``get_topology_desc("tpu", name)`` of TPUs that need not be here."""
+    with _absent_hardware():
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
 def cuda_topology(**description: str) -> Any:
     """Returns ``get_topology_desc("cuda", ...)`` wherever in a program, whatever
     ``JAX_PLATFORMS`` says.
@@ -170,20 +233,37 @@ def cuda_topology(**description: str) -> Any:
     missing that programs need to run. To compile for a GPU that is not there needs none of them.
     Needs ``jax_plugins.xla_cuda13.initialize``.
     """
-    skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before = os.environ.get(skip)
-    os.environ[skip] = "1"
-    try:
+    with _absent_hardware(compiles_for_gpu=True):
         try:
             return topologies.get_topology_desc(platform="cuda", **description)
         except NotImplementedError:  # jax has looked for its devices, and kept it away.
             import_module("jax_plugins.xla_cuda13").initialize()
             return topologies.get_topology_desc(platform="cuda", **description)
-    finally:
-        if before is None:
-            del os.environ[skip]
-        else:
-            os.environ[skip] = before
+
+
+_callbacks_lock = threading.Lock()
+
+
+@contextmanager
+def callbacks_for_absent_gpu() -> Generator[None]:
+    """Callbacks (``jax.debug.print``, ``jax.pure_callback``) that are lowered inside need no
+    GPU: what jax makes of them for a GPU is one custom call, whatever devices there are.
+
+    Needs ``jax._src.dispatch.prim_requires_devices_during_lowering``, ``ModuleContext.get_backend``
+    and the primitives of ``jax._src.callback`` (0.11.2, 0.12.0.1).
+    """
+    needing = dispatch.prim_requires_devices_during_lowering
+    callbacks = {callback.io_callback_p, callback.pure_callback_p}
+    context: Any = ModuleContext
+    get_backend_of = context.get_backend
+    with _callbacks_lock:
+        needing -= callbacks
+        context.get_backend = lambda self, **kwargs: None
+        try:
+            yield
+        finally:
+            context.get_backend = get_backend_of
+            needing |= callbacks
 
 
 def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -249,6 +329,8 @@ class LoweredArguments:
       devices: the devices that the program runs on; None with an ``AbstractMesh``.
       device_count: how many these are.
       ordered_effects: whether the program has side effects in an order.
+      committed: whether its results are bound to these devices.
+      mesh: that of ``jax.set_mesh``, empty without one.
     """
 
     parameters: Mapping[int, int]
@@ -256,6 +338,8 @@ class LoweredArguments:
     devices: tuple[Any, ...] | None
     device_count: int
     ordered_effects: bool
+    committed: bool
+    mesh: Mesh
 
 
 def lowered_arguments(lowered: Any) -> LoweredArguments:
@@ -277,6 +361,8 @@ def lowered_arguments(lowered: Any) -> LoweredArguments:
         None if devices is None else tuple(devices),
         details["num_devices"],
         tokens > 0,
+        details["committed"],
+        details["context_mesh"],
     )
 
 
@@ -294,6 +380,91 @@ def trace_context() -> Hashable:
     Needs ``jax._src.config.trace_context`` (0.11.2, 0.12.0.1).
     """
     return _config.trace_context()
+
+
+def bind(
+    compiled: Any, as_bound: Callable[[Sharding], Sharding], committed: bool
+) -> jax.stages.Compiled:
+    """The same compiled program, that takes its arguments and gives its results so bound.
+
+    Args:
+      compiled: a ``jax.stages.Compiled``.
+      as_bound: of each sharding another one that says the same.
+      committed: whether results are bound to their devices.
+
+    Needs ``Compiled._executable``, ``MeshExecutable._unloaded_executable`` and its fields
+    (0.11.2, 0.12.0.1).
+    """
+    unloaded = replace(
+        compiled._executable._unloaded_executable,
+        input_shardings=[as_bound(s) for s in compiled._executable._in_shardings],
+        output_shardings=[as_bound(s) for s in compiled._executable._out_shardings],
+        committed=committed,
+    )
+    bound = copy(compiled)
+    bound._executable = unloaded.load()
+    bound._params = compiled._params._replace(executable=bound._executable)
+    bound._call = None
+    return bound
+
+
+def unbound(array: jax.Array) -> jax.Array:
+    """The same array on one device, but not bound to it, as results of functions of unbound
+    arguments are.
+
+    Needs ``jax._src.array.ArrayImpl`` (0.11.2, 0.12.0.1).
+    """
+    (shard,) = array.addressable_shards
+    return array_.ArrayImpl(array.aval, array.sharding, [shard.data], committed=False)
+
+
+# What a call has to give: the results; how jax is to call the program the next time with arguments
+# of the same types at the same places, or None; and False: jax keeps it.
+Called = tuple[Any, Any, bool]
+
+
+def dispatcher(jitted: Any, miss: Callable[..., Called]) -> Any:
+    """Returns a function that is called as jax's own are, in C++, wherever it has been called
+    before with arguments of the same types at the same places; else it calls `miss`.
+
+    Args:
+      jitted: a function of ``jax.jit`` with the same static arguments.
+      miss: see `call_jitted`, `call_compiled`.
+
+    Needs ``PjitFunction._jit_info``, ``jaxlib._jax.pjit`` and ``JitGlobalCppCacheKeys``, as
+    `jax.stages.Compiled` does (0.11.2, 0.12.0.1).
+    """
+    info = jitted._jit_info
+    return _jax.pjit(
+        getattr(jitted, "__name__", "fun"),
+        None,
+        miss,
+        list(info.static_argnums),
+        list(info.static_argnames),
+        pxla.JitGlobalCppCacheKeys(),
+        tree_util.dispatch_registry,
+        pxla.cc_shard_arg,
+    )
+
+
+def call_jitted(jitted: Any, *args: Any, **kwargs: Any) -> Called:
+    """What a function of ``jax.jit`` gives, and how it is called from then on.
+
+    Needs ``PjitFunction._cache_miss`` (0.11.2, 0.12.0.1).
+    """
+    return jitted._cache_miss(*args, **kwargs)
+
+
+def call_compiled(compiled: Any, *args: Any, **kwargs: Any) -> Called:
+    """The same of a ``jax.stages.Compiled``; effects and callbacks need jax at every call.
+
+    Needs ``Compiled._call``, ``MeshExecutable.create_cpp_call`` (0.11.2, 0.12.0.1).
+    """
+    if compiled._call is None:
+        compiled._call = compiled._executable.create_cpp_call(compiled._params)
+    if compiled._call is None:
+        return compiled(*args, **kwargs), None, False
+    return compiled._call._cache_miss(*args, **kwargs)
 
 
 def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:

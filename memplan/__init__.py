@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.reader import read_module
     from memplan.api import jit
     from memplan.explaining import explain
+    from memplan.inlined import BudgetWarning
     from memplan.out_of_memory import explain_oom
     from memplan.replaying import replay
     from memplan.stages import PlacementWarning
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BudgetWarning": "memplan.inlined",
     "Machine": "hlo_passes.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
@@ -56,6 +58,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BudgetWarning",
     "Machine",
     "MemoryBudgetError",
     "MemplanError",

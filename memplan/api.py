@@ -25,15 +25,16 @@ from hlo_passes.budget import parse_bytes, whole_number
 from hlo_passes.errors import LayoutsError, OffloadSyntaxError, SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
-from memplan.executable import find_target
+from memplan.executable import Target, find_target
 from memplan.function import Function, Options
+from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
-from memplan.out_of_memory import note
+from memplan.out_of_memory import is_exhausted, note
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
-from memplan.stages import Compiled, Lowered, PlacementWarning, Traced
+from memplan.stages import Compiled, Lowered, PlacementWarning, Traced, delete
 from memplan.topologies import Topology
 
-__all__ = ["Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]
+__all__ = ["BudgetWarning", "Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]
 
 
 def jit(
@@ -137,47 +138,64 @@ class _PlannedFunction:
             fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")
         )
         self._function = Function(fun, static, options, dict(jit_options))
-        self._programs: dict[Any, _Once] = {}
+        self._dispatch = xla.dispatcher(self._jitted, self._miss)
+        self._programs: dict[Any, Lowered] = {}
         self._lock = threading.Lock()
+        self._warns = options.budget is not None
+        # Of arguments of such a tree, which flat ones a program deletes; see `Compiled.consumed`.
+        self._consumed: dict[Any, tuple[int, ...]] = {}
+
+    def __reduce__(self) -> Any:
+        function = self._function
+        return _planned, (function.fun, function.options, function.jit_options)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # As functions do.
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if xla.tracing() or jax.config.jax_disable_jit:
-            return self._jitted(*args, **kwargs)  # Inside grad, vmap, another jit: inline.
-        dynamic, leaves, compiled = self._compile(args, kwargs)
-        if compiled.is_jax_own and not compiled.displaced(leaves):
-            try:
-                return self._jitted(*args, **kwargs)  # The same executable, and jax's fast path.
-            except jax.errors.JaxRuntimeError as error:
+            return self._inlined(args, kwargs)
+        try:
+            results = self._dispatch(*args, **kwargs)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
+            if is_exhausted(error):
+                compiled = self.lower(*args, **kwargs).compile()
                 note(error, program=lambda: compiled.module)
-                raise
-        return compiled(*dynamic[0], **dynamic[1])
+            raise
+        if self._consumed:
+            leaves, tree = jax.tree.flatten(self._function.static.dynamic(args, kwargs))
+            delete(leaves[n] for n in self._consumed.get(tree, ()))
+        return results
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As ``jax.jit(...).trace``."""
-        target = find_target(self._function.options.machine)
         given = self._function.jit_options
         bound = any(given.get(k) is not None for k in ("in_shardings", "out_shardings"))
         static = self._function.static
         leaves, tree = jax.tree.flatten(static.dynamic(args, kwargs))
+        target = self._target(leaves)
         try:
             seen = jax.tree.unflatten(tree, target.arguments_seen(leaves, bound))
         except TypeError:
             self._jitted.trace(*args, **kwargs)  # jax says best what is wrong with an argument.
             raise
         args, kwargs = static.with_dynamic(args, kwargs, seen)
-        with target.seen_by_kernels():
+        with target.seen_by_kernels(), within_budget():
             return Traced(self._jitted.trace(*args, **kwargs), self._function, target)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """As ``jax.jit(...).lower``; ``.compile()`` keeps to the budget."""
-        return self.trace(*args, **kwargs).lower()
+        """As ``jax.jit(...).lower``; ``.compile()`` keeps to the budget.
+
+        What was lowered, planned or compiled for such arguments before is not again.
+        """
+        return self._program(args, kwargs)[2]
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(...).eval_shape``."""
-        with find_target(self._function.options.machine).seen_by_kernels():
+        with self._target(jax.tree.leaves((args, kwargs))).seen_by_kernels(), within_budget():
             return self._jitted.eval_shape(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -199,8 +217,9 @@ class _PlannedFunction:
         Raises:
           NotExecutableError: when the devices of `machine` are not here.
         """
-        dynamic, leaves, compiled = self._compile(args, kwargs)
-        placed = jax.tree.unflatten(jax.tree.structure(dynamic), compiled.move(leaves))
+        dynamic, leaves, lowered = self._program(args, kwargs)
+        moved = lowered.compile().move(leaves)
+        placed = jax.tree.unflatten(jax.tree.structure(dynamic), moved)
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
         return (args, kwargs) if kwargs else args
 
@@ -209,8 +228,36 @@ class _PlannedFunction:
         with self._lock:
             self._programs.clear()
         self._jitted.clear_cache()
+        self._dispatch = xla.dispatcher(self._jitted, self._miss)
 
-    def _compile(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Compiled]:
+    def _inlined(self, args: Any, kwargs: Any) -> Any:
+        """Runs or traces the function as jax does: where a transformation is under way (grad,
+        vmap, another jit), whoever compiles that decides about memory."""
+        if self._warns and not jax.config.jax_disable_jit:
+            self._warns = not warn_of_dropped_budget(getattr(self, "__name__", "f"))  # Once.
+        static = self._function.static
+        moved = jax.tree.map(to_device, static.dynamic(args, kwargs))
+        args, kwargs = static.with_dynamic(args, kwargs, moved)
+        return self._jitted(*args, **kwargs)
+
+    def _miss(self, *args: Any, **kwargs: Any) -> xla.Called:
+        """Calls it with arguments of types that are new, or at places that are."""
+        dynamic, leaves, lowered = self._program(args, kwargs)
+        compiled = lowered.compile()
+        if compiled.is_jax_own and not compiled.displaced(leaves):
+            return xla.call_jitted(self._jitted, *args, **kwargs)
+        if compiled.consumed:
+            self._consumed[compiled.in_tree] = compiled.consumed
+        return compiled.call(*dynamic[0], **dynamic[1])
+
+    def _target(self, leaves: Iterable[Any]) -> Target:
+        """What arguments like these are compiled for."""
+        given = self._function.jit_options
+        asked = jax.tree.leaves([given.get(k) for k in ("in_shardings", "out_shardings")])
+        shardings = [*asked, *(getattr(leaf, "sharding", None) for leaf in leaves)]
+        return find_target(self._function.options.machine, shardings)
+
+    def _program(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Lowered]:
         """Returns the dynamic arguments, the same flat, and the program for them."""
         static = self._function.static
         dynamic = static.dynamic(args, kwargs)
@@ -222,8 +269,18 @@ class _PlannedFunction:
             self._jitted.trace(*args, **kwargs)  # jax says best what is wrong with an argument.
             raise
         with self._lock:
-            once = self._programs.setdefault(key, _Once())
-        return dynamic, leaves, once.get(lambda: self.lower(*args, **kwargs).compile())
+            lowered = self._programs.get(key)
+        if lowered is None:
+            lowered = self.trace(*args, **kwargs).lower()
+            with self._lock:  # Of threads that lowered it at once, the first one's counts.
+                lowered = self._programs.setdefault(key, lowered)
+        return dynamic, leaves, lowered
+
+
+def _planned(
+    fun: Callable[..., Any], options: Options, jit_options: Mapping[str, Any]
+) -> _PlannedFunction:
+    return _PlannedFunction(fun, options=options, jit_options=jit_options)
 
 
 def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -241,18 +298,3 @@ def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:
 def _has_formats(jit_options: Mapping[str, Any]) -> bool:
     given = [jit_options.get("in_shardings"), jit_options.get("out_shardings")]
     return any(isinstance(leaf, Format) for leaf in jax.tree.leaves(given))
-
-
-class _Once:
-    """A program that the first thread to ask compiles, and the others wait for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._compiled: Compiled | None = None
-
-    def get(self, compile_program: Callable[[], Compiled]) -> Compiled:
-        if self._compiled is None:
-            with self._lock:
-                if self._compiled is None:
-                    self._compiled = compile_program()
-        return self._compiled

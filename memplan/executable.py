@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -114,7 +114,8 @@ class Target:
             lowered = traced.lower()
         else:
             platform = {"gpu": "cuda"}.get(self.platform, self.platform)
-            with self.seen_by_kernels():
+            callbacks = xla.callbacks_for_absent_gpu() if platform == "cuda" else nullcontext()
+            with self.seen_by_kernels(), callbacks:
                 lowered = traced.lower(lowering_platforms=(platform,))
         return Program(lowered, self, options)
 
@@ -153,6 +154,8 @@ class Program:
         for sharding in found.shardings.values():
             if isinstance(sharding, NamedSharding):
                 return NamedSharding(sharding.mesh, PartitionSpec())
+        if not found.mesh.empty:
+            return NamedSharding(found.mesh, PartitionSpec())
         if found.devices is None:
             mesh = AbstractMesh((found.device_count,), ("devices",), (AxisType.Auto,))
             return NamedSharding(mesh, PartitionSpec())
@@ -187,6 +190,20 @@ class Program:
             return None
 
 
+def _topology_of(sharding: Any) -> Topology | None:
+    """The devices of a sharding, if they are not here."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        devices = tuple(sharding.mesh.devices.flat)
+    elif isinstance(sharding, Sharding) and not isinstance(sharding, NamedSharding):
+        devices = tuple(sharding.device_set)
+    else:
+        return None
+    if not devices or not xla.is_absent(devices[0]):
+        return None
+    machine = load_machine(devices[0].device_kind)
+    return Topology(f"{machine.name}:{len(devices)}", machine, devices)
+
+
 def device_bytes(executable: Executable, hosted_bytes: int) -> int:
     """Returns arguments + outputs + temporaries − aliased bytes on the device, as XLA
     reports them for the final executable.
@@ -200,10 +217,12 @@ def device_bytes(executable: Executable, hosted_bytes: int) -> int:
     return total - m.alias_size_in_bytes - hosted_bytes
 
 
-def find_target(machine: str | Machine | Topology | None) -> Target:
+def find_target(machine: str | Machine | Topology | None, shardings: Iterable[Any] = ()) -> Target:
     """Resolves the ``machine=`` option.
 
     Args:
+      shardings: of arguments and results, as far as the user gives them. Without `machine`,
+        compile-only devices among them are what it is compiled for.
       machine: a topology or its name (``"v5e:2x2"``): compile for it. A machine, or its name
         or file: what the devices that are here should be taken for when they are of that
         platform, else one device of it that need not be here. None: go by
@@ -215,12 +234,15 @@ def find_target(machine: str | Machine | Topology | None) -> Target:
     if isinstance(machine, Topology):
         return Target(machine.machine, machine)
     if machine is None:
-        return Target(load_machine(jax.devices()[0].device_kind), None)
+        found = next((t for t in map(_topology_of, shardings) if t is not None), None)
+        if found is not None:
+            return Target(found.machine, found)
+        return Target(load_machine(xla.devices()[0].device_kind), None)
     if isinstance(machine, str) and ":" in machine:
         found = topology(machine)
         return Target(found.machine, found)
     if not isinstance(machine, Machine):
         machine = load_machine(machine)
-    if machine.platform == jax.default_backend():
+    if machine.platform == xla.devices()[0].platform:
         return Target(machine, None)
     return Target(machine, topology(machine.name))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -138,10 +139,21 @@ class Lowering:
             compiler_options=merged,
             **given,
         )
-        program = self.target.lower(jitted.trace(*args, **kwargs), merged)
+        with self._in_mesh():
+            program = self.target.lower(jitted.trace(*args, **kwargs), merged)
         if self.target.absent:
             tell_xla(program, layouts)
         return program
+
+    @contextmanager
+    def _in_mesh(self) -> Generator[None]:
+        """The mesh that the user had set when the function was traced."""
+        mesh = self.program.arguments.mesh
+        if mesh.empty or jax.sharding.get_mesh() == mesh:
+            yield
+        else:
+            with jax.set_mesh(mesh):
+                yield
 
     @property
     def _compiler_options(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def explain_oom() -> Generator[None]:
     with inject.watched() as scheduled:
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
             note(error, scheduled)
             raise
 

@@ -125,7 +125,7 @@ def bound_sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return None
-    sharding = _as_single_device(sharding)
+    sharding = as_single_device(sharding)
     if not isinstance(leaf, jax.Array):
         return _in_device_memory(sharding)
     if not leaf.committed or _is_default(sharding, jax.config.jax_default_device):
@@ -154,7 +154,7 @@ def on_one_device(device: Any) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=1024)
-def _as_single_device(sharding: Sharding) -> Sharding:
+def as_single_device(sharding: Sharding) -> Sharding:
     """The inverse of `on_one_device`, which programs give to their results; any other sharding
     as it is."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (_ONE_DEVICE,):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental.layout import Format
+from jax.sharding import SingleDeviceSharding
 
-from hlo_passes import inject, pipeline, verify
+from hlo_passes import inject, pipeline, verify, xla
 from hlo_passes.errors import (
     LoopMismatchError,
     LoweringPlatformsError,
@@ -38,7 +40,12 @@ from memplan.looks import Look, Looks
 from memplan.lowering import Lowering
 from memplan.out_of_memory import explain_oom, note
 from memplan.placing import Placing
-from memplan.signature import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, memory_kind
+from memplan.signature import (
+    DEVICE_MEMORY_KIND,
+    HOST_MEMORY_KIND,
+    as_single_device,
+    memory_kind,
+)
 from memplan.streams.hosting import Hosting
 from memplan.topologies import Topology
 
@@ -51,6 +58,13 @@ _LEAST_STEP = 1 / 64
 
 # How often what lies between a budget that is too little and the planner's least is halved.
 _HALVINGS = 4
+
+
+_Options = tuple[tuple[str, Any], ...]
+
+
+def _as_key(options: Mapping[str, Any] | None) -> _Options:
+    return tuple((options or {}).items())
 
 
 class PlacementWarning(UserWarning):
@@ -130,7 +144,10 @@ class Lowered:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
         self.placing = Placing(self._lowering)
         self._looks = Looks(self.placing)
-        self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
+        self._lock = threading.RLock()
+        self._own: dict[_Options, Executable | None] = {}
+        self._compiled: dict[_Options, Compiled] = {}
+        self._plan: Plan | None = None
 
     @property
     def args_info(self) -> Any:
@@ -187,10 +204,14 @@ class Lowered:
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
-        try:
-            return self._look_with_credit(self.budget, 0, 1, None)[0].plan
-        except MemoryBudgetError as error:
-            raise error.asked_for(error.budget, error.least, self.placing.left_alone) from None
+        with self._lock:
+            if self._plan is None:
+                try:
+                    self._plan = self._look_with_credit(self.budget, 0, 1, None)[0].plan
+                except MemoryBudgetError as error:
+                    left_alone = self.placing.left_alone
+                    raise error.asked_for(error.budget, error.least, left_alone) from None
+            return self._plan
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles the program; within the budget as XLA itself reports it.
@@ -205,17 +226,28 @@ class Lowered:
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
 
+        key = _as_key(compiler_options)
+        with self._lock:
+            if key not in self._compiled:
+                compiled = self._compile(compiler_options)
+                self._plan = compiled.plan or self._plan
+                self._compiled[key] = compiled
+                self._looks.forget()
+                self._own.clear()
+            return self._compiled[key]
+
+    def _compile(self, options: Mapping[str, Any] | None) -> Compiled:
         def within(budget: int) -> Compiled:
-            executable = self._as_xla_has_it(budget, compiler_options)
+            executable = self._as_xla_has_it(budget, options)
             if executable is not None and device_bytes(executable, 0) <= budget:
                 return Compiled(executable, self, None, ())
-            return self._compile_within(budget, compiler_options)
+            return self._compile_within(budget, options)
 
         try:
             return within(self.budget)
         except MemoryBudgetError as error:
             least = _least(error, within)
-            if (executable := self._as_xla_has_it(least, compiler_options)) is not None:
+            if (executable := self._as_xla_has_it(least, options)) is not None:
                 least = min(least, device_bytes(executable, 0))
             raise error.asked_for(self.budget, least, self.placing.left_alone) from None
 
@@ -249,7 +281,7 @@ class Lowered:
         it does not fit the device."""
         if self._lowering.arguments_bytes > budget:
             return None
-        key = tuple((options or {}).items())
+        key = _as_key(options)
         if key not in self._own:
             begin = time.monotonic()
             executable = self._own[key] = self.placing.program.fitting(options)
@@ -406,6 +438,7 @@ class Compiled:
     ) -> None:
         self._executable = executable
         self._lowered = lowered
+        self._bound: dict[bool, jax.stages.Compiled] = {}
         self.hosting = look.hosting if look is not None else Hosting(frozenset())
         self.plan = look.plan if look is not None else None
         layouts = lowered.placing.layouts_beside(self.hosting)
@@ -507,14 +540,14 @@ class Compiled:
         return self._of_jax.output_formats
 
     @property
-    def _of_jax(self) -> Any:
+    def _of_jax(self) -> jax.stages.Compiled:
         """
         Raises:
           NotExecutableError: for GPUs that are not here, on which jax has no shardings.
         """
         if isinstance(self._executable, TopologyExecutable):
             self._check_executable()
-        return self._executable
+        return self._bound_as(())
 
     def unscheduled(self) -> Executable:
         """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
@@ -545,6 +578,10 @@ class Compiled:
             sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
             moved[n] = jax.device_put(leaves[n], to)
+            if isinstance(sharding, SingleDeviceSharding) and not getattr(
+                leaves[n], "committed", False
+            ):
+                moved[n] = xla.unbound(moved[n])
         return moved
 
     def _check_executable(self) -> None:
@@ -555,12 +592,13 @@ class Compiled:
         """Where an argument is bound to, else where the program has it, in another memory."""
         if isinstance(leaf, jax.Array) and leaf.committed:
             return leaf.sharding.with_memory_kind(kind)
-        return self._lowered.placing.lowering.sharding(n).with_memory_kind(kind)
+        return as_single_device(self._lowered.placing.lowering.sharding(n).with_memory_kind(kind))
 
     @functools.cached_property
-    def _consumed(self) -> tuple[int, ...]:
+    def consumed(self) -> tuple[int, ...]:
         """The flat arguments that are donated and on the host. XLA is not told so (see
-        `Placing.placed`): they are deleted, or the host would hold them beside their results."""
+        `Placing.placed`): whoever calls deletes them, or the host would hold them beside their
+        results."""
         infos = jax.tree.leaves(self.args_info)
         return tuple(n for n in sorted(self.hosting.arguments) if infos[n].donated)
 
@@ -570,27 +608,48 @@ class Compiled:
         Raises:
           NotExecutableError: when it was compiled for devices that are not here.
         """
-        self._check_executable()
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        away = self.displaced(leaves) if tree == self.in_tree else []
-        if away:
-            warnings.warn(
-                f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
-                "them, for this call only; move them once with place(): args = step.place(*args)",
-                PlacementWarning,
-                skip_file_prefixes=(os.path.dirname(__file__),),
-            )
-            args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
-        run: Any = self._executable
+        leaves = jax.tree.leaves((args, kwargs))
         try:
-            results = run(*args, **kwargs)
+            results, _, _ = self.call(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
             note(error, program=lambda: self.module)
             raise
-        for n in self._consumed:
-            if isinstance(leaves[n], jax.Array):
-                leaves[n].delete()
+        delete(leaves[n] for n in self.consumed)
         return results
+
+    def call(self, *args: Any, **kwargs: Any) -> xla.Called:
+        """Runs the program; says how jax may do so itself the next time. What is `consumed` is
+        left to the caller."""
+        self._check_executable()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        program = self._bound_as(leaves)
+        away = self.displaced(leaves) if tree == self.in_tree else []
+        if not away:
+            return xla.call_compiled(program, *args, **kwargs)
+        warnings.warn(
+            f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
+            "them, for this call only; move them once with place(): args = step.place(*args)",
+            PlacementWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),
+        )
+        args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
+        return xla.call_compiled(program, *args, **kwargs)[0], None, False
+
+    def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:
+        """The program with the results of ``jax.jit``: bound where an argument is, on one device
+        without a mesh. memplan lowers its programs with shardings in which jax sees memories."""
+        bound = self._lowered.placing.lowering.program.arguments.committed
+        bound = bound or any(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves)
+        if bound not in self._bound:
+            self._bound[bound] = xla.bind(self._executable, as_single_device, bound)
+        return self._bound[bound]
+
+
+def delete(arrays: Iterable[Any]) -> None:
+    """Frees arrays, as jax does with what is donated."""
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.delete()
 
 
 def _least(error: MemoryBudgetError, within: Callable[[int], Compiled]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hlo_passes import xla
@@ -20,14 +17,6 @@ from hlo_passes.errors import CompilerMissingError, TopologyError
 from hlo_passes.gpu_target import gpu_target_config
 from hlo_passes.ir import HOST_MEMORY_SPACE
 from hlo_passes.machine import Machine, load_machine
-
-# What lets libtpu compile on a machine without a TPU, in several processes at once.
-_TPU_ENVIRONMENT = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 
 # Of each machine libtpu's name, and the extent of one host, which every libtpu accepts.
 _TPU_NAMES = {
@@ -55,6 +44,9 @@ class Topology:
     name: str
     machine: Machine
     devices: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"<Topology {self.name}: {len(self.devices)} of {self.machine!r}>"
 
     @property
     def platform(self) -> str:
@@ -124,7 +116,7 @@ def _topology(name: str) -> Topology:
     elif machine.platform == "gpu":
         devices = _gpu_devices(name, machine, extent)
     else:
-        devices = jax.devices("cpu")
+        devices = xla.devices("cpu")
     return Topology(name, machine, tuple(devices))
 
 
@@ -136,10 +128,7 @@ def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     if any(size != "1" for size in extent.split("x")[dimensions:]):
         raise TopologyError(name, f"{machine.name} has {dimensions} dimensions")
     _require(name, "libtpu", "tpu")
-    for key, value in _TPU_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    described = {"platform": "tpu", "topology_name": f"{prefix}:{extent or one_host}"}
-    devices = _describe(name, topologies.get_topology_desc, **described)
+    devices = _describe(name, lambda: xla.tpu_topology(f"{prefix}:{extent or one_host}"))
     return devices if extent else devices[:1]
 
 
@@ -148,7 +137,9 @@ def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
         raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
     _require(name, "jax_cuda13_plugin", "cuda")
     config = gpu_target_config(machine)
-    return _describe(name, xla.cuda_topology, target_config=config, topology=f"1x1x{extent or 1}")
+    return _describe(
+        name, lambda: xla.cuda_topology(target_config=config, topology=f"1x1x{extent or 1}")
+    )
 
 
 def _require(name: str, package: str, extra: str) -> None:
@@ -156,8 +147,8 @@ def _require(name: str, package: str, extra: str) -> None:
         raise CompilerMissingError(name, package, extra)
 
 
-def _describe(name: str, describe: Callable[..., Any], **description: str) -> Sequence[Any]:
+def _describe(name: str, describe: Callable[[], Any]) -> Sequence[Any]:
     try:
-        return describe(**description).devices
+        return describe().devices
     except Exception as error:  # Plugins raise types of their own; their text is the reason.
         raise TopologyError(name, f"its compiler refuses it: {error}") from error

@@ -1,6 +1,9 @@
 """``memplan.jit`` means what ``jax.jit`` means, and gives its numbers."""
 
+import copy
 import functools
+import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import custom_calls.targets as targets
 import custom_calls.tracing as tracing
@@ -217,6 +220,7 @@ def test_decorator_and_method():
 # --- inside other transformations -----------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::memplan.BudgetWarning")
 def test_inside_transformations_it_is_plain_jit():
     step = memplan.jit(chain, hbm=1)  # No plan keeps to that: none is made.
     args = weights(2), activations()
@@ -240,12 +244,93 @@ def test_inside_transformations_it_is_plain_jit():
         assert_same_bits(step(*args), chain(*args))
 
 
+@pytest.mark.filterwarnings("ignore::memplan.BudgetWarning")
 def test_a_tracer_that_is_closed_over():
     @jax.jit
     def outer(x: jax.Array) -> jax.Array:
         return memplan.jit(lambda y: x + y, hbm=1)(jnp.ones(3))
 
     assert_same_bits(outer(jnp.ones(3)), jnp.full(3, 2.0))
+
+
+@pytest.mark.parametrize("hbm", [HALF, "1GiB"])
+def test_calls_are_dispatched_as_jax_dispatches_its_own(hbm: Any, monkeypatch: Any):
+    step = memplan.jit(powers, hbm=hbm, static_argnums=1, donate_argnames="x")
+    layers, times, x = step.place(weights(), 2, activations())
+    x = step(layers, times, x)
+    monkeypatch.setattr(step, "_program", None)  # From here on all is found in C++.
+    for _ in range(2):
+        x = step(layers, times, x)
+    assert_same_bits(x, powers(weights(), 6, activations()))
+
+
+def test_a_dropped_budget_is_said_once():
+    inner = memplan.jit(chain, hbm=1)
+    with pytest.warns(memplan.BudgetWarning, match=r"memplan.jit\(jax.grad\(chain\), hbm=...\)"):
+        jax.grad(lambda w, x: inner(w, x).sum())(weights(2), activations())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.vmap(inner, (None, 0))(weights(2), activations()[None])
+        # Here it is not dropped: the larger program keeps to another one.
+        within = memplan.jit(lambda w, x: memplan.jit(chain, hbm=1)(w, x) + 1, hbm="1GiB")
+        within(weights(2), activations())
+        memplan.jit(chain)  # No budget, nothing to drop.
+        jax.jit(memplan.jit(chain))(weights(2), activations())
+
+
+@pytest.mark.filterwarnings("ignore::memplan.BudgetWarning")
+def test_placed_arguments_inside_transformations():
+    step = memplan.jit(chain, hbm=HALF)
+    layers, x = step.place(weights(), activations())
+    assert any(w.sharding.memory_kind == "pinned_host" for w in layers)
+    expected = jax.jit(chain)(weights(), activations())
+    assert_same_bits(jax.jit(step)(layers, x), expected)
+    assert_same_bits(jax.jit(lambda x: step(layers, x))(x), expected)
+    assert_same_bits(jax.vmap(step, (None, 0))(layers, x[None])[0], expected)
+    gradient = jax.grad(lambda w, x: step(w, x).sum())(layers, x)
+    plain = jax.grad(lambda w, x: jax.jit(chain)(w, x).sum())(weights(), activations())
+    assert_same_bits(jax.device_get(gradient), jax.device_get(plain))
+    with jax.disable_jit():
+        np.testing.assert_allclose(step(layers, x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("hbm", [HALF, "1GiB"])
+def test_results_are_where_those_of_jax_are(hbm: Any):
+    step, plain = memplan.jit(chain, hbm=hbm), jax.jit(chain)
+    device = jax.devices()[1]
+    arguments = [
+        (weights(), activations()),
+        jax.device_put((weights(), activations()), device),
+        (weights(), jax.device_put(activations(), jax.devices()[0])),
+    ]
+    for args in arguments:
+        expected = plain(*args)
+        for found in (step(*step.place(*args)), step(*step.place(*args))):  # Also by the C++ path.
+            assert found.sharding == expected.sharding
+            assert found.committed == expected.committed
+            assert_same_bits(found, expected)
+
+
+def test_results_under_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,))
+    step = memplan.jit(chain, hbm=HALF)
+    args = step.place(weights(), activations())
+    with jax.set_mesh(mesh):
+        expected = jax.jit(chain)(weights(), activations())
+        lowered = step.lower(weights(), activations())
+        found = step(*step.place(weights(), activations()))
+        assert found.sharding == expected.sharding
+        assert_same_bits(found, expected)
+        assert jax.jit(jnp.sin)(step(*args)).shape == expected.shape
+    assert lowered.compile().plan is not None  # The mesh is that of the trace.
+
+
+@pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
+def test_copies_and_pickles():
+    step = memplan.jit(chain, hbm=HALF)
+    assert copy.deepcopy(step)(weights(), activations()).shape == activations().shape
+    again = pickle.loads(pickle.dumps(memplan.jit(chain, hbm=HALF)))
+    assert again.plan(weights(), activations()) == step.plan(weights(), activations())
 
 
 # --- when it compiles -----------------------------------------------------------------------
@@ -277,10 +362,12 @@ def test_a_loop_over_its_own_results_compiles_once(monkeypatch: pytest.MonkeyPat
     step = memplan.jit(chain, hbm=HALF)
     layers, x = step.place(weights(), activations())
     x = step(layers, x)
-    assert x.committed  # One of the arguments was.
-    monkeypatch.setattr(step, "lower", None)
-    for _ in range(3):
+    monkeypatch.setattr(step, "trace", None)
+    for _ in range(2):
         x = step(layers, x)
+    (device,) = x.devices()
+    x = step(layers, jax.device_put(x, device))  # It is there already, but now it is to stay.
+    assert x.committed
     assert_same_bits(x, jax.jit(lambda w, x: powers(w, 4, x))(weights(), activations()))
 
 

@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 import memplan.api as memplan
 from hlo_passes.cost import instruction_costs
@@ -219,14 +227,91 @@ def test_on_tpu_plans_are_made_with_xlas_own_estimates():
     assert before.compute_s < 0.9 * after.compute_s
 
 
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a plain script, in which nothing says which devices there are."""
+    ours = ("JAX_", "TPU_", "TF_", "XLA_", "ALLOW_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("before", ["", "jax.devices(); "])
 def test_a_gpu_that_is_not_there_has_a_topology_in_a_plain_script(before: str):
     """Without ``JAX_PLATFORMS``, and after jax has looked for its devices."""
-    script = f"import jax, memplan; {before}print(memplan.topology('h200').devices)"
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(f"import jax, memplan; {before}print(memplan.topology('h200').devices)")
     assert done.returncode == 0, done.stderr
     assert "device_kind=NVIDIA H200" in done.stdout
+
+
+@pytest.mark.tpu
+@pytest.mark.gpu
+def test_nothing_is_left_of_topologies_and_nothing_said():
+    done = run("""
+import os
+import jax, jax.numpy as jnp, memplan
+jax_own = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # Set by jax and libtpu for themselves.
+before = dict(os.environ)
+for name in ("h200", "v5e"):
+    print(memplan.topology(name))
+    step = memplan.jit(lambda x: x @ x, machine=memplan.topology(name))
+    step.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
+memplan.jit(lambda x: x @ x)(jnp.ones((4, 4)))
+changed = {k for k in {*os.environ, *before} if os.environ.get(k) != before.get(k)}
+assert changed <= jax_own, changed
+""")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "<Topology h200: 1 of <Machine h200 (gpu): 141.0 GiB of hbm, 4800 GB/s>>",
+        "<Topology v5e: 1 of <Machine tpu-v5e (tpu): 15.7 GiB of hbm, 819 GB/s>>",
+    ]
+
+
+@pytest.mark.tpu
+def test_devices_of_a_topology_of_jax_say_what_the_machine_is():
+    devices = topologies.topology("v5e:2x2").devices
+    mesh = Mesh(np.array(devices), ("x",))
+    struct = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def on(sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    step = memplan.jit(loss, hbm="18MiB")
+    for sharding in (rows, SingleDeviceSharding(devices[0])):
+        compiled = step.lower([on(sharding)] * 4, on(sharding)).compile()
+        assert compiled.input_shardings[0][0][0].device_set == sharding.device_set
+        assert "tpu" in compiled.as_text()
+    told = memplan.jit(jnp.sin, in_shardings=rows, out_shardings=rows)
+    assert told.lower(struct).compile().input_shardings[0][0] == rows
+
+
+def calling_back(x: jax.Array) -> jax.Array:
+    jax.debug.print("sum {}", x.sum())
+    return jax.pure_callback(np.sin, x, x) + x
+
+
+def checked(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return calling_back(x)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("v5e", marks=pytest.mark.tpu), pytest.param("h200", marks=pytest.mark.gpu)],
+)
+def test_callbacks_for_devices_that_are_not_here(name: str):
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 6
+    compiled = memplan.jit(calling_back, machine=name).lower(x).compile()
+    assert compiled.plan is None
+    planned = memplan.jit(checked, machine=name, hbm="16MiB").lower(weights, x).compile()
+    assert planned.plan is not None
+    assert planned.plan.moved_bytes > 0
+    # Nothing of jax is left changed: it has the same to say of its own.
+    nowhere = NamedSharding(AbstractMesh((1,), ("x",), (AxisType.Auto,)), PartitionSpec())
+    traced = jax.jit(calling_back).trace(jax.ShapeDtypeStruct((4,), x.dtype, sharding=nowhere))
+    with pytest.raises(ValueError, match="devices to be present"):
+        traced.lower(lowering_platforms=("cuda",))

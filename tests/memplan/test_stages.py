@@ -1,5 +1,6 @@
 """What a compiled program does beside running XLA's executable."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import memplan.api as memplan
-from hlo_passes import inject
+from hlo_passes import inject, xla
 from hlo_passes.errors import LoweringPlatformsError, NotExecutableError
 from hlo_passes.ir import Module
 from memplan.stages import Compiled
@@ -25,40 +26,42 @@ def on_host(sharding: Any) -> bool:
     return sharding.memory_kind == "pinned_host"
 
 
-class Recording:
-    """In place of XLA's executable; CPU hosts no donated argument."""
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Compiled, list[bool]]]:
+    """A program with arguments on the host; CPU hosts no donated one. Instead of calling it, says
+    which of its arguments were deleted then."""
 
-    def __init__(self) -> None:
-        self.deleted: list[bool] = []
+    def hosted(donated: tuple[int, ...], on_host: set[int]) -> tuple[Compiled, list[bool]]:
+        struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+        lowered = memplan.jit(update, donate_argnums=donated).lower(struct, struct, struct)
+        compiled = Compiled(lowered.unplanned(), lowered, None, ())
+        compiled.hosting = Hosting(frozenset(on_host))
+        deleted: list[bool] = []
 
-    def __call__(self, *args: Any) -> str:
-        self.deleted = [isinstance(a, jax.Array) and a.is_deleted() for a in args]
-        return "results"
+        def call(compiled: Any, *args: Any) -> xla.Called:
+            deleted.extend(isinstance(a, jax.Array) and a.is_deleted() for a in args)
+            return "results", None, False
 
+        monkeypatch.setattr(xla, "call_compiled", call)
+        return compiled, deleted
 
-def hosted(donated: tuple[int, ...], on_host: set[int]) -> tuple[Compiled, Recording]:
-    struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    lowered = memplan.jit(update, donate_argnums=donated).lower(struct, struct, struct)
-    executable = Recording()
-    compiled = Compiled(executable, lowered, None, ())  # pyright: ignore[reportArgumentType]
-    compiled.hosting = Hosting(frozenset(on_host))
-    return compiled, executable
+    return hosted
 
 
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
-def test_donated_arguments_on_the_host_are_consumed(placed: bool):
-    compiled, executable = hosted(donated=(0, 1), on_host={0, 2})
+def test_donated_arguments_on_the_host_are_consumed(hosted: Any, placed: bool):
+    compiled, deleted = hosted(donated=(0, 1), on_host={0, 2})
     args = [jnp.ones((4, 4)) for _ in range(3)]
     if placed:
         args = compiled.move(args)
     assert compiled(*args) == "results"
-    assert executable.deleted == [False] * 3
+    assert deleted == [False] * 3
     # The second is XLA's to consume, the third was not given away.
     assert [a.is_deleted() for a in args] == [True, False, False]
 
 
-def test_numpy_arrays_are_nobodys_to_consume():
+def test_numpy_arrays_are_nobodys_to_consume(hosted: Any):
     compiled, _ = hosted(donated=(0,), on_host={0})
     arrays = [np.ones((4, 4), np.float32) for _ in range(3)]
     with pytest.warns(memplan.PlacementWarning):
