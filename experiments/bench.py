@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from experiments import dumps, planning_time
+from experiments import dispatch, dumps, planning_time
 
 
 def main() -> None:
+    dispatch.main([])
     planning_time.main([])
     dumps.main([])
 
