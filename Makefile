@@ -19,7 +19,7 @@ export PYTHON
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Plan a Llama for a TPU v5e and an H200, then run the small one here
+demo: $(READY) ## Plan Llamas for a TPU v5e and an H200, and run a small one here (2 minutes)
 	@$(BIN)/memplan demo
 
 test: $(READY) ## Run the tests (JOBS=2, PYTEST_ARGS="-k name")

@@ -6,8 +6,8 @@ to try. All derive from `MemplanError`, so ``except memplan.MemplanError`` catch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hlo_passes.units import format_bytes
 
@@ -281,14 +281,30 @@ class ReplayError(MemplanError):
 
 @dataclass(frozen=True, slots=True)
 class LiveBuffer:
-    """A buffer that is live where memory is short: its HLO name, bytes and ``op_name``."""
+    """A buffer that is live where memory is short.
+
+    Attributes:
+      name: in HLO.
+      size: bytes.
+      op_name: of an argument, the user's name of it; else the operations that made it.
+      source_line: ``file:line`` where it is made; ``""`` of arguments.
+    """
 
     name: str
     size: int
     op_name: str
+    source_line: str = ""
+
+    def __str__(self) -> str:
+        called = self.op_name.rpartition("/")[2] or self.name
+        at = f" of {self.source_line}" if self.source_line else ""
+        return f"{called}{at} {format_bytes(self.size)}"
 
 
 _NAMED = 3
+
+# Buffers of no more than this share of the largest are not named beside it.
+_SMALL_SHARE = 64
 
 
 class MemoryBudgetError(MemplanError):
@@ -325,24 +341,38 @@ class MemoryBudgetError(MemplanError):
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
         self.small, self.largest, self.left_alone = small, largest, dict(left_alone or {})
         self.needed = least if needed is None else needed
-        where = f"%{instruction}" if instruction else "the program"
-        where += f" ({op_name})" if op_name else ""
-        where += f" at {source_line}" if source_line else ""
-        held = ", ".join(f"{b.op_name or b.name} {format_bytes(b.size)}" for b in largest)
-        tables = ""
-        if small > self.needed // 16:
-            tables = f", {format_bytes(small)} small temporaries and tables of XLA's"
         limit = f" with slots={slots}" if slots is not None else ""
-        advice = f" On the device as a whole: {_by_reason(self.left_alone)}." if left_alone else ""
         super().__init__(
-            f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}: {where} needs "
-            f"{format_bytes(self.needed)} at once, {format_bytes(fixed)} of it arguments and "
-            f"outputs that stay on the device{tables}. Largest live there: "
-            f"{held or 'nothing else'}. The least budget that would do is hbm={least}.{advice}"
+            f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}; "
+            f"hbm={least} ({format_bytes(least)}) is the least that works\n"
+            + "\n".join(f"  {line}" for line in self._lines())
         )
 
+    def _lines(self) -> Iterator[str]:
+        called = self.op_name.rpartition("/")[2]
+        what = f"{called} (%{self.instruction})" if called else f"%{self.instruction}"
+        if self.instruction:
+            yield f"tightest at: {what}" + (f", {self.source_line}" if self.source_line else "")
+        counts = self.largest[0].size // _SMALL_SHARE if self.largest else 0
+        live = [str(buffer) for buffer in self.largest if buffer.size > counts]
+        live.append(f"{format_bytes(self.fixed)} of arguments and outputs that stay")
+        if self.small > self.needed // 16:
+            live.append(f"{format_bytes(self.small)} of small temporaries and XLA's tables")
+        yield f"live there: {', '.join(live)}"
+        if (lost := self.least - self.needed) > self.least // 16:
+            yield f"besides: {format_bytes(lost)} for how XLA packs them, and its later passes"
+        if self.left_alone:
+            yield f"stays on the device as a whole: {_by_reason(self.left_alone)}"
+        made = sum(b.size for b in self.largest if b.source_line)
+        if made > self.needed // 2:
+            yield "or less at once: a smaller batch, jax.checkpoint around what makes these"
+
     def asked_for(
-        self, budget: int, least: int, left_alone: Mapping[str, str] | None = None
+        self,
+        budget: int,
+        least: int,
+        left_alone: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> MemoryBudgetError:
         """The same shortage, seen from another budget and with another least one.
 
@@ -350,14 +380,18 @@ class MemoryBudgetError(MemplanError):
           budget: what was asked for in the first place.
           least: what would do, with the bytes that packing and XLA's later passes add.
           left_alone: what is known of it by now.
+          names: other ones of the arguments that are live there.
         """
+        names = names or {}
         return MemoryBudgetError(
             budget=budget,
             least=least,
             instruction=self.instruction,
             op_name=self.op_name,
             source_line=self.source_line,
-            largest=self.largest,
+            largest=tuple(
+                replace(b, op_name=names.get(b.op_name, b.op_name)) for b in self.largest
+            ),
             fixed=self.fixed,
             small=self.small,
             slots=self.slots,
@@ -381,6 +415,10 @@ def _by_reason(left_alone: Mapping[str, str]) -> str:
     if rest := len(left_alone) - sum(len(paths) for _, paths in named):
         sentences.append(f"and {rest} more, in `left_alone`")
     return "; ".join(sentences)
+
+
+class CurveError(MemplanError, ValueError):
+    """A curve that cannot be made, or drawn."""
 
 
 class NotExecutableError(MemplanError, RuntimeError):

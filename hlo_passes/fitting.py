@@ -23,6 +23,7 @@ from hlo_passes.edit_fitting import fit_with_edits
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitted import Fitted, edited, placed
 from hlo_passes.once import once
+from hlo_passes.origins import Origins
 from hlo_passes.plan import Edits
 from hlo_passes.problem import Problem
 
@@ -188,19 +189,24 @@ def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudget
     live += [
         (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
     ]
-    names = {i.name: i for i in posed.module.entry.instructions}
-    largest = tuple(
-        LiveBuffer(name, size, names[name].op_name if name in names else "")
-        for size, name in sorted(live, reverse=True)[:5]
-    )
+    origins = Origins(posed.module)
+    instructions = {i.name: i for i in posed.module.entry.instructions}
+
+    def described(name: str, size: int) -> LiveBuffer:
+        i = instructions.get(name.partition("{")[0])
+        if i is None:
+            return LiveBuffer(name, size, "")
+        line = "" if i.opcode == "parameter" else origins.line(i)
+        return LiveBuffer(name, size, origins.about(i).op_name, line)
+
     at = posed.ticks.instructions[tick] if posed.ticks.end else None
     return MemoryBudgetError(
         budget=budget,
         least=least,
         instruction=at.name if at is not None else "",
-        op_name=at.op_name if at is not None else "",
-        source_line=posed.module.source_line(at) if at is not None else "",
-        largest=largest,
+        op_name=origins.about(at).op_name if at is not None else "",
+        source_line=origins.line(at) if at is not None else "",
+        largest=tuple(described(name, size) for size, name in sorted(live, reverse=True)[:5]),
         fixed=posed.fixed_bytes,
         small=posed.arena.base,
         slots=slots,

@@ -39,6 +39,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from hlo_passes.errors import PlanFormatError
+from hlo_passes.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 3
 
@@ -186,6 +187,12 @@ class Prediction:
     def gap(self) -> float:
         """How much longer than the bound a step is, as a fraction of the bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long a step takes as with everything on the device."""
+        plain_s = self.compute_s - self.recompute_s
+        return self.step_time_s / plain_s if plain_s else 1.0
 
     @property
     def total_bytes(self) -> int:
@@ -407,7 +414,7 @@ class Decision:
     obstacle: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Where every buffer lives and when it moves, for one module on one machine.
 
@@ -424,7 +431,7 @@ class Plan:
       streams: what was decided about loops over stacks, before XLA saw the program.
       left_alone: why an argument that a loop reads cannot be streamed, and one that is donated
         or not offered cannot be moved, by the user's path.
-      compiler_options: the XLA options that the streams need.
+      compiler_options: the XLA options that it was made with and needs.
       edits: what is done to the entry before transfers are placed in it.
       decisions: what was decided about temporaries that are idle while memory is short,
         largest first.
@@ -450,6 +457,19 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __repr__(self) -> str:
+        used = f"{format_bytes(self.prediction.total_bytes)} of {format_bytes(self.budget_bytes)}"
+        return f"<Plan for {self.machine}: {used}; {self.predicted}>"
+
+    @property
+    def predicted(self) -> str:
+        """What it moves, and what a step is predicted to take, for a person."""
+        step = format_seconds(self.prediction.step_time_s)
+        return (
+            f"{format_bytes(self.moved_bytes)} moved in a step of {step} (predicted), "
+            f"{self.prediction.slowdown:.2f}x that with everything on the device"
+        )
 
     @property
     def host_parameters(self) -> tuple[int, ...]:

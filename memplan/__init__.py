@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hlo_passes.plan import Plan
     from hlo_passes.reader import read_module
     from memplan.api import jit
+    from memplan.curves import Curve, curve
     from memplan.explaining import explain
     from memplan.inlined import BudgetWarning
     from memplan.out_of_memory import explain_oom
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BudgetWarning": "memplan.inlined",
+    "Curve": "memplan.curves",
     "Machine": "hlo_passes.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
@@ -47,6 +49,7 @@ _HOME = {
     "Topology": "memplan.topologies",
     "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
+    "curve": "memplan.curves",
     "explain": "memplan.explaining",
     "explain_oom": "memplan.out_of_memory",
     "jit": "memplan.api",
@@ -59,6 +62,7 @@ _HOME = {
 
 __all__ = [
     "BudgetWarning",
+    "Curve",
     "Machine",
     "MemoryBudgetError",
     "MemplanError",
@@ -68,6 +72,7 @@ __all__ = [
     "Topology",
     "UnknownBufferError",
     "VerificationError",
+    "curve",
     "explain",
     "explain_oom",
     "jit",

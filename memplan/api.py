@@ -25,7 +25,7 @@ from hlo_passes.budget import parse_bytes, whole_number
 from hlo_passes.errors import LayoutsError, OffloadSyntaxError, SearchTimeError, SlotsError
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
-from memplan.executable import Target, find_target
+from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
 from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
@@ -116,7 +116,7 @@ def jit(
         layouts,
     )
     if not isinstance(machine, Machine | Topology | None):
-        find_target(machine)  # A name that does not exist is an error here.
+        check_machine(machine)  # A name that does not exist is an error here.
     if fun is None:
         jax.jit(**jit_options)  # So is an option that does not exist.
         return functools.partial(_PlannedFunction, options=options, jit_options=jit_options)

@@ -1,4 +1,4 @@
-"""The command line: ``memplan inspect | diff | plan | passes | machines | demo``.
+"""The command line: ``memplan inspect | diff | plan | curve | passes | machines | demo``.
 
 A command imports what it needs when it runs, so that ``memplan machines`` does not wait for
 jax. What memplan refuses is one sentence on stderr and exit status 2; tables go to stdout,
@@ -182,6 +182,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_outputs(plan)
     plan.set_defaults(run=_plan)
 
+    curve = commands.add_parser(
+        "curve", help="predicted step against device memory, from all of it to the least"
+    )
+    curve.add_argument("source", metavar="MODULE:FUNCTION", help="a program, as for plan")
+    curve.add_argument("--machine", required=True, help="a machine or a topology, as for plan")
+    curve.add_argument("--points", type=int, default=8, metavar="N", help="budgets to plan for")
+    curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
+    _add_json(curve)
+    curve.set_defaults(run=_curve)
+
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)
     passes.set_defaults(run=_passes)
@@ -191,7 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(machines)
     machines.set_defaults(run=_machines)
 
-    demo = commands.add_parser("demo", help="plan a Llama for two accelerators that are not here")
+    demo = commands.add_parser("demo", help="plan Llamas for accelerators that are not here")
+    demo.add_argument("--full", action="store_true", help="five of them on two targets: 10 minutes")
     _add_json(demo)
     demo.set_defaults(run=_demo)
     return parser
@@ -500,6 +511,31 @@ def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     return Planned(plan, rewritten, machine, runs)
 
 
+def _curve(options: argparse.Namespace) -> None:
+    from hlo_passes.units import format_bytes, format_seconds
+    from memplan.curves import Point, curve
+    from memplan.reference import load_reference
+
+    with _progress("Loading"):
+        _without_devices()
+        program = load_reference(options.source)
+        from memplan.unplanned import target_of
+    with _progress("Planning") as say:
+
+        def found(point: Point) -> None:
+            step = format_seconds(point.step_time_s)
+            say(f"{format_bytes(point.budget_bytes)}: a step of {step}, {point.slowdown:.2f}x")
+
+        step = program.jit(machine=target_of(options.machine))
+        result = curve(step, *program.args, points=options.points, found=found)
+    if options.plot:
+        result.plot(options.plot)
+    if options.json:
+        sys.stdout.write(result.to_json() + "\n")
+    else:
+        _print_tables([result.table])
+
+
 def _passes(options: argparse.Namespace) -> None:
     from hlo_passes.pipeline import PASSES
     from memplan.report.tables import Column, Table
@@ -533,7 +569,7 @@ def _machines(options: argparse.Namespace) -> None:
 def _demo(options: argparse.Namespace) -> None:
     from memplan import demo
 
-    demo.main(json=options.json)
+    demo.main(full=options.full, json=options.json)
 
 
 def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
@@ -624,12 +660,14 @@ def _print_tables(tables: Iterable[Table]) -> None:
 
 
 @contextmanager
-def _progress(what: str) -> Generator[None]:
-    """A spinner on stderr while something takes its time; nothing in a pipe."""
+def _progress(what: str) -> Generator[Callable[[str], None]]:
+    """A spinner on stderr while something takes its time, beside which more can be said, and what
+    is said stays; nothing in a pipe."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda _: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{what}…"):
-        yield
+    console = Console(stderr=True)
+    with console.status(f"{what}…"):
+        yield lambda said: console.print(said, highlight=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json as json_format
+import logging
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -100,6 +101,10 @@ WORKLOADS = (
     Workload("prefill", "llama2-70b", 32, 512, 512, "14GiB", True, ("params.*",)),
 )
 
+# What shows in a minute or two what it is about: the same weights, far too large for the device.
+SHORT = {WORKLOADS[0]: ("h200",), WORKLOADS[4]: ("v5e",)}
+FULL = dict.fromkeys(WORKLOADS, TARGETS)
+
 # One chip that has the memory of its host to itself: 384 GB on an 8-chip VM of TPU v5e
 # (ct5lp-hightpu-8t, cloud.google.com/tpu/docs/v5e). 70B take 129 GiB of it.
 HOST_BYTES = 384_000_000_000
@@ -114,30 +119,45 @@ class DemoError(MemplanError):
     """The demo cannot run here."""
 
 
-def main(*, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
-    """Runs the demo and prints its tables; with `json`, one document instead.
+def main(*, full: bool = False, json: bool = False, folder: Path = Path("memplan-demo")) -> None:
+    """Runs the demo and prints each table when it is there; with `json`, one document at the end.
 
     Writes for every workload and target a report, a trace and the plan into `folder`.
+
+    Args:
+      full: all workloads for all targets, some ten minutes; else two, in one or two.
     """
     # An accelerator of this machine is neither needed nor taken.
     jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("memplan").setLevel(logging.ERROR)  # The tables say it.
     models = _models()
-    results = {w: [_accelerator(models, w, target) for target in TARGETS] for w in WORKLOADS}
-    small = _cpu(models)
-    files = [path for of in results.values() for result in of for path in _write(folder, result)]
+    steps = FULL if full else SHORT
+    count = 1 + sum(2 * len(targets) for targets in steps.values())
+    said = _Progress(count)
+
+    def show(table: Table) -> None:
+        if not json:
+            write_tables([table], sys.stdout)
+            print(flush=True)
+
+    small = _cpu(models, said)
+    show(_cpu_table(small))
+    results: list[_Result] = []
+    files: list[str] = []
+    for workload, targets in steps.items():
+        made = [_accelerator(models, workload, target, said) for target in targets]
+        files += [path for result in made for path in _write(folder, result)]
+        results += made
+        show(_table(workload, made))
     if json:
-        document = {
-            "targets": [_row(r, run) for of in results.values() for r in of for run in r.runs],
-            "cpu": small,
-            "files": files,
-        }
-        print(json_format.dumps(document, indent=2))
+        rows = [_row(r, run) for r in results for run in r.runs]
+        print(json_format.dumps({"targets": rows, "cpu": small, "files": files}, indent=2))
         return
-    tables = [_table(w, of) for w, of in results.items()]
-    write_tables([*tables, _cpu_table(small)], sys.stdout)
-    print("\nReports (open in a browser), traces (open in Perfetto) and plans:")
+    print("Reports (open in a browser), traces (open in Perfetto) and plans:")
     for path in files:
         print(f"  {path}")
+    if not full:
+        print("All models on both targets: memplan demo --full (ten minutes)")
 
 
 def _models() -> Any:
@@ -171,19 +191,19 @@ class _Result:
         return (self.planned,) if self.alone is None else (self.alone, self.planned)
 
 
-def _accelerator(models: Any, workload: Workload, target: str) -> _Result:
+def _accelerator(models: Any, workload: Workload, target: str, said: _Progress) -> _Result:
     device = topology(target).with_host_memory(HOST_BYTES)
     machine = device.machine
-    what = f"{target}, {workload.model} {workload.name}{', scanned' if workload.is_scanned else ''}"
-    with _said(f"{what}: memplan within {workload.hbm}"):
+    what = f"{workload.model} {workload.name} for {target}"
+    with said(f"{what}: compiling within {workload.hbm}"):
         compiled = workload.compile(models.workloads, device)
     planned = view_planned(compiled, machine)
-    with _said(f"{what}: XLA alone, the same on the host"):
+    with said(f"{what}: compiling what XLA does alone with the same weights on the host"):
         alone = view_unscheduled(compiled, machine)
     return _Result(workload, target, machine, compiled, alone, planned)
 
 
-def _cpu(models: Any) -> dict[str, Any]:
+def _cpu(models: Any, said: _Progress) -> dict[str, Any]:
     """Runs the small configuration with its weights streamed, against plain jax."""
     llama, config = models.llama, models.configs.CONFIGS[SMALL_MODEL]
     nnx = importlib.import_module("flax.nnx")
@@ -191,7 +211,7 @@ def _cpu(models: Any) -> dict[str, Any]:
     tokens = jnp.arange(SMALL_BATCH * SMALL_PROMPT).reshape(SMALL_BATCH, -1) % config.vocab_size
     cache = llama.init_cache(config, SMALL_BATCH, SMALL_PROMPT)
     fun = functools.partial(llama.prefill, graphdef)
-    with _said(f"cpu: running {SMALL_MODEL} prefill, plain jax.jit and memplan.jit"):
+    with said(f"{SMALL_MODEL} prefill on this CPU: running it, plain and within half the memory"):
         plain = jax.jit(fun).lower(params, tokens, cache).compile()
         own = device_bytes(plain, 0)
         budget = int(own * SMALL_SHARE)
@@ -276,10 +296,16 @@ def _write(folder: Path, result: _Result) -> Iterator[str]:
         yield str(path)
 
 
-@contextmanager
-def _said(what: str) -> Generator[None]:
-    """Tells on stderr what takes its time, and how long it took."""
-    print(f"{what} ...", end="", file=sys.stderr, flush=True)
-    begin = time.monotonic()
-    yield
-    print(f" {time.monotonic() - begin:.1f} s", file=sys.stderr)
+class _Progress:
+    """Tells on stderr what takes its time, how long it took, and how much is still to do."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._done = count, 0
+
+    @contextmanager
+    def __call__(self, what: str) -> Generator[None]:
+        self._done += 1
+        print(f"[{self._done}/{self._count}] {what} ...", end="", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        yield
+        print(f" {time.monotonic() - begin:.1f} s", file=sys.stderr)

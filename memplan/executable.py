@@ -190,6 +190,19 @@ class Program:
             return None
 
 
+def check_machine(name: Any) -> None:
+    """Checks what is known of ``machine=`` before jax looks for its devices, which is not to happen
+    where a function is decorated.
+
+    Raises:
+      UnknownMachineError, TopologyError, CompilerMissingError: as `find_target`.
+    """
+    if isinstance(name, str) and ":" in name:
+        topology(name)
+    else:
+        load_machine(name)
+
+
 def _topology_of(sharding: Any) -> Topology | None:
     """The devices of a sharding, if they are not here."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -231,18 +244,19 @@ def find_target(machine: str | Machine | Topology | None, shardings: Iterable[An
     Raises:
       UnknownMachineError: when `machine` or the device kind is in no machine file.
     """
+    here = xla.devices()  # Before jax looks for them itself, which is not quiet everywhere.
     if isinstance(machine, Topology):
         return Target(machine.machine, machine)
     if machine is None:
         found = next((t for t in map(_topology_of, shardings) if t is not None), None)
         if found is not None:
             return Target(found.machine, found)
-        return Target(load_machine(xla.devices()[0].device_kind), None)
+        return Target(load_machine(here[0].device_kind), None)
     if isinstance(machine, str) and ":" in machine:
         found = topology(machine)
         return Target(found.machine, found)
     if not isinstance(machine, Machine):
         machine = load_machine(machine)
-    if machine.platform == xla.devices()[0].platform:
+    if machine.platform == here[0].platform:
         return Target(machine, None)
     return Target(machine, topology(machine.name))

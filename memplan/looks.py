@@ -8,6 +8,7 @@ loops over stacks are looked at with rings of different depth, and the fastest p
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -125,6 +126,10 @@ class Looks:
             raise failure
         return best
 
+    def resident(self, options: Mapping[str, Any] | None) -> Look:
+        """The program with everything on the device, whether or not that has so much."""
+        return self._look_at(Hosting(frozenset()), sys.maxsize, options)
+
     def took(self, xla_s: float) -> None:
         """Takes note that XLA was at work for so many seconds, on this program or part of it."""
         self._xla_s = max(self._xla_s, xla_s)
@@ -193,21 +198,43 @@ class Looks:
                 room -= max(error.least - budget, room // 8)
 
     def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
-        """Plans with these stacks on the host; of the other arguments as many as must be."""
-        machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
+        """Plans with these stacks on the host; of the other arguments as many as must be.
+
+        What an argument that stays takes is known beforehand but for packing: where that is more
+        than there is room for, fewer stay.
+        """
+        room = budget
+        while True:
+            stay = self._stay(hosting, room, options)
+            try:
+                return self._look_with(hosting.without(stay), budget, options)
+            except MemoryBudgetError as error:
+                if not stay:
+                    raise
+                room -= max(error.least - budget, room // 8)
+
+    def _stay(
+        self, hosting: Hosting, room: int, options: Mapping[str, Any] | None
+    ) -> frozenset[int]:
+        """The arguments, by flat number, that so many bytes leave on the device."""
         program, module = self._capture(hosting, options)
-        numbers, paths = program.arguments.parameters, self._lowering.paths
+        numbers = program.arguments.parameters
         host_parameters, sliced = self._placing.on_host(program, hosting)
         stay = pipeline.choose_stay(
             module,
-            machine,
-            budget,
+            self._lowering.target.machine,
+            room,
             host_parameters=host_parameters,
             sliced_parameters=sliced,
-            slots=slots,
+            slots=self._lowering.function.options.slots,
         )
-        hosting = hosting.without([n for n in hosting.arguments if numbers[n] in stay])
+        return frozenset(n for n in hosting.arguments if numbers[n] in stay)
+
+    def _look_with(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
+        """Plans with all of that on the host."""
+        machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
         program, module = self._capture(hosting, options)
+        numbers, paths = program.arguments.parameters, self._lowering.paths
         host_parameters, sliced = self._placing.on_host(program, hosting)
         named = {number: paths[n] for n, number in numbers.items()}
         plan = pipeline.plan_module(
@@ -228,9 +255,10 @@ class Looks:
             plan,
             streams=record_streams(self._placing.streams, hosting, paths, self._placing.stack_size),
             left_alone=self._placing.left_alone,
-            compiler_options=self._placing.ring_options
-            if self._placing.streams.rings(hosting)
-            else {},
+            compiler_options={
+                **(self._placing.ring_options if self._placing.streams.rings(hosting) else {}),
+                **{k: str(v) for k, v in (options or {}).items()},
+            },
         )
         held = {p.parameter: p.size for p in plan.placements}
         on_cpu = self._lowering.target.platform == "cpu"

@@ -40,7 +40,7 @@ class Lowering:
         self.traced = traced
         self.function = function
         self.target = target
-        self.program = target.lower(traced, self._compiler_options)
+        self.program = target.lower(traced, self.compiler_options)
 
     @functools.cached_property
     def in_tree(self) -> Any:
@@ -131,7 +131,7 @@ class Lowering:
             given["in_shardings"] = _left_to_xla(args, told_by_jax)
         if told_by_jax.results:
             given["out_shardings"] = self._out_shardings(told_by_jax, donors or {})
-        merged = {**self._compiler_options, **(options or {})}
+        merged = {**self.compiler_options, **(options or {})}
         jitted = jax.jit(
             placed,
             donate_argnums=tuple(n for n, a in enumerate(donated_args) if _donated(a)),
@@ -156,7 +156,8 @@ class Lowering:
                 yield
 
     @property
-    def _compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, Any]:
+        """Of XLA, as the user gave them to ``jit``."""
         return dict(self.function.jit_options.get("compiler_options") or {})
 
     def _out_shardings(self, layouts: Layouts, donors: Mapping[int, int]) -> Any:

@@ -7,13 +7,14 @@ what XLA reports of the executable is compared with the budget.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
@@ -29,6 +30,7 @@ from hlo_passes.errors import (
     PlanMismatchError,
 )
 from hlo_passes.ir import Module
+from hlo_passes.machine import Machine
 from hlo_passes.plan import LoopStreams, Plan
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes
@@ -39,6 +41,7 @@ from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.looks import Look, Looks
 from memplan.lowering import Lowering
 from memplan.out_of_memory import explain_oom, note
+from memplan.paths import dotted
 from memplan.placing import Placing
 from memplan.signature import (
     DEVICE_MEMORY_KIND,
@@ -52,6 +55,12 @@ from memplan.topologies import Topology
 # XLA's later passes may end above what was planned; then the difference is taken off.
 _MAX_ROUNDS = 3
 
+# Without them XLA:CPU makes one library call of products that feed each other: all the weights that
+# it reads have to be there at once, and a plan can move none of them.
+_FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+}
+
 # How often a least budget that does not work is raised, each time by twice as much.
 _LEAST_ROUNDS = 8
 _LEAST_STEP = 1 / 64
@@ -60,7 +69,13 @@ _LEAST_STEP = 1 / 64
 _HALVINGS = 4
 
 
+_log = logging.getLogger("memplan")
+
+# From so many times the step with everything on the device, the log warns.
+_SLOW = 2.0
+
 _Options = tuple[tuple[str, Any], ...]
+_T = TypeVar("_T")
 
 
 def _as_key(options: Mapping[str, Any] | None) -> _Options:
@@ -207,11 +222,32 @@ class Lowered:
         with self._lock:
             if self._plan is None:
                 try:
-                    self._plan = self._look_with_credit(self.budget, 0, 1, None)[0].plan
+                    self._plan = self._first(
+                        None, lambda tried: self._look_with_credit(self.budget, 0, 1, tried)[0].plan
+                    )
                 except MemoryBudgetError as error:
-                    left_alone = self.placing.left_alone
-                    raise error.asked_for(error.budget, error.least, left_alone) from None
+                    raise self._told(error, error.budget, error.least) from None
             return self._plan
+
+    def within(self, budget: int) -> Plan:
+        """Plans for another budget, in bytes, compiling nothing further than XLA's scheduler.
+
+        Raises:
+          MemoryBudgetError: as `plan` does. The least budget that it names is the planner's first
+            guess.
+        """
+        with self._lock:
+            return self._first(None, lambda tried: self._looks.look(budget, tried).plan)
+
+    def resident(self) -> Plan:
+        """The plan that moves nothing, however much memory that takes."""
+        with self._lock:
+            return self._looks.resident(None).plan
+
+    @property
+    def machine(self) -> Machine:
+        """What it is lowered for."""
+        return self._lowering.target.machine
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles the program; within the budget as XLA itself reports it.
@@ -232,16 +268,28 @@ class Lowered:
                 compiled = self._compile(compiler_options)
                 self._plan = compiled.plan or self._plan
                 self._compiled[key] = compiled
+                self._log(compiled)
                 self._looks.forget()
                 self._own.clear()
             return self._compiled[key]
 
+    def _log(self, compiled: Compiled) -> None:
+        plan = compiled.plan
+        # On CPU both memories are one: what moves is only practice.
+        slow = plan is not None and plan.prediction.slowdown >= _SLOW
+        if not slow or self._lowering.target.platform == "cpu":
+            _log.info("%r", compiled)
+            return
+        _log.warning(
+            "%r. What would be faster: a larger hbm=; less that "
+            "moves (a smaller offload=, fewer bits a weight); more compute for each byte (a larger "
+            "batch).",
+            compiled,
+        )
+
     def _compile(self, options: Mapping[str, Any] | None) -> Compiled:
         def within(budget: int) -> Compiled:
-            executable = self._as_xla_has_it(budget, options)
-            if executable is not None and device_bytes(executable, 0) <= budget:
-                return Compiled(executable, self, None, ())
-            return self._compile_within(budget, options)
+            return self._first(options, lambda tried: self._compile_with(budget, tried))
 
         try:
             return within(self.budget)
@@ -249,7 +297,30 @@ class Lowered:
             least = _least(error, within)
             if (executable := self._as_xla_has_it(least, options)) is not None:
                 least = min(least, device_bytes(executable, 0))
-            raise error.asked_for(self.budget, least, self.placing.left_alone) from None
+            raise self._told(error, self.budget, least) from None
+
+    def _first(
+        self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], _T]
+    ) -> _T:
+        """What is planned with the user's options, or else with those that leave more to plan."""
+        options = dict(options or {})
+        finer = _FINER_OPTIONS.get(self._lowering.target.platform, {})
+        asked = self._lowering.compiler_options.keys() | options.keys()
+        try:
+            return planned(options)
+        except MemoryBudgetError as error:
+            if finer.keys() <= asked:
+                raise
+            try:
+                return planned({**finer, **options})
+            except MemoryBudgetError as again:
+                raise min(error, again, key=lambda e: e.least) from None
+
+    def _compile_with(self, budget: int, options: Mapping[str, Any]) -> Compiled:
+        executable = self._as_xla_has_it(budget, options)
+        if executable is not None and device_bytes(executable, 0) <= budget:
+            return Compiled(executable, self, None, (), options)
+        return self._compile_within(budget, options)
 
     @property
     def fun_name(self) -> str:
@@ -311,13 +382,18 @@ class Lowered:
             predicted = look.plan.prediction.total_bytes
             rounds.append(f"planned {predicted} bytes, XLA reports {total}")
             if total <= budget:
-                return Compiled(executable, self, look, tuple(rounds))
+                return Compiled(executable, self, look, tuple(rounds), options or {})
             self._looks.compiled(executable)
             reported.append(total)
             overhead = max(overhead, total - predicted)
         if mismatch is not None and not reported:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
+
+    def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
+        """The same error, with what is known up here: the user's names, why arguments stay."""
+        names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
+        return error.asked_for(budget, least, self.placing.left_alone, names)
 
     def _least_planned(self, error: MemoryBudgetError) -> int:
         """The least budget that the planner was seen to keep to. The one that it names is that of
@@ -429,13 +505,20 @@ class Compiled:
       plan: what it follows; None where XLA's own program keeps to the budget.
       layouts: of the arguments and results that are not as jax has them.
       forms: in which layouts products of batches take their operands, where XLA is told.
+      options: of XLA, beside those given to ``jit``.
       rounds: what each compilation was planned for and what XLA reported.
       followed: what the checker found of the plan in the executable; None without a plan.
     """
 
     def __init__(
-        self, executable: Executable, lowered: Lowered, look: Look | None, rounds: tuple[str, ...]
+        self,
+        executable: Executable,
+        lowered: Lowered,
+        look: Look | None,
+        rounds: tuple[str, ...],
+        options: Mapping[str, Any],
     ) -> None:
+        self.options = dict(options)
         self._executable = executable
         self._lowered = lowered
         self._bound: dict[bool, jax.stages.Compiled] = {}
@@ -454,7 +537,7 @@ class Compiled:
         said = f"{self._lowered.fun_name}: {used} on the device"
         if self.plan is None:
             return f"<Compiled {said}; no plan was needed>"
-        said += f"; {format_bytes(self.plan.moved_bytes)} moved in a step"
+        said += f"; {self.plan.predicted}"
         if streamed := sum(loop.slots > 0 for loop in self.streams):
             said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
         return f"<Compiled {said}>"
@@ -472,7 +555,7 @@ class Compiled:
     @property
     def is_jax_own(self) -> bool:
         """Whether calling ``jax.jit`` runs this very executable."""
-        is_as_written = not self.layouts and not self.forms
+        is_as_written = not self.layouts and not self.forms and not self.options
         return self.plan is None and self._lowered.absent is None and is_as_written
 
     @functools.cached_property

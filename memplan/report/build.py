@@ -29,12 +29,13 @@ from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, M
 from hlo_passes.live_ranges import compute_live_ranges
 from hlo_passes.machine import Machine
 from hlo_passes.memory import measure_memory
+from hlo_passes.origins import ABOUT_OPERAND
 from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
 from hlo_passes.sharing import Target
 from hlo_passes.timeline import TransferId
 from hlo_passes.traffic import traffic
 from memplan.report.edited import recomputed, split_temporaries
-from memplan.report.names import ABOUT_OPERAND, Names
+from memplan.report.names import Names
 from memplan.report.view import (
     BAND_KINDS,
     Band,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 
 from hlo_passes.async_chains import async_chains
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction
 from hlo_passes.live_ranges import LiveRanges
+from hlo_passes.origins import Origins
 from memplan.report.view import Step
-
-# Instructions that XLA made up about another one: the name to show is the other's.
-ABOUT_OPERAND = frozenset(
-    {"bitcast", "copy", "get-tuple-element", "copy-start", "copy-done"}
-    | {"async-start", "async-done"}
-)
 
 
 class Names:
@@ -30,7 +24,7 @@ class Names:
         self._ranges = ranges
         self._module = ranges.dataflow.module
         self._labels = labels
-        self._fused: dict[int, Instruction | None] = {}
+        self._origins = Origins(self._module)
 
     def step(self, instruction: Instruction) -> Step:
         about = self.about(instruction)
@@ -38,28 +32,7 @@ class Names:
 
     def about(self, i: Instruction) -> Instruction:
         """The instruction whose name and source line say what `i` is for."""
-        while not i.op_name:
-            if i.opcode == "fusion" and (fused := self._fused_for(i.called_computation_ids[0])):
-                return fused
-            if i.opcode not in ABOUT_OPERAND or not i.operand_ids:
-                return i
-            i = self._module.instructions[i.operand_ids[0]]
-        return i
-
-    def _fused_for(self, computation: int) -> Instruction | None:
-        """Of what a fusion computes the last thing that has a name: XLA:GPU gives none to fusions
-        with several results, nor to the tuple that is their root."""
-        if computation not in self._fused:
-            root = self._module.computations[computation].root
-            before = {root.id: root}
-            queue = deque(before.values())
-            while queue and not queue[0].op_name:
-                for o in queue.popleft().operand_ids:
-                    if o not in before:
-                        before[o] = self._module.instructions[o]
-                        queue.append(before[o])
-            self._fused[computation] = queue[0] if queue else None
-        return self._fused[computation]
+        return self._origins.about(i)
 
     def label(self, i: Instruction) -> str:
         """The user's name of an argument, or of the argument that `i` is a copy or, with

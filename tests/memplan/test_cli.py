@@ -120,6 +120,24 @@ def test_plan_of_a_function(run, tmp_path, monkeypatch):
     assert json.loads(run(*words, "--explain", "x")) == []
 
 
+def test_curve_of_a_function(run, tmp_path, monkeypatch):
+    (tmp_path / "chain_program.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "from tests.memplan.chains import chain\n"
+        "def program():\n"
+        "    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6\n"
+        "    return chain, (weights, jax.ShapeDtypeStruct((8, 256), jnp.float32))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    picture = tmp_path / "curve.png"
+    words = ("curve", "chain_program:program", "--machine", "cpu", "--points", "3")
+    data = json.loads(run(*words, "--json", "--plot", picture))
+    assert len(data["points"]) == 3
+    assert data["points"][0]["moved_bytes"] == 0 < data["points"][-1]["moved_bytes"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "beside all on the device" in run(*words)
+
+
 def test_plan_of_a_function_with_a_loop(run, tmp_path, monkeypatch):
     source = tmp_path / "scanned_program.py"
     source.write_text(

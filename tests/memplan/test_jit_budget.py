@@ -26,6 +26,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.machine import load_machine
 from hlo_passes.pipeline import rewrite_module
+from hlo_passes.units import format_bytes
 from memplan.topologies import topology
 from tests.memplan.chains import (
     HALF,
@@ -89,12 +90,10 @@ def test_the_error_says_what_needs_the_memory():
     assert error.largest[0].size == WEIGHT_BYTES
     sentence = str(error)
     for part in (
-        "no plan keeps to hbm=16384 (16.0 KiB)",
-        f"%{error.instruction}",
-        error.source_line,
-        "weights[",
-        "16.0 KiB",
-        f"The least budget that would do is hbm={error.least}.",
+        "no plan keeps to hbm=16384 (16.0 KiB); ",
+        f"hbm={error.least} ({format_bytes(error.least)}) is the least that works\n",
+        f"tightest at: dot_general (%{error.instruction}), {error.source_line}\n",
+        "live there: weights.0 16.0 KiB, ",
     ):
         assert part in sentence
 
@@ -231,7 +230,7 @@ def test_of_many_arguments_that_stay_the_error_names_some():
     left_alone |= {f"v{n}": f"reason {n}" for n in range(4)}
     error = raised.value.asked_for(1, 2, left_alone)
     named = "w0, w1, w2 and 2 more: read whole; v0: reason 0; v1: reason 1; and 2 more, in"
-    assert f"On the device as a whole: {named} `left_alone`." in str(error)
+    assert f"stays on the device as a whole: {named} `left_alone`" in str(error)
     assert error.left_alone == left_alone
 
 
@@ -256,7 +255,7 @@ def test_what_packing_takes_is_not_needed_at_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.tpu
 def test_small_temporaries_and_tables_are_named_where_they_are_much():
     shapes = jax.eval_shape(lambda: (weights(), activations()))
-    with pytest.raises(MemoryBudgetError, match="small temporaries and tables of XLA's") as raised:
+    with pytest.raises(MemoryBudgetError, match="of small temporaries and XLA's tables") as raised:
         memplan.jit(chain, hbm=1, machine="v5e").lower(*shapes).plan()
     error = raised.value
     assert 0 < error.small < error.needed
@@ -289,6 +288,7 @@ def test_nothing_is_said_of_loops_that_are_not_the_users():
 
 
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stages, "_FINER_OPTIONS", {})
     reported = itertools.chain([HALF + 30, HALF + 20, HALF + 10], itertools.repeat(HALF))
     monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
@@ -345,6 +345,7 @@ def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.
 
 def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
     """With less room other arguments are to stay, and what then fails may need more."""
+    monkeypatch.setattr(stages, "_FINER_OPTIONS", {})
     look = looks.Looks.look
     asked: list[int] = []
 
@@ -361,6 +362,47 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert len(asked) == 4
     assert asked[3] == raised.value.least == HALF + asked[0] - asked[2]
+
+
+# --- what XLA:CPU makes one library call of -------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
+def test_products_that_a_sum_ends_are_planned_one_by_one_on_cpu():
+    def loss(layers: Any, x: jax.Array) -> jax.Array:
+        return chain(layers, x).sum()
+
+    args = [jnp.full((512, 512), 1 / 512)] * 12, jnp.ones((8, 512))
+    step = memplan.jit(loss, hbm="4MiB")
+    compiled = step.lower(*args).compile()
+    assert compiled.plan is not None
+    assert len(compiled.plan.transfers) > 1
+    assert not compiled.is_jax_own
+    np.testing.assert_allclose(step(*args), jax.jit(loss)(*args), rtol=1e-5)
+    assert "xla_cpu_experimental_ynn_fusion_type" in compiled.plan.compiler_options
+    # What the user says counts.
+    said = {
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+    }
+    with pytest.raises(MemoryBudgetError):
+        memplan.jit(loss, hbm="4MiB", compiler_options=said).lower(*args).compile()
+
+
+# --- a budget between two that work ---------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_what_packing_takes_is_left_free_for_it():
+    """Two thirds of the weights stay where packing takes none of the rest."""
+    shapes = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 16
+    lowered = memplan.jit(chain, machine="h200").lower(shapes, shapes[0])
+    most = lowered.resident().prediction.total_bytes
+    with pytest.raises(MemoryBudgetError) as raised:
+        lowered.within(1)
+    least = raised.value.least
+    moved = [lowered.within(least + (most - least) * k // 8).moved_bytes for k in range(9)]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] == 0
 
 
 # --- nothing to plan ------------------------------------------------------------------------

@@ -250,14 +250,14 @@ def test_a_gpu_that_is_not_there_has_a_topology_in_a_plain_script(before: str):
 def test_nothing_is_left_of_topologies_and_nothing_said():
     done = run("""
 import os
-import jax, jax.numpy as jnp, memplan
+import jax, jax.numpy as jnp, memplan, numpy as np
 jax_own = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # Set by jax and libtpu for themselves.
 before = dict(os.environ)
 for name in ("h200", "v5e"):
     print(memplan.topology(name))
     step = memplan.jit(lambda x: x @ x, machine=memplan.topology(name))
     step.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
-memplan.jit(lambda x: x @ x)(jnp.ones((4, 4)))
+memplan.jit(lambda x: x @ x)(np.ones((4, 4)))
 changed = {k for k in {*os.environ, *before} if os.environ.get(k) != before.get(k)}
 assert changed <= jax_own, changed
 """)

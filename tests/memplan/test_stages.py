@@ -34,7 +34,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Compiled, lis
     def hosted(donated: tuple[int, ...], on_host: set[int]) -> tuple[Compiled, list[bool]]:
         struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
         lowered = memplan.jit(update, donate_argnums=donated).lower(struct, struct, struct)
-        compiled = Compiled(lowered.unplanned(), lowered, None, ())
+        compiled = Compiled(lowered.unplanned(), lowered, None, (), {})
         compiled.hosting = Hosting(frozenset(on_host))
         deleted: list[bool] = []
 
