@@ -7,7 +7,7 @@ Markdown table. No compiler runs: the corpus holds the final modules.
 
 from __future__ import annotations
 
-from hlo_passes.memory import memory_usage
+from hlo_passes.memory import MemoryUsage, memory_usage
 from tests import corpus
 
 
@@ -16,15 +16,20 @@ def main() -> None:
         "| program | target | predicted temp, bytes | XLA's, bytes | error | lower bound, bytes |"
     )
     print("|---|---|---:|---:|---:|---:|")
-    for key, xla in corpus.memory().items():
-        program, target = key.split(".")
-        usage = memory_usage(corpus.read(key), corpus.platform(key))
-        error = usage.temp_bytes - xla["temp"]
-        percent = f"{error / xla['temp']:+.2%}" if xla["temp"] else f"{error:+,} bytes"
-        print(
-            f"| {program} | {target} | {usage.temp_bytes:,} | {xla['temp']:,} | "
-            f"{'exact' if error == 0 else percent} | {usage.lower_bound_bytes:,} |"
-        )
+    for key in corpus.memory():
+        print(row(key, memory_usage(corpus.read(key), corpus.platform(key))))
+
+
+def row(key: str, usage: MemoryUsage) -> str:
+    """The line of the table for one module."""
+    program, target = key.split(".")
+    xla = corpus.memory()[key]["temp"]
+    error = usage.temp_bytes - xla
+    percent = f"{error / xla:+.2%}" if xla else f"{error:+,} bytes"
+    return (
+        f"| {program} | {target} | {usage.temp_bytes:,} | {xla:,} | "
+        f"{'exact' if error == 0 else percent} | {usage.lower_bound_bytes:,} |"
+    )
 
 
 if __name__ == "__main__":
