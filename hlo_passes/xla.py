@@ -241,7 +241,7 @@ def cuda_topology(**description: str) -> Any:
             return topologies.get_topology_desc(platform="cuda", **description)
 
 
-_callbacks_lock = threading.Lock()
+_callbacks_lock = threading.RLock()
 
 
 @contextmanager
@@ -253,17 +253,18 @@ def callbacks_for_absent_gpu() -> Generator[None]:
     and the primitives of ``jax._src.callback`` (0.11.2, 0.12.0.1).
     """
     needing = dispatch.prim_requires_devices_during_lowering
-    callbacks = {callback.io_callback_p, callback.pure_callback_p}
     context: Any = ModuleContext
-    get_backend_of = context.get_backend
     with _callbacks_lock:
-        needing -= callbacks
+        # What lowers inside may lower something else: each puts back what it has found.
+        taken = needing & {callback.io_callback_p, callback.pure_callback_p}
+        get_backend_of = context.get_backend
+        needing -= taken
         context.get_backend = lambda self, **kwargs: None
         try:
             yield
         finally:
             context.get_backend = get_backend_of
-            needing |= callbacks
+            needing |= taken
 
 
 def compile_for_topology(stablehlo: Any, devices: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -18,7 +18,11 @@ from typing import Any
 from hlo_passes.errors import CurveError, MemoryBudgetError
 from hlo_passes.plan import Plan
 from hlo_passes.units import format_bytes, format_seconds
+from memplan.api import jit
 from memplan.report.tables import Column, Table, plain_text
+
+# How often a least budget that does not work is raised.
+_LEAST_ROUNDS = 6
 
 _COLUMNS = (
     Column("hbm=", right=True),
@@ -140,18 +144,16 @@ def curve(
     ... # doctest: +ELLIPSIS
     <lambda> on cpu, which has ...
     """
-    from memplan.api import jit
-
     if hasattr(function, "place"):
         if machine is not None:
             raise CurveError("machine= goes to memplan.jit, which made this function")
     else:
         function = jit(function, machine=machine)
     lowered = function.lower(*args, **kwargs)
-    within, target = lowered.within, lowered.machine
-    capacity = target.device_memory.capacity_bytes
-    made = _points(within, lowered.resident(), capacity, points, found or (lambda _: None))
-    return Curve(lowered.fun_name, target.name, capacity, made)
+    capacity = lowered.machine.device_memory.capacity_bytes
+    say = found or (lambda _: None)
+    made = _points(lowered.within, lowered.resident(), capacity, points, say)
+    return Curve(lowered.fun_name, lowered.machine.name, capacity, made)
 
 
 def _points(
@@ -195,9 +197,6 @@ def _least(within: Callable[[int], Plan], add: Callable[[int, Plan], None]) -> i
             add(budget, plan)
             return budget
     return None
-
-
-_LEAST_ROUNDS = 6
 
 
 def _between(least: int, most: int, count: int) -> Iterator[int]:

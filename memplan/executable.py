@@ -208,7 +208,7 @@ def _topology_of(sharding: Any) -> Topology | None:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         devices = tuple(sharding.mesh.devices.flat)
     elif isinstance(sharding, Sharding) and not isinstance(sharding, NamedSharding):
-        devices = tuple(sharding.device_set)
+        devices = tuple(sorted(sharding.device_set, key=lambda d: d.id))
     else:
         return None
     if not devices or not xla.is_absent(devices[0]):

@@ -128,7 +128,7 @@ class Looks:
 
     def resident(self, options: Mapping[str, Any] | None) -> Look:
         """The program with everything on the device, whether or not that has so much."""
-        return self._look_at(Hosting(frozenset()), sys.maxsize, options)
+        return self._look_with(Hosting(frozenset()), sys.maxsize, options)
 
     def took(self, xla_s: float) -> None:
         """Takes note that XLA was at work for so many seconds, on this program or part of it."""

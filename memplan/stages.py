@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format
@@ -75,7 +75,6 @@ _log = logging.getLogger("memplan")
 _SLOW = 2.0
 
 _Options = tuple[tuple[str, Any], ...]
-_T = TypeVar("_T")
 
 
 def _as_key(options: Mapping[str, Any] | None) -> _Options:
@@ -266,7 +265,8 @@ class Lowered:
         with self._lock:
             if key not in self._compiled:
                 compiled = self._compile(compiler_options)
-                self._plan = compiled.plan or self._plan
+                if not key:
+                    self._plan = compiled.plan or self._plan
                 self._compiled[key] = compiled
                 self._log(compiled)
                 self._looks.forget()
@@ -299,9 +299,9 @@ class Lowered:
                 least = min(least, device_bytes(executable, 0))
             raise self._told(error, self.budget, least) from None
 
-    def _first(
-        self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], _T]
-    ) -> _T:
+    def _first[T](
+        self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
+    ) -> T:
         """What is planned with the user's options, or else with those that leave more to plan."""
         options = dict(options or {})
         finer = _FINER_OPTIONS.get(self._lowering.target.platform, {})
@@ -692,9 +692,10 @@ class Compiled:
           NotExecutableError: when it was compiled for devices that are not here.
         """
         leaves = jax.tree.leaves((args, kwargs))
+        program, args, kwargs, _ = self._prepared(args, kwargs)
         try:
-            results, _, _ = self.call(*args, **kwargs)
-        except jax.errors.JaxRuntimeError as error:
+            results = program(*args, **kwargs)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
             note(error, program=lambda: self.module)
             raise
         delete(leaves[n] for n in self.consumed)
@@ -703,12 +704,21 @@ class Compiled:
     def call(self, *args: Any, **kwargs: Any) -> xla.Called:
         """Runs the program; says how jax may do so itself the next time. What is `consumed` is
         left to the caller."""
+        program, args, kwargs, moved = self._prepared(args, kwargs)
+        results, fast, again = xla.call_compiled(program, *args, **kwargs)
+        return results, None if moved else fast, again
+
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[jax.stages.Compiled, tuple[Any, ...], dict[str, Any], bool]:
+        """The program that binds its results as these arguments are bound, the arguments where the
+        plan has them, and whether they had to be moved there."""
         self._check_executable()
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._bound_as(leaves)
         away = self.displaced(leaves) if tree == self.in_tree else []
         if not away:
-            return xla.call_compiled(program, *args, **kwargs)
+            return program, args, kwargs, False
         warnings.warn(
             f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
             "them, for this call only; move them once with place(): args = step.place(*args)",
@@ -716,7 +726,7 @@ class Compiled:
             skip_file_prefixes=(os.path.dirname(__file__),),
         )
         args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
-        return xla.call_compiled(program, *args, **kwargs)[0], None, False
+        return program, args, kwargs, True
 
     def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:
         """The program with the results of ``jax.jit``: bound where an argument is, on one device

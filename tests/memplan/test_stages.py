@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import memplan.api as memplan
-from hlo_passes import inject, xla
+from hlo_passes import inject
 from hlo_passes.errors import LoweringPlatformsError, NotExecutableError
 from hlo_passes.ir import Module
 from memplan.stages import Compiled
@@ -38,11 +38,11 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Compiled, lis
         compiled.hosting = Hosting(frozenset(on_host))
         deleted: list[bool] = []
 
-        def call(compiled: Any, *args: Any) -> xla.Called:
+        def call(*args: Any) -> str:
             deleted.extend(isinstance(a, jax.Array) and a.is_deleted() for a in args)
-            return "results", None, False
+            return "results"
 
-        monkeypatch.setattr(xla, "call_compiled", call)
+        monkeypatch.setattr(compiled, "_bound_as", lambda _: call)
         return compiled, deleted
 
     return hosted
@@ -66,6 +66,15 @@ def test_numpy_arrays_are_nobodys_to_consume(hosted: Any):
     arrays = [np.ones((4, 4), np.float32) for _ in range(3)]
     with pytest.warns(memplan.PlacementWarning):
         assert compiled(*arrays) == "results"
+
+
+def test_what_a_program_consumes_is_deleted_by_every_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Compiled, "consumed", (0,))  # As of a donated stack on the host.
+    step = memplan.jit(chain, hbm=HALF)
+    for _ in range(3):  # The first one is looked up, the others are dispatched in C++.
+        layers, x = step.place(weights(), activations())
+        step(layers, x)
+        assert [w.is_deleted() for w in layers] == [True] + [False] * (len(layers) - 1)
 
 
 def test_stages_are_described_as_jax_describes_its_own():
