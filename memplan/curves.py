@@ -142,7 +142,7 @@ def curve(
     >>> import jax.numpy as jnp
     >>> print(curve(lambda w, x: jnp.tanh(x @ w), jnp.ones((256, 256)), jnp.ones(256), points=2))
     ... # doctest: +ELLIPSIS
-    <lambda> on cpu, which has ...
+    <lambda> on cpu-cxl, which has ...
     """
     if hasattr(function, "place"):
         if machine is not None:
