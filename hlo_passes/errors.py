@@ -441,6 +441,44 @@ class PlanMismatchError(MemplanError, ValueError):
         )
 
 
+class StalePlanError(MemplanError, ValueError):
+    """A plan that was made before does not hold for this function any more.
+
+    Attributes:
+      function: its name.
+      changes: what is not as it was, a clause each.
+    """
+
+    def __init__(self, function: str, changes: Sequence[str]) -> None:
+        self.function, self.changes = function, tuple(changes)
+        super().__init__(
+            f"the plan given to memplan.jit(plan=) does not hold for {function}:\n"
+            + "".join(f"  {change}\n" for change in self.changes)
+            + "Make it again, without plan=: step.lower(*args).compile().plan.save(path); or give "
+            "hbm= beside plan=, to have it planned anew where the plan does not hold."
+        )
+
+
+class ProcessesDifferError(MemplanError, ValueError):
+    """The processes of one program do not compile the same."""
+
+    def __init__(self, function: str, process: int, found: str, expected: str) -> None:
+        super().__init__(
+            f"process {process} compiles {function} (program {found}), process 0 another program "
+            f"({expected}): all processes have to call the same functions with arguments of the "
+            "same types, in the same order."
+        )
+
+
+class LeadingProcessError(MemplanError):
+    """Process 0, whose plan all processes take, made none."""
+
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(
+            f"process 0 has no plan for {function}, and so there is none here: {reason}"
+        )
+
+
 class TierCapacityError(MemplanError):
     """What a plan puts into a slower tier does not fit there.
 

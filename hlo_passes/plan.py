@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 from hlo_passes.errors import PlanFormatError
 from hlo_passes.units import format_bytes, format_seconds
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 LogicalTime = int
 
@@ -414,6 +414,45 @@ class Decision:
     obstacle: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Which program of the user's a plan is for, and what was done to that before XLA saw it.
+
+    Attributes:
+      function: its name.
+      fingerprint: `Module.fingerprint` of the program as jax lowers it.
+      signature: the flat arguments, as ``"params.w: float32[8,512]"``.
+      devices: how many it runs on.
+      budget_bytes: what was asked for; the plan's own leaves out what XLA was seen to add.
+      versions: of what made the plan, by package.
+      offered: flat numbers of the arguments that were free to leave the device.
+      hosted: those of them that live on the host.
+      hosted_results: results of scans that do: the path to the scan's equation, and their number.
+      depth, share: of rings, as in `LoopStreams`.
+      argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
+        their dimensions, minor to major; None is left to XLA.
+      donors: flat numbers of results that are laid out, and of the arguments whose place they take.
+      forms: how products take their operands, by their number in the program: which dimensions
+        of the left and of the right one are the innermost, and whether the result is in rows.
+    """
+
+    function: str
+    fingerprint: str
+    signature: tuple[str, ...]
+    devices: int
+    budget_bytes: int
+    versions: Mapping[str, str]
+    offered: tuple[int, ...]
+    hosted: tuple[int, ...]
+    hosted_results: tuple[tuple[tuple[int, ...], int], ...]
+    depth: int
+    share: float
+    argument_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
+    result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
+    donors: tuple[tuple[int, int], ...] = ()
+    forms: tuple[tuple[int, str | None, str | None, bool], ...] = ()
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Where every buffer lives and when it moves, for one module on one machine.
@@ -437,6 +476,8 @@ class Plan:
         largest first.
       labels: HLO buffer name to the user's name.
       provenance: how it was made (planner version, candidate chosen, rounds).
+      preparation: what it takes to follow it from the user's function on; None for a plan that was
+        made of a module.
     """
 
     module_fingerprint: str
@@ -457,6 +498,7 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+    preparation: Preparation | None = None
 
     def __repr__(self) -> str:
         used = f"{format_bytes(self.prediction.total_bytes)} of {format_bytes(self.budget_bytes)}"
@@ -486,7 +528,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A digest of all that is done to the module: what only tells of the program that it
         was made from, as source lines do, is left out."""
-        told = dataclasses.replace(self, streams=(), left_alone={}, decisions=())
+        told = dataclasses.replace(self, streams=(), left_alone={}, decisions=(), preparation=None)
         return hashlib.sha256(told.to_json().encode()).hexdigest()[:16]
 
     def to_json(self, indent: int | None = None) -> str:
@@ -535,6 +577,7 @@ class Plan:
                 decisions=tuple(_record(Decision, d) for d in document["decisions"]),
                 labels=document["labels"],
                 provenance=document["provenance"],
+                preparation=_preparation(document["preparation"]),
             )
         except PlanFormatError:
             raise
@@ -548,7 +591,26 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+          OSError: when there is no such file.
+          PlanFormatError: as `from_json`.
+        """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _preparation(document: dict[str, Any] | None) -> Preparation | None:
+    return None if document is None else _record(Preparation, {**document, **_tuples(document)})
+
+
+def _tuples(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of a document, and those inside, as tuples."""
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return {key: frozen(value) for key, value in document.items() if isinstance(value, list)}
 
 
 def _encode(value: Any) -> Any:
@@ -621,6 +683,7 @@ def _record[
         LoopStack,
         LoopStreams,
         Prediction,
+        Preparation,
         Recompute,
         Refetch,
         Decision,

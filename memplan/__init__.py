@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MemoryBudgetError,
         MemplanError,
         PlanMismatchError,
+        StalePlanError,
         UnknownBufferError,
         VerificationError,
     )
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from hlo_passes.plan import Plan
     from hlo_passes.reader import read_module
     from memplan.api import jit
+    from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
     from memplan.explaining import explain
     from memplan.inlined import BudgetWarning
+    from memplan.kept import PlanWarning
     from memplan.out_of_memory import explain_oom
     from memplan.replaying import replay
-    from memplan.stages import PlacementWarning
     from memplan.topologies import Topology, topology
 
 __version__ = "0.1.0"
@@ -43,9 +45,11 @@ _HOME = {
     "Machine": "hlo_passes.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
-    "PlacementWarning": "memplan.stages",
+    "PlacementWarning": "memplan.compiled",
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
+    "PlanWarning": "memplan.kept",
+    "StalePlanError": "hlo_passes.errors",
     "Topology": "memplan.topologies",
     "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
@@ -69,6 +73,8 @@ __all__ = [
     "PlacementWarning",
     "Plan",
     "PlanMismatchError",
+    "PlanWarning",
+    "StalePlanError",
     "Topology",
     "UnknownBufferError",
     "VerificationError",

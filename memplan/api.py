@@ -11,6 +11,7 @@ Traced ── lower ──► Lowered ── plan ──► Plan          nothin
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +23,23 @@ from jax.experimental.layout import Format
 
 from hlo_passes import xla
 from hlo_passes.budget import parse_bytes, whole_number
-from hlo_passes.errors import LayoutsError, OffloadSyntaxError, SearchTimeError, SlotsError
+from hlo_passes.errors import (
+    LayoutsError,
+    OffloadSyntaxError,
+    PlanFormatError,
+    SearchTimeError,
+    SlotsError,
+)
 from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
+from memplan.compiled import Compiled, PlacementWarning, delete
 from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
 from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
 from memplan.out_of_memory import is_exhausted, note
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
-from memplan.stages import Compiled, Lowered, PlacementWarning, Traced, delete
+from memplan.stages import Lowered, Traced
 from memplan.topologies import Topology
 
 __all__ = ["BudgetWarning", "Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]
@@ -46,6 +54,7 @@ def jit(
     slots: int | None = None,
     search_s: float | None = None,
     layouts: Relaid | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     **jit_options: Any,
 ) -> Any:
     """Compiles `fun` so that it keeps to `hbm` bytes of device memory.
@@ -73,6 +82,10 @@ def jit(
         take their operands, where that is predicted to be faster: a search of up to 400
         compilations up to XLA's scheduler, in programs that spend more than 1 % on conversions.
         By default all layouts are those of ``jax.jit``.
+      plan: made before for this function and such arguments, or the file that `Plan.save` wrote:
+        it is followed, nothing is looked at or searched, and what else is said here of how to
+        plan does not count. Where it does not hold, that is an error; with `hbm` beside it, a
+        `PlanWarning`, and another plan is made. Without `hbm` its own budget is kept to.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning.
 
     Returns:
@@ -82,6 +95,7 @@ def jit(
     Raises:
       BudgetSyntaxError: when `hbm` cannot be read.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
+      PlanFormatError: when `plan` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SearchTimeError: when `search_s` is no number, or negative.
       SlotsError: when `slots` is no positive integer.
@@ -114,6 +128,7 @@ def jit(
         slots,
         search_s,
         layouts,
+        _given(plan),
     )
     if not isinstance(machine, Machine | Topology | None):
         check_machine(machine)  # A name that does not exist is an error here.
@@ -281,6 +296,17 @@ def _planned(
     fun: Callable[..., Any], options: Options, jit_options: Mapping[str, Any]
 ) -> _PlannedFunction:
     return _PlannedFunction(fun, options=options, jit_options=jit_options)
+
+
+def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    try:
+        return Plan.load(os.fspath(plan))
+    except (OSError, TypeError) as error:
+        raise PlanFormatError(
+            "plan=", str(plan), f"a plan, or a file that one was saved to ({error})"
+        ) from None
 
 
 def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -7,11 +7,11 @@ import jax
 from hlo_passes.machine import Machine
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
+from memplan.compiled import Compiled
 from memplan.out_of_memory import is_exhausted
 from memplan.report.build import view_run
 from memplan.report.tables import Column
 from memplan.report.view import RunView
-from memplan.stages import Compiled
 
 COLUMNS = (
     Column("HBM temp", right=True),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +23,7 @@ from jax.sharding import (
 
 from hlo_passes import xla
 from hlo_passes.machine import Machine, load_machine
+from memplan import __version__
 from memplan.out_of_memory import is_exhausted
 from memplan.signature import as_shape, bound_sharding, on_device, on_one_device
 from memplan.topologies import Topology, topology
@@ -75,6 +77,16 @@ class Target:
     def absent(self) -> Topology | None:
         """The devices, when they are not here."""
         return None if self.platform == "cpu" else self.topology
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of the packages that make executables for it."""
+        compiler = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt",), "cpu": ()}[self.platform]
+        found = {"memplan": __version__}
+        for package in ("jax", "jaxlib", *compiler):
+            with suppress(PackageNotFoundError):  # A pod's own.
+                found[package] = version(package)
+        return found
 
     def arguments_seen(self, leaves: Sequence[Any], bound_elsewhere: bool) -> list[Any]:
         """The flat arguments as the traced function sees them: on the device; for absent

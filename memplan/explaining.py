@@ -36,7 +36,7 @@ from memplan.report.decisions import decision_tables
 from memplan.report.tables import plain_text
 
 if TYPE_CHECKING:
-    from memplan.stages import Compiled
+    from memplan.compiled import Compiled
 
 Action = Literal["stay", "stream", "keep", "evict", "recompute"]
 
@@ -126,7 +126,7 @@ def explanations(
 
 
 def _compiled(subject: object) -> tuple[Plan | None, Module]:
-    from memplan.stages import Compiled  # A plan alone does not wait for jax.
+    from memplan.compiled import Compiled  # A plan alone does not wait for jax.
 
     if not isinstance(subject, Compiled):
         raise SubjectError(subject)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hlo_passes.machine import Machine
+from hlo_passes.plan import Plan
 from memplan.layouts import Relaid
 from memplan.signature import StaticArguments, dynamic_signature
 from memplan.topologies import Topology
@@ -27,6 +28,7 @@ class Options:
       search_s: seconds to search for a faster plan than the first, where temporaries are evicted
         or recomputed; None for a share of what XLA takes (`looks`).
       layouts: what is laid out anew; None for nothing.
+      plan: that was made before, to be followed; None to make one.
     """
 
     budget: int | None = None
@@ -35,6 +37,7 @@ class Options:
     slots: int | None = None
     search_s: float | None = None
     layouts: Relaid | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)

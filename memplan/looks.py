@@ -130,6 +130,12 @@ class Looks:
         """The program with everything on the device, whether or not that has so much."""
         return self._look_with(Hosting(frozenset()), sys.maxsize, options)
 
+    def of(self, plan: Plan) -> Look:
+        """The program that a plan was made for, which XLA has not shown yet."""
+        assert plan.preparation is not None
+        hosting = Hosting.of(plan.preparation)
+        return self._as_look(self._placing.placed(hosting), plan, hosting)
+
     def took(self, xla_s: float) -> None:
         """Takes note that XLA was at work for so many seconds, on this program or part of it."""
         self._xla_s = max(self._xla_s, xla_s)
@@ -253,6 +259,7 @@ class Looks:
         )
         plan = replace(
             plan,
+            preparation=self._placing.prepared(hosting),
             streams=record_streams(self._placing.streams, hosting, paths, self._placing.stack_size),
             left_alone=self._placing.left_alone,
             compiler_options={
@@ -260,10 +267,12 @@ class Looks:
                 **{k: str(v) for k, v in (options or {}).items()},
             },
         )
-        held = {p.parameter: p.size for p in plan.placements}
+        return self._as_look(program, plan, hosting)
+
+    def _as_look(self, program: Program, plan: Plan, hosting: Hosting) -> Look:
+        away = sum(p.size for p in plan.placements if p.tier != plan.device_tier)
         on_cpu = self._lowering.target.platform == "cpu"
-        hosted_on_cpu = sum(held[p] for p in host_parameters + sliced) if on_cpu else 0
-        return Look(program, plan, hosting, hosted_on_cpu)
+        return Look(program, plan, hosting, away if on_cpu else 0)
 
     def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
         """The least budget of a program so placed."""

@@ -7,8 +7,10 @@ same tree of results; only where they are, and how they are laid out, is said an
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +29,8 @@ from memplan.signature import HOST_MEMORY_KIND
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
 # when the user's function is traced.
 _PASSED_ON = ("out_shardings", "keep_unused")
+
+_NAME = re.compile(r"module @\S+")
 
 
 class Lowering:
@@ -70,6 +74,26 @@ class Lowering:
             _shard_bytes(info, found.shardings.get(n)) if n in found.parameters else 0
             for n, info in enumerate(self.arguments)
         ]
+
+    @property
+    def budget(self) -> int:
+        """Device bytes that the user allows."""
+        asked = self.function.options.budget
+        return asked or self.target.machine.device_memory.capacity_bytes
+
+    @functools.cached_property
+    def signature(self) -> tuple[str, ...]:
+        """``params.w: float32[8,512]`` of each flat argument."""
+        return tuple(
+            f"{path}: {info._aval.str_short()}{' donated' if info.donated else ''}"
+            for path, info in zip(self.paths, self.arguments, strict=True)
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the program as jax lowers it, whatever it is called."""
+        text = _NAME.sub("module", self.program.lowered.as_text(), count=1)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def arguments_bytes(self) -> int:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from hlo_passes import inject, xla
 from hlo_passes.errors import LayoutsError, OffloadPatternError
 from hlo_passes.ir import Module
+from hlo_passes.plan import Preparation
 from memplan.executable import Program
 from memplan.layouts import (
     Chosen,
@@ -31,7 +32,7 @@ from memplan.layouts import (
 )
 from memplan.lowering import Lowering
 from memplan.paths import matching
-from memplan.products import Form, Product, find_forms, with_forms
+from memplan.products import Form, Inner, Product, find_forms, products, with_forms
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
 from memplan.streams.rewrite import streamed
@@ -60,8 +61,11 @@ class Placing:
       forms: of products, where they are not left to XLA.
     """
 
-    def __init__(self, lowering: Lowering) -> None:
+    def __init__(self, lowering: Lowering, preparation: Preparation | None = None) -> None:
         """
+        Args:
+          preparation: of a plan that is to be followed; nothing is searched then.
+
         Raises:
           LayoutsError: when a program with ordered effects is to be laid out.
           OffloadPatternError: when a pattern of ``offload`` matches no argument.
@@ -69,11 +73,13 @@ class Placing:
         self.lowering = lowering
         self.program = lowering.program
         self._jaxpr = lowering.traced.jaxpr
-        self.layouts = self._choose_layouts()
+        self._preparation = preparation
+        self.layouts = self._choose_layouts() if preparation is None else None
+        chosen = self.layouts_beside(Hosting(frozenset()))
         self.forms = self._choose_forms()
-        if self.layouts is not None and (self.layouts.chosen or self.forms):
+        if chosen or self.forms:
             self._jaxpr = with_forms(self._jaxpr, self.forms)
-            self.program = self._lower(self._as_written, self.layouts.chosen)
+            self.program = self._lower(self._as_written, chosen)
         self._movable = self._choose_movable()
         self._may_move = self._choose_offered()
 
@@ -113,6 +119,28 @@ class Placing:
         donated = hosting.arguments & self.streams.donated & frozenset(numbers)
         xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
         return program
+
+    def prepared(self, hosting: Hosting) -> Preparation:
+        """What a plan with that on the host has to say of the program."""
+        lowering, layouts = self.lowering, self.layouts_beside(hosting)
+        numbers = {kind: k for k, kind in enumerate(products(lowering.traced.jaxpr))}
+        return Preparation(
+            function=lowering.traced.fun_name,
+            fingerprint=lowering.fingerprint,
+            signature=lowering.signature,
+            devices=self.program.arguments.device_count,
+            budget_bytes=lowering.budget,
+            versions=lowering.target.versions,
+            offered=tuple(sorted(self._may_move)),
+            hosted=tuple(sorted(hosting.arguments)),
+            hosted_results=tuple(sorted(hosting.results)),
+            depth=hosting.depth,
+            share=hosting.share,
+            argument_layouts=tuple(layouts.arguments.items()),
+            result_layouts=tuple(layouts.results.items()),
+            donors=tuple(self._donors.items()),
+            forms=tuple((numbers[k], f.left, f.right, f.in_rows) for k, f in self.forms.items()),
+        )
 
     @property
     def ring_options(self) -> Mapping[str, str]:
@@ -177,6 +205,8 @@ class Placing:
 
     def _choose_offered(self) -> frozenset[int]:
         """Those of them that the user allows there."""
+        if self._preparation is not None:
+            return frozenset(self._preparation.offered)
         patterns = self.lowering.function.options.offload
         paths = self.lowering.paths
         matched = {p: matching(p, paths) for p in patterns or ()}
@@ -223,8 +253,13 @@ class Placing:
         return self._may_move & (self.streams.donated - replaced)
 
     def _lower(self, run: Callable[..., list[Any]], layouts: Layouts, **given: Any) -> Program:
-        donors = self.layouts.donors if self.layouts is not None else {}
-        return self.lowering.lower(run, layouts, donors=donors, **given)
+        return self.lowering.lower(run, layouts, donors=self._donors, **given)
+
+    @property
+    def _donors(self) -> Mapping[int, int]:
+        if self._preparation is not None:
+            return dict(self._preparation.donors)
+        return self.layouts.donors if self.layouts is not None else {}
 
     # --- layouts --------------------------------------------------------------------------
 
@@ -268,6 +303,12 @@ class Placing:
 
     def _choose_forms(self) -> dict[Product, Form]:
         """How products are to take their operands, with the layouts that were chosen."""
+        if self._preparation is not None:
+            kinds = products(self.lowering.traced.jaxpr)
+            return {
+                kinds[k]: Form(cast(Inner, left), cast(Inner, right), in_rows)
+                for k, left, right, in_rows in self._preparation.forms
+            }
         # XLA:GPU and XLA:CPU turn products into others first, whatever they are told.
         if (
             self.lowering.function.options.layouts != "all"
@@ -284,9 +325,12 @@ class Placing:
 
     def layouts_beside(self, hosting: Hosting) -> Layouts:
         """The layouts where some arguments are on the host."""
+        if self._preparation is not None:
+            laid_out = self._preparation.argument_layouts, self._preparation.result_layouts
+            return Layouts(*map(dict, laid_out))
         if self.layouts is None:
             return Layouts()
-        streamed = hosting.arguments & self.streams.stacks.keys()
+        streamed = hosting.arguments and hosting.arguments & self.streams.stacks.keys()
         if not streamed:
             return self.layouts.chosen
         return self.layouts.without(streamed) | self._layouts_of_streamed.only(streamed)

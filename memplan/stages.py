@@ -6,50 +6,40 @@ what XLA reports of the executable is compared with the budget.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental.layout import Format
-from jax.sharding import SingleDeviceSharding
 
-from hlo_passes import inject, pipeline, verify, xla
+from hlo_passes import inject, pipeline
 from hlo_passes.errors import (
     LoopMismatchError,
     LoweringPlatformsError,
     MemoryBudgetError,
     MemplanError,
-    NotExecutableError,
     PlanMismatchError,
+    StalePlanError,
 )
 from hlo_passes.ir import Module
 from hlo_passes.machine import Machine
-from hlo_passes.plan import LoopStreams, Plan
-from hlo_passes.reader import read_module
-from hlo_passes.units import format_bytes
+from hlo_passes.plan import Plan
 from memplan import __version__
-from memplan.executable import Executable, Target, TopologyExecutable, device_bytes
+from memplan.agreeing import follow, is_shared, lead
+from memplan.compiled import Compiled
+from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
-from memplan.layouts import as_jax_has_it, is_laid_out
+from memplan.kept import PlanWarning, changes, other_versions
 from memplan.looks import Look, Looks
 from memplan.lowering import Lowering
 from memplan.out_of_memory import explain_oom, note
 from memplan.paths import dotted
 from memplan.placing import Placing
-from memplan.signature import (
-    DEVICE_MEMORY_KIND,
-    HOST_MEMORY_KIND,
-    as_single_device,
-    memory_kind,
-)
-from memplan.streams.hosting import Hosting
 from memplan.topologies import Topology
 
 # XLA's later passes may end above what was planned; then the difference is taken off.
@@ -79,10 +69,6 @@ _Options = tuple[tuple[str, Any], ...]
 
 def _as_key(options: Mapping[str, Any] | None) -> _Options:
     return tuple((options or {}).items())
-
-
-class PlacementWarning(UserWarning):
-    """Arguments had to be moved to the tier that the plan has for them."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +142,8 @@ class Lowered:
 
     def __init__(self, traced: Traced) -> None:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
-        self.placing = Placing(self._lowering)
-        self._looks = Looks(self.placing)
+        self._given: Plan | None = None
+        self._follow(self._holding(traced.function.options.plan))
         self._lock = threading.RLock()
         self._own: dict[_Options, Executable | None] = {}
         self._compiled: dict[_Options, Compiled] = {}
@@ -203,10 +189,36 @@ class Lowered:
     @property
     def budget(self) -> int:
         """Device bytes that the program may use."""
-        return (
-            self._lowering.function.options.budget
-            or self._lowering.target.machine.device_memory.capacity_bytes
+        given = self._given.preparation if self._given is not None else None
+        if given is not None and self._lowering.function.options.budget is None:
+            return given.budget_bytes
+        return self._lowering.budget
+
+    def _holding(self, plan: Plan | None) -> Plan | None:
+        """The plan that the user gave, if it holds."""
+        found = changes(plan, self._lowering) if plan is not None else ()
+        if found:
+            self._plan_anew(found)
+        return None if found else plan
+
+    def _plan_anew(self, found: Sequence[str]) -> None:
+        """Has the program planned although there was a plan, if the user wants that."""
+        error = StalePlanError(self.fun_name, found)
+        if self._lowering.function.options.budget is None:
+            raise error
+        warnings.warn(
+            f"{self.fun_name} is planned anew within hbm=, for the plan that was given does not "
+            f"hold: {'; '.join(found)}",
+            PlanWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),
         )
+
+    def _follow(self, plan: Plan | None) -> None:
+        """Takes a plan that was made before, or makes ready to make one."""
+        self._given = plan
+        preparation = plan.preparation if plan is not None else None
+        self.placing = Placing(self._lowering, preparation)
+        self._looks = Looks(self.placing)
 
     def plan(self) -> Plan:
         """Plans for the budget as it stands, without compiling further than XLA's scheduler; but
@@ -219,14 +231,25 @@ class Lowered:
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
         with self._lock:
+            if self._given is not None:
+                return self._given
             if self._plan is None:
-                try:
-                    self._plan = self._first(
-                        None, lambda tried: self._look_with_credit(self.budget, 0, 1, tried)[0].plan
-                    )
-                except MemoryBudgetError as error:
-                    raise self._told(error, error.budget, error.least) from None
+                if not is_shared(self._lowering):
+                    self._plan = self._make_plan()
+                elif jax.process_index() == 0:
+                    self._plan = lead(self._lowering, self._make_plan, lambda plan: plan)
+                else:
+                    self._plan = follow(self._lowering)
+                    assert self._plan is not None
             return self._plan
+
+    def _make_plan(self) -> Plan:
+        try:
+            return self._first(
+                None, lambda tried: self._look_with_credit(self.budget, 0, 1, tried)[0].plan
+            )
+        except MemoryBudgetError as error:
+            raise self._told(error, error.budget, error.least) from None
 
     def within(self, budget: int) -> Plan:
         """Plans for another budget, in bytes, compiling nothing further than XLA's scheduler.
@@ -257,6 +280,7 @@ class Lowered:
         Raises:
           MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
             was compiled for, and works.
+          StalePlanError: when the plan that was given does not hold for what XLA schedules.
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
@@ -288,6 +312,47 @@ class Lowered:
         )
 
     def _compile(self, options: Mapping[str, Any] | None) -> Compiled:
+        if self._given is not None:
+            compiled = self._compile_given(self._given, options)
+            if compiled is not None:
+                return compiled
+            self._follow(None)
+        if not is_shared(self._lowering):
+            return self._compile_anew(options)
+        if jax.process_index() == 0:
+            return lead(self._lowering, lambda: self._compile_anew(options), lambda c: c.plan)
+        plan = follow(self._lowering)
+        if plan is None:
+            executable = self.unplanned(options)
+            return Compiled(executable, self.placing, self.budget, None, (), options or {})
+        self._follow(plan)
+        compiled = self._compile_given(plan, options)
+        assert compiled is not None
+        return compiled
+
+    def _compile_given(self, plan: Plan, options: Mapping[str, Any] | None) -> Compiled | None:
+        """Compiles with a plan that was made before; None where it does not hold and the user wants
+        another one then."""
+        assert plan.preparation is not None
+        own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
+        options, look = {**own, **(options or {})}, self._looks.of(plan)
+        for _ in range(_MAX_ROUNDS):
+            try:
+                executable = self._compile_planned(look, options)
+            except (PlanMismatchError, LoopMismatchError):
+                continue  # XLA does not promise to schedule a module in the same way again.
+            total = device_bytes(executable, look.hosted_on_cpu)
+            said = f"planned {plan.prediction.total_bytes} bytes, XLA reports {total}"
+            if total <= self.budget:
+                return Compiled(executable, self.placing, self.budget, look, (said,), options)
+            self._plan_anew([f"{said}, allowed are {self.budget}"])
+            return None
+        here = self._lowering.target.versions
+        others = other_versions(plan.preparation.versions, here)
+        self._plan_anew(["XLA schedules the program otherwise than it did", *others])
+        return None
+
+    def _compile_anew(self, options: Mapping[str, Any] | None) -> Compiled:
         def within(budget: int) -> Compiled:
             return self._first(options, lambda tried: self._compile_with(budget, tried))
 
@@ -319,7 +384,7 @@ class Lowered:
     def _compile_with(self, budget: int, options: Mapping[str, Any]) -> Compiled:
         executable = self._as_xla_has_it(budget, options)
         if executable is not None and device_bytes(executable, 0) <= budget:
-            return Compiled(executable, self, None, (), options)
+            return Compiled(executable, self.placing, self.budget, None, (), options)
         return self._compile_within(budget, options)
 
     @property
@@ -382,7 +447,9 @@ class Lowered:
             predicted = look.plan.prediction.total_bytes
             rounds.append(f"planned {predicted} bytes, XLA reports {total}")
             if total <= budget:
-                return Compiled(executable, self, look, tuple(rounds), options or {})
+                return Compiled(
+                    executable, self.placing, self.budget, look, tuple(rounds), options or {}
+                )
             self._looks.compiled(executable)
             reported.append(total)
             overhead = max(overhead, total - predicted)
@@ -496,253 +563,6 @@ class Lowered:
         except jax.errors.JaxRuntimeError as error:
             note(error, rewritten)
             raise
-
-
-class Compiled:
-    """A compiled program within the budget.
-
-    Attributes:
-      plan: what it follows; None where XLA's own program keeps to the budget.
-      layouts: of the arguments and results that are not as jax has them.
-      forms: in which layouts products of batches take their operands, where XLA is told.
-      options: of XLA, beside those given to ``jit``.
-      rounds: what each compilation was planned for and what XLA reported.
-      followed: what the checker found of the plan in the executable; None without a plan.
-    """
-
-    def __init__(
-        self,
-        executable: Executable,
-        lowered: Lowered,
-        look: Look | None,
-        rounds: tuple[str, ...],
-        options: Mapping[str, Any],
-    ) -> None:
-        self.options = dict(options)
-        self._executable = executable
-        self._lowered = lowered
-        self._bound: dict[bool, jax.stages.Compiled] = {}
-        self.hosting = look.hosting if look is not None else Hosting(frozenset())
-        self.plan = look.plan if look is not None else None
-        layouts = lowered.placing.layouts_beside(self.hosting)
-        parameters = lowered.placing.program.arguments.parameters
-        self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
-        self.forms = lowered.placing.forms
-        self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
-        self.rounds = rounds
-        self.followed = verify.verify_executable(look.plan, self.module) if look else None
-
-    def __repr__(self) -> str:
-        used = f"{format_bytes(self.device_bytes)} of {format_bytes(self._lowered.budget)}"
-        said = f"{self._lowered.fun_name}: {used} on the device"
-        if self.plan is None:
-            return f"<Compiled {said}; no plan was needed>"
-        said += f"; {self.plan.predicted}"
-        if streamed := sum(loop.slots > 0 for loop in self.streams):
-            said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
-        return f"<Compiled {said}>"
-
-    @property
-    def streams(self) -> tuple[LoopStreams, ...]:
-        """What was decided about each loop over stacks; nothing without a plan."""
-        return self.plan.streams if self.plan is not None else ()
-
-    @property
-    def left_alone(self) -> Mapping[str, str]:
-        """Why an argument that a loop reads is not streamed, by path; nothing without a plan."""
-        return self.plan.left_alone if self.plan is not None else {}
-
-    @property
-    def is_jax_own(self) -> bool:
-        """Whether calling ``jax.jit`` runs this very executable."""
-        is_as_written = not self.layouts and not self.forms and not self.options
-        return self.plan is None and self._lowered.absent is None and is_as_written
-
-    @functools.cached_property
-    def module(self) -> Module:
-        """The final, scheduled module."""
-        return read_module(self._executable)
-
-    @property
-    def device_bytes(self) -> int:
-        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
-        CPU without the arguments on the host, which XLA:CPU counts among the device's."""
-        return device_bytes(self._executable, self.hosted_on_cpu)
-
-    def memory_analysis(self) -> Any:
-        return self._executable.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        return self._executable.cost_analysis()
-
-    def as_text(self) -> str:
-        return self._executable.as_text()
-
-    def runtime_executable(self) -> Any:
-        return self._executable.runtime_executable()
-
-    @property
-    def args_info(self) -> Any:
-        return self._lowered.args_info
-
-    @property
-    def out_info(self) -> Any:
-        return self._lowered.out_info
-
-    @property
-    def in_tree(self) -> Any:
-        return self._lowered.in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        return self._lowered.out_tree
-
-    @property
-    def in_avals(self) -> Any:
-        return self._lowered.in_avals
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        return self._lowered.donate_argnums
-
-    @property
-    def input_shardings(self) -> Any:
-        """As in jax; what the plan keeps on the host is in ``pinned_host`` memory."""
-        return self._of_jax.input_shardings
-
-    @property
-    def output_shardings(self) -> Any:
-        return self._of_jax.output_shardings
-
-    @property
-    def input_formats(self) -> Any:
-        return self._of_jax.input_formats
-
-    @property
-    def output_formats(self) -> Any:
-        return self._of_jax.output_formats
-
-    @property
-    def _of_jax(self) -> jax.stages.Compiled:
-        """
-        Raises:
-          NotExecutableError: for GPUs that are not here, on which jax has no shardings.
-        """
-        if isinstance(self._executable, TopologyExecutable):
-            self._check_executable()
-        return self._bound_as(())
-
-    def unscheduled(self) -> Executable:
-        """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
-        itself: what the plan is to be compared with."""
-        return self._lowered.placing.placed(self.hosting, scheduled=False).compiler(None)()
-
-    def displaced(self, leaves: Sequence[Any]) -> list[int]:
-        """Which flat arguments are not in the tier that the plan has for them, or in another
-        layout."""
-        orders = self.layouts.arguments
-        return [
-            n
-            for n, leaf in enumerate(leaves)
-            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self.hosting.arguments)
-            or (n in orders and not is_laid_out(leaf, orders[n]))
-        ]
-
-    def move(self, leaves: Sequence[Any]) -> list[Any]:
-        """Moves flat arguments to their tiers, in their layouts; those that are there stay.
-
-        Raises:
-          NotExecutableError: when it was compiled for devices that are not here.
-        """
-        self._check_executable()
-        moved = list(leaves)
-        for n in self.displaced(leaves):
-            kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
-            sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
-            to = sharding if order is None else Format(as_jax_has_it(order), sharding)
-            moved[n] = jax.device_put(leaves[n], to)
-            if isinstance(sharding, SingleDeviceSharding) and not getattr(
-                leaves[n], "committed", False
-            ):
-                moved[n] = xla.unbound(moved[n])
-        return moved
-
-    def _check_executable(self) -> None:
-        if self._lowered.absent is not None:
-            raise NotExecutableError(self._lowered.absent.name)
-
-    def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
-        """Where an argument is bound to, else where the program has it, in another memory."""
-        if isinstance(leaf, jax.Array) and leaf.committed:
-            return leaf.sharding.with_memory_kind(kind)
-        return as_single_device(self._lowered.placing.lowering.sharding(n).with_memory_kind(kind))
-
-    @functools.cached_property
-    def consumed(self) -> tuple[int, ...]:
-        """The flat arguments that are donated and on the host. XLA is not told so (see
-        `Placing.placed`): whoever calls deletes them, or the host would hold them beside their
-        results."""
-        infos = jax.tree.leaves(self.args_info)
-        return tuple(n for n in sorted(self.hosting.arguments) if infos[n].donated)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program. Static arguments are left out, as in jax.
-
-        Raises:
-          NotExecutableError: when it was compiled for devices that are not here.
-        """
-        leaves = jax.tree.leaves((args, kwargs))
-        program, args, kwargs, _ = self._prepared(args, kwargs)
-        try:
-            results = program(*args, **kwargs)
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
-            note(error, program=lambda: self.module)
-            raise
-        delete(leaves[n] for n in self.consumed)
-        return results
-
-    def call(self, *args: Any, **kwargs: Any) -> xla.Called:
-        """Runs the program; says how jax may do so itself the next time. What is `consumed` is
-        left to the caller."""
-        program, args, kwargs, moved = self._prepared(args, kwargs)
-        results, fast, again = xla.call_compiled(program, *args, **kwargs)
-        return results, None if moved else fast, again
-
-    def _prepared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[jax.stages.Compiled, tuple[Any, ...], dict[str, Any], bool]:
-        """The program that binds its results as these arguments are bound, the arguments where the
-        plan has them, and whether they had to be moved there."""
-        self._check_executable()
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        program = self._bound_as(leaves)
-        away = self.displaced(leaves) if tree == self.in_tree else []
-        if not away:
-            return program, args, kwargs, False
-        warnings.warn(
-            f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
-            "them, for this call only; move them once with place(): args = step.place(*args)",
-            PlacementWarning,
-            skip_file_prefixes=(os.path.dirname(__file__),),
-        )
-        args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
-        return program, args, kwargs, True
-
-    def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:
-        """The program with the results of ``jax.jit``: bound where an argument is, on one device
-        without a mesh. memplan lowers its programs with shardings in which jax sees memories."""
-        bound = self._lowered.placing.lowering.program.arguments.committed
-        bound = bound or any(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves)
-        if bound not in self._bound:
-            self._bound[bound] = xla.bind(self._executable, as_single_device, bound)
-        return self._bound[bound]
-
-
-def delete(arrays: Iterable[Any]) -> None:
-    """Frees arrays, as jax does with what is donated."""
-    for array in arrays:
-        if isinstance(array, jax.Array):
-            array.delete()
 
 
 def _least(error: MemoryBudgetError, within: Callable[[int], Compiled]) -> int:

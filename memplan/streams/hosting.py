@@ -21,6 +21,7 @@ from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from hlo_passes.plan import Preparation
 from memplan.streams.counted import count_loops
 from memplan.streams.fusion import fuse_maps
 from memplan.streams.orders import (
@@ -51,6 +52,12 @@ class Hosting:
     results: frozenset[Result] = frozenset()
     depth: int = 2
     share: float = 1.0
+
+    @classmethod
+    def of(cls, preparation: Preparation) -> Hosting:
+        """The choice of a plan."""
+        results = frozenset(Result(path, n) for path, n in preparation.hosted_results)
+        return cls(frozenset(preparation.hosted), results, preparation.depth, preparation.share)
 
     def without(self, sources: Collection[Source]) -> Hosting:
         """The same with `sources` on the device."""

@@ -13,7 +13,7 @@ import memplan.api as memplan
 from hlo_passes import inject
 from hlo_passes.errors import LoweringPlatformsError, NotExecutableError
 from hlo_passes.ir import Module
-from memplan.stages import Compiled
+from memplan.compiled import Compiled
 from memplan.streams.hosting import Hosting
 from tests.memplan.chains import HALF, activations, assert_same_bits, chain, weights
 
@@ -34,7 +34,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Compiled, lis
     def hosted(donated: tuple[int, ...], on_host: set[int]) -> tuple[Compiled, list[bool]]:
         struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
         lowered = memplan.jit(update, donate_argnums=donated).lower(struct, struct, struct)
-        compiled = Compiled(lowered.unplanned(), lowered, None, (), {})
+        compiled = Compiled(lowered.unplanned(), lowered.placing, lowered.budget, None, (), {})
         compiled.hosting = Hosting(frozenset(on_host))
         deleted: list[bool] = []
 

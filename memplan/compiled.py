@@ -1,0 +1,286 @@
+"""A compiled program within a budget, as ``jax.stages.Compiled`` and called like it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+from jax.sharding import SingleDeviceSharding
+
+from hlo_passes import verify, xla
+from hlo_passes.errors import NotExecutableError
+from hlo_passes.ir import Module
+from hlo_passes.plan import LoopStreams
+from hlo_passes.reader import read_module
+from hlo_passes.units import format_bytes
+from memplan.executable import Executable, TopologyExecutable, device_bytes
+from memplan.layouts import as_jax_has_it, is_laid_out
+from memplan.looks import Look
+from memplan.out_of_memory import note
+from memplan.placing import Placing
+from memplan.signature import (
+    DEVICE_MEMORY_KIND,
+    HOST_MEMORY_KIND,
+    as_single_device,
+    memory_kind,
+)
+from memplan.streams.hosting import Hosting
+
+
+class PlacementWarning(UserWarning):
+    """Arguments had to be moved to the tier that the plan has for them."""
+
+
+class Compiled:
+    """A compiled program within the budget.
+
+    Attributes:
+      plan: what it follows; None where XLA's own program keeps to the budget.
+      layouts: of the arguments and results that are not as jax has them.
+      forms: in which layouts products of batches take their operands, where XLA is told.
+      options: of XLA, beside those given to ``jit``.
+      rounds: what each compilation was planned for and what XLA reported.
+      followed: what the checker found of the plan in the executable; None without a plan.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        placing: Placing,
+        budget: int,
+        look: Look | None,
+        rounds: tuple[str, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.options = dict(options)
+        self._executable = executable
+        self._placing = placing
+        self._lowering = placing.lowering
+        self._budget = budget
+        self._bound: dict[bool, jax.stages.Compiled] = {}
+        self.hosting = look.hosting if look is not None else Hosting(frozenset())
+        self.plan = look.plan if look is not None else None
+        layouts = placing.layouts_beside(self.hosting)
+        parameters = placing.program.arguments.parameters
+        self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
+        self.forms = placing.forms
+        self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
+        self.rounds = rounds
+        self.followed = verify.verify_executable(look.plan, self.module) if look else None
+
+    def __repr__(self) -> str:
+        used = f"{format_bytes(self.device_bytes)} of {format_bytes(self._budget)}"
+        said = f"{self._lowering.traced.fun_name}: {used} on the device"
+        if self.plan is None:
+            return f"<Compiled {said}; no plan was needed>"
+        said += f"; {self.plan.predicted}"
+        if streamed := sum(loop.slots > 0 for loop in self.streams):
+            said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
+        return f"<Compiled {said}>"
+
+    @property
+    def streams(self) -> tuple[LoopStreams, ...]:
+        """What was decided about each loop over stacks; nothing without a plan."""
+        return self.plan.streams if self.plan is not None else ()
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """Why an argument that a loop reads is not streamed, by path; nothing without a plan."""
+        return self.plan.left_alone if self.plan is not None else {}
+
+    @property
+    def is_jax_own(self) -> bool:
+        """Whether calling ``jax.jit`` runs this very executable."""
+        is_as_written = not self.layouts and not self.forms and not self.options
+        return self.plan is None and self._lowering.target.absent is None and is_as_written
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """The final, scheduled module."""
+        return read_module(self._executable)
+
+    @property
+    def device_bytes(self) -> int:
+        """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
+        CPU without the arguments on the host, which XLA:CPU counts among the device's."""
+        return device_bytes(self._executable, self.hosted_on_cpu)
+
+    def memory_analysis(self) -> Any:
+        return self._executable.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self._executable.cost_analysis()
+
+    def as_text(self) -> str:
+        return self._executable.as_text()
+
+    def runtime_executable(self) -> Any:
+        return self._executable.runtime_executable()
+
+    @property
+    def args_info(self) -> Any:
+        return self._lowering.traced.args_info
+
+    @property
+    def out_info(self) -> Any:
+        return self._lowering.traced.out_info
+
+    @property
+    def in_tree(self) -> Any:
+        return self._lowering.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        return self._lowering.out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        return self._lowering.traced.in_avals
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        return self._lowering.traced.donate_argnums
+
+    @property
+    def input_shardings(self) -> Any:
+        """As in jax; what the plan keeps on the host is in ``pinned_host`` memory."""
+        return self._of_jax.input_shardings
+
+    @property
+    def output_shardings(self) -> Any:
+        return self._of_jax.output_shardings
+
+    @property
+    def input_formats(self) -> Any:
+        return self._of_jax.input_formats
+
+    @property
+    def output_formats(self) -> Any:
+        return self._of_jax.output_formats
+
+    @property
+    def _of_jax(self) -> jax.stages.Compiled:
+        """
+        Raises:
+          NotExecutableError: for GPUs that are not here, on which jax has no shardings.
+        """
+        if isinstance(self._executable, TopologyExecutable):
+            self._check_executable()
+        return self._bound_as(())
+
+    def unscheduled(self) -> Executable:
+        """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
+        itself: what the plan is to be compared with."""
+        return self._placing.placed(self.hosting, scheduled=False).compiler(None)()
+
+    def displaced(self, leaves: Sequence[Any]) -> list[int]:
+        """Which flat arguments are not in the tier that the plan has for them, or in another
+        layout."""
+        orders = self.layouts.arguments
+        return [
+            n
+            for n, leaf in enumerate(leaves)
+            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self.hosting.arguments)
+            or (n in orders and not is_laid_out(leaf, orders[n]))
+        ]
+
+    def move(self, leaves: Sequence[Any]) -> list[Any]:
+        """Moves flat arguments to their tiers, in their layouts; those that are there stay.
+
+        Raises:
+          NotExecutableError: when it was compiled for devices that are not here.
+        """
+        self._check_executable()
+        moved = list(leaves)
+        for n in self.displaced(leaves):
+            kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
+            sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
+            to = sharding if order is None else Format(as_jax_has_it(order), sharding)
+            moved[n] = jax.device_put(leaves[n], to)
+            if isinstance(sharding, SingleDeviceSharding) and not getattr(
+                leaves[n], "committed", False
+            ):
+                moved[n] = xla.unbound(moved[n])
+        return moved
+
+    def _check_executable(self) -> None:
+        if self._lowering.target.absent is not None:
+            raise NotExecutableError(self._lowering.target.absent.name)
+
+    def _sharding(self, n: int, leaf: Any, kind: str) -> Any:
+        """Where an argument is bound to, else where the program has it, in another memory."""
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return leaf.sharding.with_memory_kind(kind)
+        return as_single_device(self._lowering.sharding(n).with_memory_kind(kind))
+
+    @functools.cached_property
+    def consumed(self) -> tuple[int, ...]:
+        """The flat arguments that are donated and on the host. XLA is not told so (see
+        `Placing.placed`): whoever calls deletes them, or the host would hold them beside their
+        results."""
+        infos = jax.tree.leaves(self.args_info)
+        return tuple(n for n in sorted(self.hosting.arguments) if infos[n].donated)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program. Static arguments are left out, as in jax.
+
+        Raises:
+          NotExecutableError: when it was compiled for devices that are not here.
+        """
+        leaves = jax.tree.leaves((args, kwargs))
+        program, args, kwargs, _ = self._prepared(args, kwargs)
+        try:
+            results = program(*args, **kwargs)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
+            note(error, program=lambda: self.module)
+            raise
+        delete(leaves[n] for n in self.consumed)
+        return results
+
+    def call(self, *args: Any, **kwargs: Any) -> xla.Called:
+        """Runs the program; says how jax may do so itself the next time. What is `consumed` is
+        left to the caller."""
+        program, args, kwargs, moved = self._prepared(args, kwargs)
+        results, fast, again = xla.call_compiled(program, *args, **kwargs)
+        return results, None if moved else fast, again
+
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[jax.stages.Compiled, tuple[Any, ...], dict[str, Any], bool]:
+        """The program that binds its results as these arguments are bound, the arguments where the
+        plan has them, and whether they had to be moved there."""
+        self._check_executable()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        program = self._bound_as(leaves)
+        away = self.displaced(leaves) if tree == self.in_tree else []
+        if not away:
+            return program, args, kwargs, False
+        warnings.warn(
+            f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
+            "them, for this call only; move them once with place(): args = step.place(*args)",
+            PlacementWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),
+        )
+        args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
+        return program, args, kwargs, True
+
+    def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:
+        """The program with the results of ``jax.jit``: bound where an argument is, on one device
+        without a mesh. memplan lowers its programs with shardings in which jax sees memories."""
+        bound = self._lowering.program.arguments.committed
+        bound = bound or any(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves)
+        if bound not in self._bound:
+            self._bound[bound] = xla.bind(self._executable, as_single_device, bound)
+        return self._bound[bound]
+
+
+def delete(arrays: Iterable[Any]) -> None:
+    """Frees arrays, as jax does with what is donated."""
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.delete()
