@@ -1,9 +1,9 @@
 """README and the site: every block of code on a page is run, and prints what stands under it.
 
-```python          run, all of a page in one namespace; line n of the file `example.py` is the nth of them
+```python          run, a page in one namespace, as one file: its blocks below each other are example.py
 ```python file=x   written to the file x, for commands that read it
-```sh              run by bash; what sets up or tests a checkout (make, pip install) is looked up instead
-```yaml            a workflow: each step's `run`, where the steps `uses: actions/checkout` checked out
+```sh              run by bash; what sets up or tests a checkout (make, pip install) is looked up
+```yaml            a workflow: each step's `run`, with the page's files where it checks out
 ```text            what the block before it printed, `...` for what differs from run to run
 ```lang not-run: why
 ```                a drawing: no language, nothing is run
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
