@@ -1,6 +1,6 @@
 """README and the site: every block of code on a page is run, and prints what stands under it.
 
-```python          run, a page in one namespace, as one file: its blocks below each other are example.py
+```python          run, a page in one namespace, its blocks below each other as example.py
 ```python file=x   written to the file x, for commands that read it
 ```sh              run by bash; what sets up or tests a checkout (make, pip install) is looked up
 ```yaml            a workflow: each step's `run`, with the page's files where it checks out
