@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import memplan
+from hlo_passes import check_jax
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("custom_calls", "hlo_passes", "memplan", "pallas_kernels")
@@ -101,6 +102,16 @@ def test_every_pin_satisfies_what_the_project_requires():
         pin = pins.get(canonicalize_name(requirement.name))
         assert pin is not None, f"{requirement.name} has no pin: run `make constraints`"
         assert requirement.specifier.contains(pin), f"{requirement} does not allow {pin}"
+
+
+def test_another_jax_is_refused_in_one_sentence_and_as_the_project_requires():
+    (required,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "jax")
+    for found in ("0.11.1", "0.11.2", "0.12.0.1", "0.12.9", "0.13.0", "0.13.0.dev20261101", "1.0"):
+        if required.specifier.contains(found):
+            check_jax(found)
+        else:
+            with pytest.raises(ImportError, match=f"and found {re.escape(found)}: pip install"):
+                check_jax(found)
 
 
 def test_generated_protobuf_code_is_not_newer_than_the_required_runtime():
