@@ -60,7 +60,7 @@ $(READY): $(BUILT_FROM)
 	@echo "memplan: setting up $(VENV)"
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	  || { python="$$(.ci/find-python)" && "$$python" -m venv --clear $(VENV); }
-	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib numpy pybind11
+	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda]' \
 	  || { echo "memplan: setting up without the TPU and GPU compilers"; \
 	       $(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'; }

@@ -3,9 +3,10 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 
+# Of Python only the stable ABI, as of 3.12: one wheel serves every later version.
+STABLE_ABI = {"define_macros": [("Py_LIMITED_API", "0x030C0000")], "py_limited_api": True}
 FLAGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
@@ -26,6 +27,7 @@ setup(
             sources=["custom_calls/module.cc", "custom_calls/transfer.cc"],
             depends=["custom_calls/transfer.h"],
             language="c++",
+            **STABLE_ABI,
             # As system headers: their warnings are not ours to fix.
             extra_compile_args=[*FLAGS, f"-isystem{xla_headers()}"],
         ),
@@ -34,7 +36,9 @@ setup(
             sources=["hlo_passes/packing.cc", "hlo_passes/occupancy.cc"],
             depends=["hlo_passes/occupancy.h"],
             language="c++",
-            extra_compile_args=[*FLAGS, f"-isystem{pybind11.get_include()}"],
+            **STABLE_ABI,
+            extra_compile_args=FLAGS,
         ),
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp312"}},
 )

@@ -44,11 +44,10 @@ PyObject* TraceEnd(PyObject*, PyObject*) {
   if (records == nullptr) return nullptr;
   for (size_t i = 0; i < trace->records.size(); ++i) {
     PyObject* record = RecordToTuple(trace->records[i]);
-    if (record == nullptr) {
+    if (record == nullptr || PyList_SetItem(records, static_cast<Py_ssize_t>(i), record) < 0) {
       Py_DECREF(records);
       return nullptr;
     }
-    PyList_SET_ITEM(records, static_cast<Py_ssize_t>(i), record);
   }
   return Py_BuildValue("NL", records, static_cast<long long>(trace->dropped));
 }

@@ -35,8 +35,9 @@ def place(
     ends: _Ints,
     alignment: int,
     lowest: bool,
+    offsets: _Ints,
     /,
-) -> _Ints:
+) -> None:
     """Gives one rectangle, or one group of them, after the other an offset.
 
     Args:
@@ -45,11 +46,10 @@ def place(
       starts, ends: int64[rectangles], group by group: half-open ranges of moments.
       alignment: every offset is a multiple of it.
       lowest: take the lowest gap that fits, else the smallest, of equal ones the lowest.
-
-    Returns:
-      int64[groups]: offsets in bytes; 0 for a group of no bytes.
+      offsets: int64[groups], which is written: bytes; 0 for a group of no bytes.
 
     Raises:
+      TypeError: for arrays of other elements.
       ValueError: for numbers that do not go together.
       IndexError: as `Occupancy.take`.
     """

@@ -212,7 +212,9 @@ def _place(items: _Items, strategy: Strategy, alignment: int) -> Packing:
     times, moments = np.unique(np.concatenate([items.start, items.end]), return_inverse=True)
     start, end = moments[: len(rows)], moments[len(rows) :]
     sizes = items.size[order]
-    placed = place(len(times), sizes, counts, start[rows], end[rows], alignment, strategy == "load")
+    placed = np.empty(len(sizes), np.int64)
+    lowest = strategy == "load"
+    place(len(times), sizes, counts, start[rows], end[rows], alignment, lowest, placed)
     offsets = np.empty(len(rows), np.int64)
     offsets[rows] = np.repeat(placed, counts)
     return Packing(tuple(offsets.tolist()), int((placed + sizes).max()))

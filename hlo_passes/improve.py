@@ -25,10 +25,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, takewhile
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import vstack
 
 from hlo_passes.choice_bytes import device_bytes, has_options
 from hlo_passes.choices import Choices, Gap, Selection, Weight
+from hlo_passes.integer_program import minimize
 from hlo_passes.relaxation import Relaxation, relax
 from hlo_passes.relaxed_program import PRICE, Floats, Model, build
 
@@ -420,25 +421,22 @@ def _solve(
 ) -> tuple[Floats | None, bool]:
     """The best point found with choices of 0 or 1, None when none was; and whether no other is
     better."""
-    is_choice = np.zeros(len(low), dtype=np.int64)
+    is_choice = np.zeros(len(low), dtype=np.bool_)
     for columns in (model.evict, model.recipe, model.stay, model.drop):
-        is_choice[list(columns.values())] = 1
-    solved = milp(
+        is_choice[list(columns.values())] = True
+    solved = minimize(
         model.objective(PRICE),
-        integrality=is_choice,
-        bounds=Bounds(low, high),
-        constraints=[
-            LinearConstraint(model.at_most, -np.inf, model.limits),
-            LinearConstraint(model.equal, model.targets, model.targets),
-        ],
-        options={
-            "node_limit": _NODES,
-            "presolve": False,  # With it scipy 1.18's HiGHS writes to stdout.
-            "mip_rel_gap": _GAP,
-            "time_limit": max(0.01, time_limit_s),
-        },
+        is_choice,
+        low,
+        high,
+        vstack([model.at_most, model.equal]),
+        np.concatenate([np.full(len(model.limits), -np.inf), model.targets]),
+        np.concatenate([model.limits, model.targets]),
+        seconds=max(0.01, time_limit_s),
+        nodes=_NODES,
+        gap=_GAP,
     )
-    return None if solved.x is None else np.asarray(solved.x), solved.status == 0
+    return solved.x, solved.best
 
 
 def _read(model: Model, x: Floats) -> Selection:

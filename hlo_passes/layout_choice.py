@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from hlo_passes.integer_program import minimize
 from hlo_passes.ir import Shape, tiled_element_count
 from hlo_passes.layout_flow import LayoutFlow, Link, Site
 from hlo_passes.layout_maps import Order, minor_to_major, order_of
@@ -182,19 +182,25 @@ class _Component:
             [self._order_of[site, order] for order in labels]
             for site, labels in self._labels.items()
         ]
-        solved: Any = milp(
+        rows = [(row, []) for row in one_each] + self._rows
+        exactly = len(one_each)
+        row_low = np.full(len(rows), -np.inf)
+        row_low[:exactly] = 1.0
+        row_high = np.zeros(len(rows))
+        row_high[:exactly] = 1.0
+        solved = minimize(
             np.array(self._cost),
-            integrality=(np.arange(n) < orders).astype(np.int8),
-            bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(_matrix([(row, []) for row in one_each], n), 1, 1),
-                LinearConstraint(_matrix(self._rows, n), -np.inf, 0),
-            ],
-            options={"time_limit": _SOLVE_S},
+            np.arange(n) < orders,
+            np.zeros(n),
+            np.ones(n),
+            _matrix(rows, n),
+            row_low,
+            row_high,
+            seconds=_SOLVE_S,
         )
         # What staying is worth is no byte that has to be moved.
         staying = _STAYING * sum(self._bytes(*at) for at in self._order_of)
-        bound = max(0.0, float(solved.mip_dual_bound or 0.0) - staying)
+        bound = max(0.0, solved.bound - staying)
         if solved.x is None:
             return {}, bound
         return {s: o for (s, o), v in self._order_of.items() if solved.x[v] > 0.5}, bound

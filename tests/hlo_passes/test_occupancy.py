@@ -55,8 +55,25 @@ def test_moments_that_there_are_not_are_refused(live: LiveRange) -> None:
 def test_numbers_that_do_not_go_together_are_refused() -> None:
     one = np.ones(1, np.int64)
     with pytest.raises(ValueError, match="equally many"):
-        place(2, one, one, one, np.ones(2, np.int64), 1, False)
+        place(2, one, one, one, np.ones(2, np.int64), 1, False, one)
+    with pytest.raises(ValueError, match="equally many"):
+        place(2, one, one, one, one, 1, False, np.ones(2, np.int64))
     with pytest.raises(ValueError, match="add up"):
-        place(2, one, 2 * one, 0 * one, one, 1, False)
+        place(2, one, 2 * one, 0 * one, one, 1, False, one)
     with pytest.raises(ValueError, match="alignment"):
-        place(2, one, one, 0 * one, one, 0, False)
+        place(2, one, one, 0 * one, one, 0, False, one)
+
+
+@pytest.mark.parametrize("other", [np.ones(1), np.ones(1, np.int32), np.ones((1, 1), np.int64)])
+def test_other_elements_are_refused(other: np.ndarray) -> None:
+    one = np.ones(1, np.int64)
+    with pytest.raises(TypeError, match=r"int64\[n\]"):
+        place(2, other, one, 0 * one, one, 1, False, one)
+
+
+def test_what_is_to_be_written_can_be() -> None:
+    one = np.ones(1, np.int64)
+    fixed = np.ones(1, np.int64)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        place(2, one, one, 0 * one, one, 1, False, fixed)
