@@ -14,7 +14,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check docs format bench constraints clean
+.PHONY: help demo test test-slow check docs package format bench constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: $(READY) ## Check format, lint, types and layers
 
 docs: $(READY) ## Build the site into build/docs; a warning is an error
 	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+
+package: $(READY) ## Build sdist and wheel into dist/, and try the wheel in an empty environment
+	@.ci/check-package
 
 format: $(READY) ## Format, and fix what the linter can fix
 	@$(BIN)/ruff format .

@@ -195,7 +195,7 @@ def test_a_changed_program_is_one_error_or_planned_anew(saved, fun, args, said):
     assert compiled.device_bytes <= BUDGET
 
 
-def test_another_machine_is_named(saved):
+def test_another_machine_is_named(saved, tpu_compiler):
     with pytest.raises(StalePlanError, match="made for cpu-cxl, here is tpu-v5e"):
         memplan.jit(forward, plan=saved, machine="v5e").lower(*arguments())
 
