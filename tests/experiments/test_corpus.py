@@ -88,6 +88,7 @@ def test_a_run_is_resumed(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.slow
 def test_every_point_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "corpus.jsonl"
     options = ["--small", "--target", "cpu", "--workload", "adam", "--budget", "100", "10"]

@@ -76,6 +76,7 @@ def test_a_vision_transformer_offloads_likewise(policy: str, residuals: int):
     assert spaces.count(jax.memory.Space.Host) == residuals * TINY_VIT.num_layers
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_is_that_of_the_plain_model():
     params = nnx.state(vit.VisionTransformer(TINY_VIT, rngs=nnx.Rngs(0)))
     images = jax.random.normal(jax.random.key(1), (BATCH, 16, 16, 3), TINY_VIT.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from memplan.topologies import topology
 from models.corpus import CORPUS
 from tests.corpus import platform
 from tests.hlo_passes.streamed import entry
+from tests.sweeps import slow_but
 
 SLOW = [name for name in CORPUS if name not in ("llama-train", "vit-forward")]
 WORKLOADS = ["llama-train", "vit-forward", *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW)]
@@ -38,8 +40,12 @@ def dumped(target: str, workload: str, folder: Path) -> Module:
     return read_module(path)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    ("workload", "target"),
+    slow_but(
+        [("llama-train", "v5e"), *product(("vit-forward",), TARGETS)], product(WORKLOADS, TARGETS)
+    ),
+)
 def test_the_peak_and_what_is_live_there_are_xlas(target: str, workload: str, tmp_path: Path):
     module = dumped(target, workload, tmp_path)
     said = buffer_assignment(module)

@@ -13,6 +13,7 @@ from hlo_passes.plan import Event, Fence, LiveRange, Slot, Transfer
 from hlo_passes.verify import verify_plan
 from tests.hlo_passes.streamed import SIZE, Streamed, assembled, temporaries, verify_rewrite
 from tests.hlo_passes.toys import module_of
+from tests.sweeps import slow_but
 
 
 def test_the_checker_shares_nothing_with_the_planner():
@@ -30,7 +31,7 @@ def is_import_from(node: ast.AST) -> TypeGuard[ast.ImportFrom]:
     return isinstance(node, ast.ImportFrom)
 
 
-@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("cpu", slow_but([False], [False, True]))
 def test_a_large_plan_is_accepted(cpu: bool):
     """3,500 ticks, 2,000 transfers through a ring of three slots."""
     before, weights = 1500, 2000

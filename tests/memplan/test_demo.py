@@ -22,6 +22,7 @@ def test_tables_come_one_by_one(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "memplan-demo" / "h200-tiny-decode.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_as_json(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

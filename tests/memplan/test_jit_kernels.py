@@ -112,7 +112,7 @@ DECODER = LlamaConfig(
 BATCH, CACHE_LENGTH = 8, 1024
 ONE_DEVICE = [
     pytest.param("v5e", marks=pytest.mark.tpu),
-    pytest.param("v6e", marks=pytest.mark.tpu),
+    pytest.param("v6e", marks=[pytest.mark.tpu, pytest.mark.slow]),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
 

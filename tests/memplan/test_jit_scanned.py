@@ -23,6 +23,7 @@ from tests.memplan.chains import (
     weights,
     xla_total,
 )
+from tests.sweeps import slow_but
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -160,7 +161,7 @@ def test_the_mesh_is_named_in_the_types_or_not(program: Any, kind: AxisType):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", slow_but([AxisType.Explicit], [AxisType.Explicit, AxisType.Auto]))
 def test_residuals_on_a_mesh_that_is_named_in_the_types(kind: AxisType):
     mesh = Mesh(np.array(topology("v5e:2x2").devices), ("data",), axis_types=(kind,))
     specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))

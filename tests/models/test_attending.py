@@ -15,6 +15,7 @@ from models import dit, llama, moe, scanned, training, vit
 from models.attending import cached_attention, fused_attention
 from models.configs import TINY, TINY_MOE
 from models.sharding import weight_shardings
+from tests.models.drawn import jitted
 
 CONFIG = dataclasses.replace(TINY, dtype=jnp.float32)
 FUSED = dataclasses.replace(CONFIG, attention="fused")
@@ -27,7 +28,7 @@ def tokens(batch: int = 2) -> jax.Array:
 @pytest.mark.parametrize("model", [llama.Llama, scanned.ScannedLlama])
 def test_decoders(model: Any) -> None:
     plain, fused = (
-        llama.forward(*nnx.split(model(config, rngs=nnx.Rngs(0))), tokens())
+        jitted(llama.forward)(*nnx.split(model(config, rngs=nnx.Rngs(0))), tokens())
         for config in (CONFIG, FUSED)
     )
     np.testing.assert_allclose(fused, plain, atol=1e-5)
@@ -60,10 +61,10 @@ def test_a_prompt_then_tokens(model: Any, init_cache: Any, config: Any, at_once:
     (graphdef, params), (plain, _) = (
         nnx.split(model(c, rngs=nnx.Rngs(0))) for c in (fused, config)
     )
-    whole = llama.forward(graphdef, params, tokens())
-    step = jax.jit(llama.decode_step, static_argnums=0)
-    logits, cache = llama.prefill(graphdef, params, prompt, init_cache(fused, 2, 24))
-    _, expected = llama.prefill(plain, params, prompt, init_cache(config, 2, 24))
+    whole = jitted(llama.forward)(graphdef, params, tokens())
+    step = jitted(llama.decode_step)
+    logits, cache = jitted(llama.prefill)(graphdef, params, prompt, init_cache(fused, 2, 24))
+    _, expected = jitted(llama.prefill)(plain, params, prompt, init_cache(config, 2, 24))
     np.testing.assert_allclose(logits[:, 0], whole[:, 9], atol=1e-5)
     for t in range(0, 6, at_once):
         chunk = rest[:, t : t + at_once]
@@ -106,7 +107,7 @@ def test_gradients() -> None:
     found = []
     for config in (CONFIG, FUSED):
         graphdef, params = nnx.split(scanned.ScannedLlama(config, rngs=nnx.Rngs(0)))
-        gradient = jax.grad(lambda p, g=graphdef: training.loss_fn(g, p, tokens()))(params)
+        gradient = jax.jit(jax.grad(lambda p, g=graphdef: training.loss_fn(g, p, tokens())))(params)
         found.append(jax.tree.leaves(gradient))
     for some, other in zip(*found, strict=True):
         np.testing.assert_allclose(some, other, atol=1e-5)
@@ -115,7 +116,9 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_decoders_on_a_mesh(shape: tuple[int, int]) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("fsdp", "model"))
-    expected = llama.forward(*nnx.split(scanned.ScannedLlama(CONFIG, rngs=nnx.Rngs(0))), tokens())
+    expected = jitted(llama.forward)(
+        *nnx.split(scanned.ScannedLlama(CONFIG, rngs=nnx.Rngs(0))), tokens()
+    )
     graphdef, params = nnx.split(scanned.ScannedLlama(FUSED, rngs=nnx.Rngs(0), mesh=mesh))
     placed = jax.device_put(params, weight_shardings(params, mesh))
     found = jax.jit(llama.forward, static_argnums=0)(graphdef, placed, tokens())
@@ -137,9 +140,7 @@ def test_decoding_on_a_mesh(shape: tuple[int, int], batch: int) -> None:
         first, cache = jax.jit(llama.prefill, static_argnums=0)(
             graphdef, params, tokens(batch)[:, :-1], cache
         )
-        second, _ = jax.jit(llama.decode_step, static_argnums=0)(
-            graphdef, params, tokens(batch)[:, -1:], cache
-        )
+        second, _ = jitted(llama.decode_step)(graphdef, params, tokens(batch)[:, -1:], cache)
         found.append((first, second))
     for some, other in zip(*found, strict=True):
         np.testing.assert_allclose(some, other, atol=1e-5)
@@ -164,7 +165,7 @@ def test_vision_transformer() -> None:
     images = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
     config = vit.TINY_VIT
     plain, fused = (
-        vit.forward(
+        jitted(vit.forward)(
             *nnx.split(
                 vit.VisionTransformer(dataclasses.replace(config, attention=kind), rngs=nnx.Rngs(0))
             ),
@@ -183,5 +184,5 @@ def test_diffusion_transformer() -> None:
         graphdef, params = nnx.split(dit.DiffusionTransformer(config, rngs=nnx.Rngs(0)))
         # Gates start at zero: what attention computes would not be seen.
         params = jax.tree.map(lambda x: x + 0.01 * jnp.ones_like(x), params)
-        found.append(dit.loss_fn(graphdef, params, batch))
+        found.append(jitted(dit.loss_fn)(graphdef, params, batch))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

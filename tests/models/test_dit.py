@@ -105,6 +105,7 @@ def test_noised_latents_have_the_variance_of_the_schedule(step: int):
     np.testing.assert_allclose(noise, np.full(ones.shape, np.sqrt(1 - kept)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     graphdef, params = nnx.split(dit.DiffusionTransformer(TINY_DIT, rngs=nnx.Rngs(0)))
     batch = draw_batch(8)

@@ -12,7 +12,7 @@ from flax import nnx
 import models.llama as llama
 import models.moe as moe
 from models.configs import MOE_CONFIGS, TINY, TINY_MOE, MoeConfig
-from tests.models.drawn import build, by_name, losses, silu, softmax
+from tests.models.drawn import build, by_name, jitted, losses, silu, softmax
 
 F32 = dataclasses.replace(TINY_MOE, dtype=jnp.float32)
 ROOMY = dataclasses.replace(F32, capacity_factor=4.0)
@@ -78,8 +78,10 @@ def test_one_expert_is_the_dense_decoder():
     for layer in plain["layers"].values():
         del layer["mlp"]["router"]
     tokens = draw_tokens(2, 9)
-    found = llama.forward(graphdef, params, tokens)
-    expected = llama.forward(nnx.graphdef(llama.abstract_model(dense)), nnx.State(plain), tokens)
+    found = jitted(llama.forward)(graphdef, params, tokens)
+    expected = jitted(llama.forward)(
+        nnx.graphdef(llama.abstract_model(dense)), nnx.State(plain), tokens
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -93,11 +95,11 @@ def test_later_tokens_do_not_change_earlier_ones_even_without_room():
 def test_decoding_continues_a_prompt():
     graphdef, params = build(moe.MoeLlama, ROOMY)
     tokens = draw_tokens(2, 6)
-    expected = llama.forward(graphdef, params, tokens)
+    expected = jitted(llama.forward)(graphdef, params, tokens)
     cache = llama.init_cache(ROOMY, batch=2, max_len=8)
-    logits, cache = llama.prefill(graphdef, params, tokens[:, :5], cache)
+    logits, cache = jitted(llama.prefill)(graphdef, params, tokens[:, :5], cache)
     np.testing.assert_allclose(logits[:, 0], expected[:, 4], rtol=1e-4, atol=1e-4)
-    logits, _ = llama.decode_step(graphdef, params, tokens[:, 5:], cache)
+    logits, _ = jitted(llama.decode_step)(graphdef, params, tokens[:, 5:], cache)
     np.testing.assert_allclose(logits[:, 0], expected[:, 5], rtol=1e-4, atol=1e-4)
 
 
@@ -113,10 +115,10 @@ def test_the_loss_is_cross_entropy_and_balance():
 
     def loss(weight: float) -> float:
         config = dataclasses.replace(F32, balance_weight=weight)
-        return float(moe.loss_fn(*build(moe.MoeLlama, config), tokens))
+        return float(jitted(moe.loss_fn)(*build(moe.MoeLlama, config), tokens))
 
     graphdef, params = build(moe.MoeLlama, F32)
-    cross_entropy = float(llama.loss_fn(graphdef, params, tokens))
+    cross_entropy = float(jitted(llama.loss_fn)(graphdef, params, tokens))
     assert loss(0.0) == pytest.approx(cross_entropy, rel=1e-6)
     # Drawn at random, the experts of a layer are neither even nor all the same.
     assert 1 < loss(1.0) - cross_entropy < F32.num_experts
@@ -124,13 +126,16 @@ def test_the_loss_is_cross_entropy_and_balance():
 
 def test_every_weight_of_every_expert_is_trained():
     graphdef, params = build(moe.MoeLlama, ROOMY)
-    gradients = jax.grad(functools.partial(moe.loss_fn, graphdef))(params, draw_tokens(4, 33))
+    gradients = jax.jit(jax.grad(functools.partial(moe.loss_fn, graphdef)))(
+        params, draw_tokens(4, 33)
+    )
     for name, gradient in by_name(gradients).items():
         assert np.isfinite(gradient).all(), name
         experts = gradient if gradient.ndim == 3 and ".mlp." in name else gradient[None]
         assert all(np.abs(expert).max() > 0 for expert in experts), name
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     graphdef, params = nnx.split(moe.MoeLlama(F32, rngs=nnx.Rngs(0)))
     found = losses(functools.partial(moe.loss_fn, graphdef), params, draw_tokens(4, 9))

@@ -23,6 +23,7 @@ from models.training import (
     rounded,
     train_step,
 )
+from tests.sweeps import slow_but
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 
@@ -61,7 +62,7 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-6, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", slow_but([0.5], [None, 0.5]))
 def test_two_steps_are_those_of_the_paper(clip_norm: float | None):
     """Algorithm 2 of arXiv:1711.05101, on gradients of the unrolled model."""
     options = TrainOptions(learning_rate=0.01, clip_norm=clip_norm)
@@ -96,7 +97,7 @@ def test_two_steps_are_those_of_the_paper(clip_norm: float | None):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", slow_but([jnp.float32], [jnp.bfloat16, jnp.float32]))
 def test_training_lowers_the_loss(dtype):
     config = dataclasses.replace(CONFIG, dtype=dtype)
     options = TrainOptions(learning_rate=0.01)

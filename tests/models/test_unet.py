@@ -94,6 +94,7 @@ def test_every_pixel_gets_a_score_for_every_class():
     assert (logits.shape, logits.dtype) == ((2, 16, 16, TINY_UNET.num_classes), jnp.float32)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     graphdef, params = nnx.split(unet.UNet(TINY_UNET, rngs=nnx.Rngs(0)))
     images = draw_images(2, 16)

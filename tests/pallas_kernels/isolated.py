@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 _ROOT = Path(__file__).parents[2]
 
 # Each interpreted thread of a kernel holds one of XLA's while it waits for another of them.
-_XLA_FLAGS = "--xla_force_host_platform_device_count=16"
+_XLA_FLAGS = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
 
 
 def run(
@@ -35,6 +36,12 @@ def run(
     """
     path = os.pathsep.join((str(_ROOT), *sys.path))
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": _XLA_FLAGS}
+    if jax.config.jax_compilation_cache_dir:
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
     call = f"{function.__qualname__}{arguments or ''}{named or ''}"
     try:
         done = subprocess.run(

@@ -15,6 +15,7 @@ from experiments.kernel_splash import full_head, head_bundles
 from experiments.kernel_tuning import Blocks
 from hlo_passes.machine import load_machine
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
+from tests.sweeps import slow_but
 
 pytestmark = pytest.mark.tpu
 
@@ -65,7 +66,7 @@ def budgets(chip: str) -> list[Budget]:
     ]
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", slow_but(["v5e"], ["v5e", "v6e"]))
 def test_bundles_and_spills(chip: str) -> None:
     allowed = budgets(chip)
     found = tpu_evidence([budget.program for budget in allowed], chip)

@@ -27,6 +27,7 @@ from models.configs import TINY
 from models.scanned import ScannedLlama
 from models.training import TrainOptions, init_state, train_step
 from tests.memplan.streams.test_slicing import compare, interpret, scans
+from tests.sweeps import slow_but
 
 LAYERS, WIDTH = 3, 4
 
@@ -363,7 +364,7 @@ def test_nothing_to_merge():
 # --- real programs --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip_norm", slow_but([1.0], [None, 1.0]))
 def test_a_training_step(clip_norm: float | None):
     options = TrainOptions(clip_norm=clip_norm)
     graphdef, params = nnx.split(ScannedLlama(TINY, rngs=nnx.Rngs(0), remat="layer"))

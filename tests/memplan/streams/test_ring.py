@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import Stream, streamed
+from tests.sweeps import slow_but
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 WIDTH = 8
@@ -131,7 +132,7 @@ def check(
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", slow_but([1, 3], [1, 2, 3, 4]))
 @pytest.mark.parametrize("trips", [0, 1, 2, 7, 32])
 @pytest.mark.parametrize("program", [forward, gradients])
 def test_the_numbers_of_the_untouched_scan(program: Callable[..., Any], trips: int, depth: int):
@@ -148,8 +149,13 @@ def test_stacks_whose_slices_are_in_pieces_are_taken_as_rows():
     assert not any(ring.taken or ring.made for ring in rings.values())
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("depth", "share"), [(1, 1.0), (2, 0.3), (3, 1.0)])
+@pytest.mark.parametrize(
+    ("depth", "share", "turned"),
+    slow_but(
+        [(2, 0.3, False), (3, 1.0, True)],
+        [(d, s, turned) for d, s in ((1, 1.0), (2, 0.3), (3, 1.0)) for turned in (False, True)],
+    ),
+)
 @pytest.mark.parametrize(
     "program",
     [backwards, remat, mapped, microbatches, generate, branches, jax.jit(gradients)],

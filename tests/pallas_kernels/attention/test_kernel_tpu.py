@@ -4,10 +4,12 @@ import pytest
 
 from tests.pallas_kernels.attention import cases_tpu
 from tests.pallas_kernels.isolated import run
+from tests.sweeps import slow_but
 
 MISTAKES = sorted(cases_tpu.MISTAKES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dma", ["eager", "on_wait"])
 def test_random_problems(dma: str) -> None:
     run(cases_tpu.check_random, dma=dma, examples=2)
@@ -23,7 +25,7 @@ def test_through_attention() -> None:
     run(cases_tpu.check_through_attention, dma="eager")
 
 
-@pytest.mark.parametrize("dma", ["eager", "on_wait"])
+@pytest.mark.parametrize("dma", slow_but(["on_wait"], ["eager", "on_wait"]))
 def test_without_a_mistake_nothing_is_noticed(dma: str) -> None:
     run(cases_tpu.check_plain, dma=dma)
 

@@ -10,6 +10,7 @@ from pallas_kernels.attention.shapes import SHAPES, Shape
 from pallas_kernels.attention.tuning import backward_choice, forward_choice
 from pallas_kernels.onchip import vmem_total
 from pallas_kernels.targets import TPUS
+from tests.sweeps import slow_but
 
 pytestmark = pytest.mark.tpu
 
@@ -30,7 +31,7 @@ def check_compiles(chip: str, shapes: list[Shape]) -> None:
         assert kernels[0].own_bytes == vmem_total(scratch), shape.name
 
 
-@pytest.mark.parametrize("chip", TPUS)
+@pytest.mark.parametrize("chip", slow_but(["v5e"], TPUS))
 def test_small_shapes(chip: str) -> None:
     check_compiles(chip, [shape for shape in SHAPES if shape.name == QUICK])
 

@@ -10,7 +10,7 @@ from tests.pallas_kernels.decode import cases
 from tests.pallas_kernels.decode.strategies import cases as some_cases
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(some_cases(head_dims=(8, 24), tile=1))
 def test_in_float64_it_is_the_oracle(case: dict[str, Any]) -> None:
     made = cases.make(**case)

@@ -16,12 +16,13 @@ from pallas_kernels.streamed_matmul.shapes import SHAPES
 from pallas_kernels.targets import target_of
 from tests.pallas_kernels.isolated import run
 from tests.pallas_kernels.streamed_matmul import cases
+from tests.sweeps import slow_but
 
 V6E = target_of("tpu", "TPU v6 lite")
 DECODE = Problem(16, 4096, 14336, *cases.BF16, on_host=True)
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize("mode", slow_but(["on_wait"], ["eager", "on_wait"]))
 def test_every_schedule_gives_the_product_without_a_race(mode: str):
     run(cases.schedules, mode=mode)
 
@@ -111,6 +112,7 @@ def lowered(devices, function, *arguments):
         return jax.jit(function).trace(*given).lower(lowering_platforms=("tpu",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_every_shape_compiles(tpu_compiler, name: str):
     devices = tpu_compiler(name).devices
