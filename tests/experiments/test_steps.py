@@ -17,6 +17,7 @@ from models.configs import TINY
 from models.training import TrainOptions, gradient_step, init_state
 from models.vit import TINY_VIT
 from models.workloads import vit_train
+from tests.sweeps import slow_but
 
 BATCH, LENGTH = 2, 8
 
@@ -29,7 +30,9 @@ def inputs() -> tuple[Any, jax.Array]:
     return init_state(params, TrainOptions(algorithm="sgd", clip_norm=None)), tokens
 
 
-@pytest.mark.parametrize("policy", ["none", "nothing_saveable", "offload layer_in"])
+@pytest.mark.parametrize(
+    "policy", slow_but(["offload layer_in"], ["none", "nothing_saveable", "offload layer_in"])
+)
 def test_a_step_is_that_of_the_plain_model(policy: str, inputs: tuple[Any, jax.Array]):
     fun, _ = llama_step(POLICIES[policy], config=TINY, batch=BATCH, length=LENGTH)
     loss = functools.partial(llama.loss_fn, nnx.graphdef(llama.abstract_model(TINY)))

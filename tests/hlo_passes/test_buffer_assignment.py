@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ from tests.corpus import platform
 from tests.hlo_passes.streamed import entry
 from tests.sweeps import slow_but
 
-SLOW = [name for name in CORPUS if name not in ("llama-train", "vit-forward")]
-WORKLOADS = ["llama-train", "vit-forward", *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW)]
+WORKLOADS = slow_but(["vit-forward"], CORPUS)
 TARGETS = [
     "cpu",
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -40,12 +38,8 @@ def dumped(target: str, workload: str, folder: Path) -> Module:
     return read_module(path)
 
 
-@pytest.mark.parametrize(
-    ("workload", "target"),
-    slow_but(
-        [("llama-train", "v5e"), *product(("vit-forward",), TARGETS)], product(WORKLOADS, TARGETS)
-    ),
-)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_peak_and_what_is_live_there_are_xlas(target: str, workload: str, tmp_path: Path):
     module = dumped(target, workload, tmp_path)
     said = buffer_assignment(module)

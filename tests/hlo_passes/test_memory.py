@@ -126,7 +126,7 @@ def factored(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         ("v5e", large_and_two, [(8192, 8192), ()]),
         # More than 2,000 arguments are one tuple, and its table is an argument.
         ("v5e", summed, [(8,)] * 2100),
-        ("v6e", summed, [(8,)] * 2100),
+        pytest.param("v6e", summed, [(8,)] * 2100, marks=pytest.mark.slow),
         ("v6e", two_of, [(8, 128)]),
         ("tpu7x", two_of, [(8, 128)]),
         ("v5p", two_of, [(8, 128)]),
