@@ -320,6 +320,7 @@ class MemoryBudgetError(MemplanError):
       slots: the limit on streamed weights, if there was one.
       needed: bytes needed there; packing and XLA's later passes make `least` more.
       left_alone: why arguments are on the device as a whole, by path.
+      closed: bytes of the arrays that the function closes over; `least` includes them.
     """
 
     def __init__(
@@ -336,11 +337,13 @@ class MemoryBudgetError(MemplanError):
         slots: int | None = None,
         needed: int | None = None,
         left_alone: Mapping[str, str] | None = None,
+        closed: int = 0,
     ) -> None:
         self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
+        self.closed = closed
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
         self.small, self.largest, self.left_alone = small, largest, dict(left_alone or {})
-        self.needed = least if needed is None else needed
+        self.needed = least - closed if needed is None else needed
         limit = f" with slots={slots}" if slots is not None else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}; "
@@ -359,8 +362,13 @@ class MemoryBudgetError(MemplanError):
         if self.small > self.needed // 16:
             live.append(f"{format_bytes(self.small)} of small temporaries and XLA's tables")
         yield f"live there: {', '.join(live)}"
-        if (lost := self.least - self.needed) > self.least // 16:
+        if (lost := self.least - self.closed - self.needed) > self.least // 16:
             yield f"besides: {format_bytes(lost)} for how XLA packs them, and its later passes"
+        if self.closed:
+            yield (
+                f"besides: {format_bytes(self.closed)} of arrays that the function closes over: "
+                "constants, which stay. As arguments they could be moved"
+            )
         if self.left_alone:
             yield f"stays on the device as a whole: {_by_reason(self.left_alone)}"
         made = sum(b.size for b in self.largest if b.source_line)
@@ -373,6 +381,8 @@ class MemoryBudgetError(MemplanError):
         least: int,
         left_alone: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
+        *,
+        closed: int = 0,
     ) -> MemoryBudgetError:
         """The same shortage, seen from another budget and with another least one.
 
@@ -381,6 +391,7 @@ class MemoryBudgetError(MemplanError):
           least: what would do, with the bytes that packing and XLA's later passes add.
           left_alone: what is known of it by now.
           names: other ones of the arguments that are live there.
+          closed: bytes of the arrays that the function closes over.
         """
         names = names or {}
         return MemoryBudgetError(
@@ -397,6 +408,7 @@ class MemoryBudgetError(MemplanError):
             slots=self.slots,
             needed=self.needed,
             left_alone=left_alone or self.left_alone,
+            closed=closed,
         )
 
 

@@ -64,8 +64,8 @@ def jit(
       hbm: the budget, ``"12GiB"`` or bytes: arguments + outputs + temporaries − aliased
         bytes on the device, as XLA reports them in ``memory_analysis()`` of the final
         executable, are at most this, on each device: ``Compiled.device_bytes``, in which on
-        CPU, unlike in the report, what is on the host does not count. None for all that the
-        machine has.
+        CPU, unlike in the report, what is on the host does not count, and everywhere the
+        arrays that `fun` closes over do. None for all that the machine has.
       machine: what it runs on: a machine name (``"v5e"``), a `Machine`, or a `topology` of
         hardware that is not here. None for ``jax.devices()[0]``.
       offload: glob patterns of argument paths that may live on the host, for example

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0, `FAILED` or `REFUSED`.
     """
     options = _parser().parse_args(argv)
+    if argv is None:
+        _keep_stdout()
     try:
         status = options.run(options)
         sys.stdout.flush()
@@ -78,6 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memplan: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return REFUSED
     return 0
+
+
+def _keep_stdout() -> None:
+    """Leaves the process's stdout to what Python prints: what libraries of C++ and the program that
+    is looked at write there goes to stderr. Only where the process is the command's own: it holds
+    for all threads, and to the end."""
+    if sys.stdout is None or sys.stderr is None or sys.stdout is not sys.__stdout__:
+        return  # Closed, or somebody's own.
+    own = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(own, "w", encoding=encoding, errors=errors, closefd=False)
 
 
 def _parser() -> argparse.ArgumentParser:

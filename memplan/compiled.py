@@ -76,6 +76,8 @@ class Compiled:
     def __repr__(self) -> str:
         used = f"{format_bytes(self.device_bytes)} of {format_bytes(self._budget)}"
         said = f"{self._lowering.traced.fun_name}: {used} on the device"
+        if closed := self._lowering.closed_bytes:
+            said += f", {format_bytes(closed)} of it arrays that the function closes over"
         if self.plan is None:
             return f"<Compiled {said}; no plan was needed>"
         said += f"; {self.plan.predicted}"
@@ -107,8 +109,10 @@ class Compiled:
     @property
     def device_bytes(self) -> int:
         """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
-        CPU without the arguments on the host, which XLA:CPU counts among the device's."""
-        return device_bytes(self._executable, self.hosted_on_cpu)
+        CPU without the arguments on the host, which XLA:CPU counts among the device's; and the
+        arrays that the function closes over, which XLA counts nowhere."""
+        counted = device_bytes(self._executable, self.hosted_on_cpu)
+        return counted + self._lowering.closed_bytes
 
     def memory_analysis(self) -> Any:
         return self._executable.memory_analysis()

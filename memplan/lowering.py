@@ -25,6 +25,7 @@ from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
 from memplan.signature import HOST_MEMORY_KIND
+from memplan.streams.programs import closed_over
 
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
 # when the user's function is traced.
@@ -74,6 +75,13 @@ class Lowering:
             _shard_bytes(info, found.shardings.get(n)) if n in found.parameters else 0
             for n, info in enumerate(self.arguments)
         ]
+
+    @functools.cached_property
+    def closed_bytes(self) -> int:
+        """Of the arrays that the function closes over. XLA keeps them on every device, as
+        constants of the program, and counts them nowhere."""
+        program = self.traced.jaxpr
+        return sum(getattr(a, "nbytes", 0) for a in closed_over(program.jaxpr, program.consts))
 
     @property
     def budget(self) -> int:

@@ -194,6 +194,11 @@ class Lowered:
             return given.budget_bytes
         return self._lowering.budget
 
+    @property
+    def _room(self) -> int:
+        """What of the budget is left for what XLA counts."""
+        return self.budget - self._lowering.closed_bytes
+
     def _holding(self, plan: Plan | None) -> Plan | None:
         """The plan that the user gave, if it holds."""
         found = changes(plan, self._lowering) if plan is not None else ()
@@ -246,10 +251,10 @@ class Lowered:
     def _make_plan(self) -> Plan:
         try:
             return self._first(
-                None, lambda tried: self._look_with_credit(self.budget, 0, 1, tried)[0].plan
+                None, lambda tried: self._look_with_credit(self._room, 0, 1, tried)[0].plan
             )
         except MemoryBudgetError as error:
-            raise self._told(error, error.budget, error.least) from None
+            raise self._told(error, error.least) from None
 
     def within(self, budget: int) -> Plan:
         """Plans for another budget, in bytes, compiling nothing further than XLA's scheduler.
@@ -343,9 +348,9 @@ class Lowered:
                 continue  # XLA does not promise to schedule a module in the same way again.
             total = device_bytes(executable, look.hosted_on_cpu)
             said = f"planned {plan.prediction.total_bytes} bytes, XLA reports {total}"
-            if total <= self.budget:
+            if total <= self._room:
                 return Compiled(executable, self.placing, self.budget, look, (said,), options)
-            self._plan_anew([f"{said}, allowed are {self.budget}"])
+            self._plan_anew([f"{said}, allowed are {self._room}"])
             return None
         here = self._lowering.target.versions
         others = other_versions(plan.preparation.versions, here)
@@ -357,12 +362,12 @@ class Lowered:
             return self._first(options, lambda tried: self._compile_with(budget, tried))
 
         try:
-            return within(self.budget)
+            return within(self._room)
         except MemoryBudgetError as error:
             least = _least(error, within)
             if (executable := self._as_xla_has_it(least, options)) is not None:
                 least = min(least, device_bytes(executable, 0))
-            raise self._told(error, self.budget, least) from None
+            raise self._told(error, least) from None
 
     def _first[T](
         self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
@@ -457,10 +462,13 @@ class Lowered:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
 
-    def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
+    def _told(self, error: MemoryBudgetError, least: int) -> MemoryBudgetError:
         """The same error, with what is known up here: the user's names, why arguments stay."""
         names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
-        return error.asked_for(budget, least, self.placing.left_alone, names)
+        closed = self._lowering.closed_bytes
+        return error.asked_for(
+            self.budget, least + closed, self.placing.left_alone, names, closed=closed
+        )
 
     def _least_planned(self, error: MemoryBudgetError) -> int:
         """The least budget that the planner was seen to keep to. The one that it names is that of

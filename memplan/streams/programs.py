@@ -60,6 +60,20 @@ def programs(eqn: JaxprEqn) -> tuple[Program, ...]:
     return ()
 
 
+def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
+    """The arrays that a program and those inside it close over, each once.
+
+    Args:
+      consts: values of the program's own ``constvars``.
+    """
+    found: dict[int, Any] = {id(const): const for const in consts}
+    for eqn in jaxpr.eqns:
+        for program in programs(eqn):
+            inside = closed_over(program.jaxpr, program.consts)
+            found |= {id(const): const for const in inside}
+    return list(found.values())
+
+
 def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
     """An equation with other programs inside, in the order of `programs`; the same object where
     they are the same."""

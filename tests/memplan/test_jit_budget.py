@@ -569,3 +569,29 @@ def test_a_plan_is_made_for_what_xla_takes_by_itself(target: str):
     compiled = lowered.compile()
     assert compiled.plan is None
     assert compiled.device_bytes == own.device_bytes
+
+
+def test_what_a_function_closes_over_is_counted_and_said():
+    weights = [jnp.full((512, 512), n, jnp.float32) for n in range(4)]
+
+    def closing(x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    x = jax.ShapeDtypeStruct((128, 512), jnp.float32)
+    compiled = memplan.jit(closing, machine="cpu").lower(x).compile()
+    memory = compiled.memory_analysis()
+    counted = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert compiled.device_bytes == counted + memory.temp_size_in_bytes + (4 << 20)
+    assert "4.0 MiB of it arrays that the function closes over" in repr(compiled)
+
+    with pytest.raises(MemoryBudgetError, match="MiB of arrays that the function closes") as e:
+        memplan.jit(closing, machine="cpu", hbm="4MiB").lower(x).compile()
+    assert e.value.budget == 4 << 20
+    least = memplan.jit(closing, machine="cpu", hbm=e.value.least).lower(x).compile()
+    assert 4 << 20 < least.device_bytes <= e.value.least
+
+    inner = jax.jit(lambda x: x @ weights[0])
+    called = memplan.jit(lambda x: inner(inner(x)), machine="cpu").lower(x).compile()
+    assert "1.0 MiB of it arrays" in repr(called)

@@ -149,8 +149,8 @@ def test_a_pair_says_in_what_it_differs(tmp_path: Path):
     assert found == ["%dot.1", "%dot.1", "layout"]
 
 
-@pytest.mark.parametrize(("width", "beside"), [(1300, True), (500, False)])
-def test_timelines_stand_beside_each_other_where_there_is_room(tmp_path: Path, width, beside):
+@pytest.mark.parametrize("width", [1300, 500])
+def test_timelines_stand_above_each_other(tmp_path: Path, width: int):
     boxes, wide = browse(
         compared(BEFORE, AFTER),
         tmp_path,
@@ -165,7 +165,8 @@ def test_timelines_stand_beside_each_other_where_there_is_room(tmp_path: Path, w
     )
     (left, top, room), (other, below, same) = boxes
     assert room == same > 300
-    assert (top == below and other > left) if beside else (left == other and below > top)
+    assert left == other
+    assert below > top
     assert not wide
 
 
@@ -314,3 +315,37 @@ def test_a_page_of_nothing_to_compare_is_refused(capsys, tmp_path: Path):
     assert cli.main(words) == 2
     assert "--html needs two modules to compare; module_0000.jit_f: " in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
+
+
+LAYOUT = """
+const box = name => document.querySelector(name).getBoundingClientRect();
+const inTable = e => e.closest(".scroll") !== null;
+const isWide = e => !inTable(e) && e.getBoundingClientRect().right > innerWidth + 1;
+const wide = [...document.querySelectorAll("body *")].filter(isWide).map(e => e.outerHTML);
+const lines = cell => {
+  const text = document.createRange();
+  text.selectNodeContents(cell);
+  return text.getBoundingClientRect().height;
+};
+const tall = [...document.querySelectorAll("#figures tr")].filter(row =>
+  row.getBoundingClientRect().height > 16 + Math.max(...[...row.cells].map(lines))
+).map(row => row.textContent);
+return {wide, tall, picture: box("#memory"), numbers: box("#figures"), notes: at("notes")?.open};
+"""
+
+
+@pytest.mark.parametrize("width", [1500, 1000])
+@pytest.mark.parametrize("kind", ["inspected", "compared"])
+def test_the_picture_is_on_the_first_screen_and_the_numbers_beside_it(
+    kind: str, width: int, toy: Machine, tmp_path: Path
+):
+    page = inspected(BEFORE, toy) if kind == "inspected" else compared(BEFORE, AFTER, toy)
+    seen = browse(page, tmp_path, LAYOUT, width)
+    assert seen["wide"] == []
+    assert seen["tall"] == []
+    picture, numbers = seen["picture"], seen["numbers"]
+    assert picture["bottom"] < 900
+    assert picture["right"] < numbers["left"]
+    assert abs(picture["top"] - numbers["top"]) < 100
+    assert numbers["right"] <= width
+    assert not seen.get("notes")
