@@ -20,6 +20,7 @@ from hlo_passes.plan import Plan
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table, plain_text
+from memplan.stages import Lowered
 
 # How often a least budget that does not work is raised.
 _LEAST_ROUNDS = 6
@@ -152,34 +153,31 @@ def curve(
     lowered = function.lower(*args, **kwargs)
     capacity = lowered.machine.device_memory.capacity_bytes
     say = found or (lambda _: None)
-    made = _points(lowered.within, lowered.resident(), capacity, points, say)
+    made = _points(lowered, capacity, points, say)
     return Curve(lowered.fun_name, lowered.machine.name, capacity, made)
 
 
 def _points(
-    within: Callable[[int], Plan],
-    resident: Plan,
-    capacity: int,
-    count: int,
-    found: Callable[[Point], None],
+    lowered: Lowered, capacity: int, count: int, found: Callable[[Point], None]
 ) -> tuple[Point, ...]:
     if count < 2:
         raise CurveError(f"expected at least 2 points, found {count}")
+    resident, closed = lowered.resident(), lowered.closed_bytes
     plain_s = resident.prediction.step_time_s
     points: dict[int, Point] = {}
 
     def add(budget: int, plan: Plan) -> None:
-        points[budget] = _point(budget, plan, plain_s)
+        points[budget] = _point(budget, plan, closed, plain_s)
         found(points[budget])
 
-    most = resident.prediction.total_bytes
+    most = resident.prediction.total_bytes + closed
     add(most, resident)
-    least = _least(within, add)
+    least = _least(lowered.within, add)
     if least is None or least >= most:
         return tuple(points.values())
     for budget in _between(least, most, count - len(points)):
         try:
-            add(budget, within(min(budget, capacity)))
+            add(budget, lowered.within(min(budget, capacity)))
         except MemoryBudgetError:  # Between budgets that work: what packing makes of this one.
             continue
     return _envelope(points)
@@ -210,11 +208,11 @@ def _between(least: int, most: int, count: int) -> Iterator[int]:
         heapq.heappush(gaps, (middle - high, middle, high))
 
 
-def _point(budget: int, plan: Plan, plain_s: float) -> Point:
+def _point(budget: int, plan: Plan, closed: int, plain_s: float) -> Point:
     prediction = plan.prediction
     return Point(
         budget,
-        prediction.total_bytes,
+        prediction.total_bytes + closed,
         plan.moved_bytes,
         prediction.step_time_s,
         prediction.lower_bound_s,

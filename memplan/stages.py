@@ -195,9 +195,13 @@ class Lowered:
         return self._lowering.budget
 
     @property
-    def _room(self) -> int:
-        """What of the budget is left for what XLA counts."""
-        return self.budget - self._lowering.closed_bytes
+    def closed_bytes(self) -> int:
+        """Of the arrays that the function closes over, which count in every budget and stay."""
+        return self._lowering.closed_bytes
+
+    def _room(self, budget: int) -> int:
+        """What of a budget is left for what XLA counts."""
+        return max(0, budget - self.closed_bytes)
 
     def _holding(self, plan: Plan | None) -> Plan | None:
         """The plan that the user gave, if it holds."""
@@ -251,10 +255,11 @@ class Lowered:
     def _make_plan(self) -> Plan:
         try:
             return self._first(
-                None, lambda tried: self._look_with_credit(self._room, 0, 1, tried)[0].plan
+                None,
+                lambda tried: self._look_with_credit(self._room(self.budget), 0, 1, tried)[0].plan,
             )
         except MemoryBudgetError as error:
-            raise self._told(error, error.least) from None
+            raise self._told(error, self.budget, error.least) from None
 
     def within(self, budget: int) -> Plan:
         """Plans for another budget, in bytes, compiling nothing further than XLA's scheduler.
@@ -264,7 +269,11 @@ class Lowered:
             guess.
         """
         with self._lock:
-            return self._first(None, lambda tried: self._looks.look(budget, tried).plan)
+            room = self._room(budget)
+            try:
+                return self._first(None, lambda tried: self._looks.look(room, tried).plan)
+            except MemoryBudgetError as error:
+                raise self._told(error, budget, error.least) from None
 
     def resident(self) -> Plan:
         """The plan that moves nothing, however much memory that takes."""
@@ -348,9 +357,9 @@ class Lowered:
                 continue  # XLA does not promise to schedule a module in the same way again.
             total = device_bytes(executable, look.hosted_on_cpu)
             said = f"planned {plan.prediction.total_bytes} bytes, XLA reports {total}"
-            if total <= self._room:
+            if total <= self._room(self.budget):
                 return Compiled(executable, self.placing, self.budget, look, (said,), options)
-            self._plan_anew([f"{said}, allowed are {self._room}"])
+            self._plan_anew([f"{said}, allowed are {self._room(self.budget)}"])
             return None
         here = self._lowering.target.versions
         others = other_versions(plan.preparation.versions, here)
@@ -362,12 +371,12 @@ class Lowered:
             return self._first(options, lambda tried: self._compile_with(budget, tried))
 
         try:
-            return within(self._room)
+            return within(self._room(self.budget))
         except MemoryBudgetError as error:
             least = _least(error, within)
             if (executable := self._as_xla_has_it(least, options)) is not None:
                 least = min(least, device_bytes(executable, 0))
-            raise self._told(error, least) from None
+            raise self._told(error, self.budget, least) from None
 
     def _first[T](
         self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
@@ -462,12 +471,12 @@ class Lowered:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
 
-    def _told(self, error: MemoryBudgetError, least: int) -> MemoryBudgetError:
+    def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
         """The same error, with what is known up here: the user's names, why arguments stay."""
         names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
-        closed = self._lowering.closed_bytes
+        closed = self.closed_bytes
         return error.asked_for(
-            self.budget, least + closed, self.placing.left_alone, names, closed=closed
+            budget, least + closed, self.placing.left_alone, names, closed=closed
         )
 
     def _least_planned(self, error: MemoryBudgetError) -> int:

@@ -81,3 +81,18 @@ def test_what_is_refused(options: dict[str, Any], said: str):
     function = memplan.jit(chain) if options.pop("jitted", False) else chain
     with pytest.raises(CurveError, match=said):
         memplan.curve(function, *SHAPES, **options)
+
+
+def test_what_the_function_closes_over_counts_at_every_point():
+    closed = [jnp.full((512, 512), n, jnp.float32) for n in range(2)]
+
+    def closing(weights, x):
+        for w in (*closed, *weights):
+            x = jnp.tanh(x @ w)
+        return x
+
+    weights, x = [jnp.ones((512, 512))] * 4, jnp.ones((128, 512))
+    points = memplan.curve(closing, weights, x, points=4).points
+    for point in (points[0], points[-1]):
+        step = memplan.jit(closing, hbm=point.budget_bytes)
+        assert 2 << 20 < step.lower(weights, x).compile().device_bytes <= point.budget_bytes
