@@ -88,9 +88,7 @@ def least_edits(posed: Problem) -> Edits:
     work = work_on(posed)
     if not work.load.size:
         return Edits()
-    prices = (Terms(1e-3, np.inf, 0), *(Terms(DEAREST, np.inf, depth) for depth in _DEPTHS))
-    selections = (work.select(0, terms) for terms in prices)
-    return edits_of(posed, min(selections, key=lambda s: int(s.load.max())))
+    return edits_of(posed, min(work.lowest(), key=lambda taken: int(taken.load.max())))
 
 
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
@@ -170,6 +168,12 @@ class Work:
         """Chooses as `choose` does where nothing else fits, in every way there is."""
         found = (choice for among in self._aimed(capacity, slots) for choice in among)
         return sorted(found, key=lambda choice: choice.step_time_s)
+
+    def lowest(self) -> Iterator[TakenGaps]:
+        """Yields gaps with which the load is as low as it can be brought, whatever that takes."""
+        yield self.select(0, Terms(_FREE_OF_LINKS[0], np.inf, 0))
+        for depth in _DEPTHS:
+            yield self.select(0, Terms(DEAREST, np.inf, depth))
 
     def _aimed(
         self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int = 0

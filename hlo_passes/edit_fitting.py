@@ -2,15 +2,19 @@
 
     choose ──► pack the fastest ──► one fits? ──► search for better ──► done
        ▲             │ too large, at some ticks             ▲
+       │             ├─ repair: more is taken there ───────┤
        └─ reserve ◄──┘ that many bytes stay free there      │
-              └─ none left ──► choose for far less ─────────┘
+              └─ none left ──► choose for far less, and give back what packs ──┘
 
-A choice whose load fits may take more when it is packed. Where it does, more is left free, and all
-choose again; and also where a choice fits that is much slower than one that nearly did.
+A choice whose load fits may take more when it is packed. Where it does, more is taken at those
+ticks; else more is left free there, and all choose again; and also where a choice fits that is
+much slower than one that nearly did. What was taken for far less than the budget is given back,
+half by half, as long as the rest packs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,7 +28,7 @@ from hlo_passes.edit_search import EditSearch
 from hlo_passes.fitted import Fitted, edited, placed
 from hlo_passes.plan import Edits
 from hlo_passes.problem import Problem
-from hlo_passes.selection import Terms
+from hlo_passes.selection import Terms, complete
 
 # How often choices are made anew, with more bytes left free where packing exceeded the budget;
 # how often at most after one fitted; and how close to the fastest that one is soon enough.
@@ -40,6 +44,14 @@ _PARTS = 128
 # next ones are made.
 _PACKED = 3
 _AGAIN = 8
+
+# How often more is taken where a packing was above the capacity.
+_REPAIRS = 4
+
+# How many packings it takes at most to give back what was taken for far less, and from how much
+# above the fastest choice that is known that is done.
+_GIVEN_BACK = 32
+_SLOW = 1.05
 
 # Where none of them is packed within the budget: parts of the arena that are left free, and how
 # many choices are packed that were made for far less.
@@ -72,11 +84,16 @@ def fit_with_edits(
         if found is not best:
             best, fitting = found, tried[-1]
         terms = tried[-1].terms  # What is good in one order is so in the next one.
+    fastest_s = min((f.fastest_s for f in tried), default=0.0)
     for last in sorted(tried, key=lambda f: f.peak) if best is None else ():
         best, fitting = last.tight(), last
         if best is not None:
             break
-    return fitting.improved(best, search_s) if fitting is not None and best is not None else None
+    if fitting is None or best is None:
+        return None
+    if best.step_time_s > fastest_s * _SLOW:
+        best = fitting.given_back(best)
+    return fitting.improved(best, search_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +118,7 @@ class _Fitting:
         self._work = work_on(posed)
         self._search = EditSearch(self._work, self._capacity, slots)
         self.terms = terms
+        self.fastest_s = np.inf  # Of all choices, packed or not.
         self._tried: set[frozenset[object]] = set()
 
     @property
@@ -134,6 +152,7 @@ class _Fitting:
                     break
                 continue
             fastest_s = min(fastest_s or np.inf, choices[0].step_time_s)
+            self.fastest_s = min(self.fastest_s, fastest_s)
             found, excess = self._first_that_packs(choices, best, reserve)
             if found is not None:
                 rounds_left = min(rounds_left, _ROUNDS_MORE)
@@ -155,6 +174,50 @@ class _Fitting:
             found, _ = self._first_that_packs(choices, None, reserve, _PACKED_TIGHT)
             if found is not None:
                 return found
+        lowest = (EditChoice(None, taken, 0.0) for taken in self._work.lowest())
+        nothing = np.zeros_like(self._work.load)
+        return self._first_that_packs(list(lowest), None, nothing, _PACKED_TIGHT)[0]
+
+    def given_back(self, best: _Packed) -> _Packed:
+        """Keeps after all what need not go, as XLA packs it: of all that is taken, of half of it,
+        and so on, the dearest first."""
+        chosen, capacity = best.chosen, self._capacity
+        taken = chosen.taken.copied()
+        taken.load -= best.reserve
+        parts = deque([taken.dearest])
+        left = _GIVEN_BACK
+        while parts and left:
+            part = [(n, start) for n, start in parts.popleft() if start in taken.taken[n]]
+            less = taken.copied()
+            less.give_back(capacity, part)
+            if less.all == taken.all:
+                continue  # Even their load has no room.
+            left -= 1
+            found = self._packed(replace(chosen, taken=less))
+            if isinstance(found, Fitted) and found.choice.step_time_s <= best.step_time_s:
+                chosen = replace(chosen, taken=less, step_time_s=found.choice.step_time_s)
+                best, taken = _Packed(found, chosen, np.zeros_like(best.reserve)), less
+            elif len(part) > 1:
+                parts += part[: len(part) // 2], part[len(part) // 2 :]
+        return best
+
+    def _repaired(self, chosen: EditChoice, excess: _Bytes, best_s: float) -> _Packed | None:
+        """The same gaps, and more where the packing is above the capacity, until it fits; None
+        where it does not, or where a step takes `best_s` seconds then."""
+        taken, reserve = chosen.taken.copied(), np.zeros_like(excess)
+        for _ in range(_REPAIRS):
+            more = np.where(excess > 0, np.maximum(excess, self._capacity // _PARTS), 0)
+            taken.load += more
+            reserve += more
+            complete(taken, self._capacity, self._work.smallest)
+            seconds = self._work.step_seconds(taken, self._capacity, self._slots)
+            if not more.any() or seconds >= best_s:
+                return None
+            repaired = EditChoice(chosen.terms, taken.copied(), seconds)
+            found = self._packed(repaired)
+            if isinstance(found, Fitted):
+                return _Packed(found, repaired, reserve)
+            excess = found
         return None
 
     def _choices(self, reserve: _Bytes) -> list[EditChoice]:
@@ -187,6 +250,11 @@ class _Fitting:
                 fitting = _Packed(found, chosen, reserve)
                 break
             excesses.append(found)
+            if len(excesses) == 1:
+                repaired = self._repaired(chosen, found, best_s)
+                if repaired is not None:
+                    fitting = repaired
+                    break
         return fitting, min(excesses, key=lambda e: int(e.max(initial=0)), default=None)
 
     def _packed(self, chosen: EditChoice) -> Fitted | _Bytes:

@@ -149,11 +149,15 @@ def fit_or_excess(
 ) -> Choice | npt.NDArray[np.int64]:
     """The same; where it does not fit, int64[ticks] of the packing that came nearest: by how
     many bytes what is live at a tick lies above the budget. Where nothing could be packed, by how
-    many the load of the temporaries alone exceeds it, which may be none."""
+    many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
     found = _search(problem, budget, [stay], slots)
     if isinstance(found, Choice) or found.any():
         return found
-    return np.maximum(problem.arena.load - capacity_beside(problem, budget, stay), 0)
+    load = problem.arena.load.copy()
+    for fetch in fetches(problem.movables, problem.clock, 0.0):
+        if fetch.buffer not in stay:
+            load[fetch.reads.start : fetch.reads.end] += fetch.size
+    return np.maximum(load - capacity_beside(problem, budget, stay), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -121,6 +122,17 @@ class TakenGaps:
         # which it may add so many.
         self._capacity, self._over, self._added_s, self._most_s = 0, 0, 0.0, np.inf
 
+    def copied(self) -> TakenGaps:
+        """Returns another one with the same gaps taken."""
+        other = copy(self)
+        other.load, other.costs = self.load.copy(), self.costs.copy()
+        other.accesses = [list(accesses) for accesses in self.accesses]
+        other.taken = [dict(taken) for taken in self.taken]
+        other._clones = defaultdict(dict, {t: dict(clones) for t, clones in self._clones.items()})
+        other._on_the_way = self._on_the_way.copy()
+        other._changed, other._undo = set(), []
+        return other
+
     @property
     def all(self) -> frozenset[tuple[int, LogicalTime, Taken]]:
         """Temporary and start of every gap that is taken, and what is done with it."""
@@ -171,15 +183,27 @@ class TakenGaps:
         self._roll_back()
         return False
 
-    def give_back(self, capacity: int) -> None:
-        """Keeps those temporaries after all whose bytes turned out not to be needed: the
-        dearest first."""
+    @property
+    def dearest(self) -> list[tuple[int, LogicalTime]]:
+        """Temporary and start of every gap that is taken, the dearest first."""
         gaps = [
             (self._price_s(n, start, t.action), n, start)
             for n, taken in enumerate(self.taken)
             for start, t in taken.items()
         ]
-        for _, n, start in sorted(gaps, reverse=True):
+        return [(n, start) for _, n, start in sorted(gaps, reverse=True)]
+
+    def give_back(
+        self, capacity: int, among: Iterable[tuple[int, LogicalTime]] | None = None
+    ) -> None:
+        """Keeps those temporaries after all whose bytes turned out not to be needed.
+
+        Args:
+          capacity: bytes within which the load stays.
+          among: temporary and start of the gaps that may be kept, in this order; by default
+            all, the dearest first.
+        """
+        for n, start in self.dearest if among is None else among:
             action, end = self.taken[n][start]
             size = self.temporaries[n].size
             if start == self._last_own_access(n) or end <= start + 1:

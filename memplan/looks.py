@@ -72,6 +72,10 @@ class Look:
         said of the kernels of one, it has not said of those of another."""
         return self.step_time_s - self.compute_s
 
+    def is_faster_than(self, other: Look) -> bool:
+        """Whether its step waits less, as far as counts."""
+        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
+
     @property
     def is_hidden(self) -> bool:
         """Whether a step takes no longer than its compute, as far as counts."""
@@ -117,7 +121,7 @@ class Looks:
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
-            if best is None or look.waits_s < best.waits_s - (1 - _WORTH_IT) * best.step_time_s:
+            if best is None or look.is_faster_than(best):
                 best = look
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break
@@ -204,7 +208,24 @@ class Looks:
                 room -= max(error.least - budget, room // 8)
 
     def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
-        """Plans with these stacks on the host; of the other arguments as many as must be.
+        """Plans with these stacks on the host; of the other arguments as many as must be, or none
+        where that is faster: which ones is chosen on a module in which all of them are away, and
+        XLA orders another one otherwise."""
+        look = self._look_staying(hosting, budget, options)
+        others = set(look.hosting.arguments).difference(self._placing.streams.stacks)
+        arguments = self._lowering.arguments_bytes
+        if not others or arguments > budget or look.step_time_s <= _SLOW * look.compute_s:
+            return look
+        try:
+            resident = self._look_with(look.hosting.without(others), budget, options)
+        except MemoryBudgetError:
+            return look
+        return resident if resident.is_faster_than(look) else look
+
+    def _look_staying(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Look:
+        """Plans with as many arguments on the device as the budget has room for.
 
         What an argument that stays takes is known beforehand but for packing: where that is more
         than there is room for, fewer stay.

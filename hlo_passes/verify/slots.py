@@ -99,15 +99,19 @@ def _overwritten(module: Module, value: Value, ends: _Ends) -> Value:
 
     The plan does not say which one it means. It must have been read for the last time, and
     have a slot that lasts as long as the value, or lie itself in an operand that has one: of
-    these the one that lasts least longer, so that what else the instruction writes, and lives
-    longer, finds the others.
+    these one that nothing else depends on of what the instruction writes, and that lasts least
+    longer, so that what lives longer finds the others.
     """
 
-    def until(under: Value) -> LogicalTime:
-        return min((end for end in ends.of(under) if end > value.last_read), default=0)
+    def lasting(value: Value) -> dict[Value, LogicalTime]:
+        until = {
+            v: min((end for end in ends.of(v) if end > value.last_read), default=0)
+            for v in value.over
+            if _is_free_for(value, v)
+        }
+        return {v: end for v, end in until.items() if end}
 
-    lasting = {v: until(v) for v in value.over if _is_free_for(value, v)}
-    free = [v for v, end in lasting.items() if end]
+    free = lasting(value)
     if not free:
         raise VerificationError(
             f"%{value.name} has no slot",
@@ -115,7 +119,9 @@ def _overwritten(module: Module, value: Value, ends: _Ends) -> Value:
             f"Expected one of {value.size} bytes during ticks [{value.written}, "
             f"{value.last_read + 1}), or an operand that dies here and has one.",
         )
-    return min(free, key=lambda v: (lasting[v], not v.slots))
+    others = [lasting(v) for v in ends.pending_beside(value)]
+    only = {next(iter(places)) for places in others if len(places) == 1}
+    return min(free, key=lambda v: (v in only, free[v], not v.slots))
 
 
 def _is_free_for(value: Value, under: Value) -> bool:
@@ -149,9 +155,18 @@ class _Ends:
     def __init__(self, replay: Replay) -> None:
         self._found: dict[Value, frozenset[LogicalTime]] = {}
         self._above: defaultdict[Value, list[Value]] = defaultdict(list)
+        self._beside: defaultdict[tuple[int, LogicalTime], list[Value]] = defaultdict(list)
         for value in replay.values:
             for under in value.over:
                 self._above[under].append(value)
+            if value.over:
+                self._beside[value.writer.id, value.written].append(value)
+
+    def pending_beside(self, value: Value) -> list[Value]:
+        """What the instruction writes before `value` and that has no slot: it is placed later."""
+        written = self._beside[value.writer.id, value.written]
+        before = written[: written.index(value)]
+        return [v for v in before if v.needs_slot and not v.slots and v.home is None]
 
     def of(self, value: Value) -> frozenset[LogicalTime]:
         """Returns the ends after the tick at which `value` is written."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hlo_passes import edit_fitting, fitting, placement, problem, reorder
+from hlo_passes import edit_choice, edit_fitting, fitting, placement, problem, reorder
 from hlo_passes.edit_choice import Work
 from hlo_passes.edit_search import EditSearch
 from hlo_passes.fitted import edited, placed
@@ -19,6 +19,7 @@ from hlo_passes.plan import Edits, Eviction, Refetch
 from hlo_passes.problem import Problem
 from hlo_passes.repacking import excess_of
 from hlo_passes.rewrite import move_copies
+from hlo_passes.selection import DEAREST, Terms
 from hlo_passes.sharing import Target
 from tests import corpus
 from tests.hlo_passes.streamed import entry
@@ -151,6 +152,36 @@ def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: ())
     assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, 0.0) is not None
     assert max(packed) > 0.98 * capacity >= packed[-1]
+
+
+def test_what_was_taken_for_far_less_is_given_back_as_far_as_the_rest_packs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where no choice for the budget packs, all that lowers the load is where it begins."""
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
+    lowest = edited(of, edit_choice.least_edits(of))
+    slowest = placed(lowest, budget, None)
+    assert isinstance(slowest, placement.Choice)
+    monkeypatch.setattr(Work, "choose", lambda *_: [])
+    monkeypatch.setattr(Work, "choose_deeper", lambda *_: [])
+    monkeypatch.setattr(EditSearch, "rounded", lambda *_: ())
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, 0.0)
+    assert found is not None
+    assert found.choice.step_time_s < slowest.step_time_s - 0.01 * float(of.clock[-1])
+    assert not excess_of(found.posed, found.choice, budget).any()
+
+
+def test_gaps_that_are_copied_change_apart():
+    work = Work(posed())
+    taken = work.select(0, Terms(DEAREST, np.inf, 16))
+    before, load = taken.all, taken.load.copy()
+    other = taken.copied()
+    other.give_back(10**9)
+    assert before
+    assert not other.all
+    assert taken.all == before
+    assert (taken.load == load).all()
 
 
 def test_where_nothing_fits_the_order_with_least_live_is_gone_through_first(

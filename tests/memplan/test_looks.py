@@ -20,6 +20,7 @@ class Seen:
         self.step_time_s, self.compute_s = step_time_s, compute_s
 
     waits_s = looks.Look.waits_s
+    is_faster_than = looks.Look.is_faster_than
     is_hidden = looks.Look.is_hidden
 
 
