@@ -14,7 +14,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check docs package format bench constraints clean
+.PHONY: help demo test test-slow test-jax check docs package format bench constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,17 @@ test: $(READY) ## Run the tests (JOBS=2, PYTEST_ARGS="-k name")
 
 test-slow: $(READY) ## Run the tests marked slow
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+# A copy of the tree has an environment and extensions of its own.
+test-jax: ## Run the tests with another jax (JAX=0.11.2), in build/
+	$(if $(JAX),,$(error say with which: make test-jax JAX=0.11.2))
+	@mkdir -p build/jax-$(JAX)
+	@git ls-files -z --cached --others --exclude-standard \
+	  | xargs -0 cp -p --parents -t build/jax-$(JAX)
+	@sed -E -e '/^libtpu==/d' -e 's/^(jax|jaxlib|jax-cuda13-[a-z]+)==.*/\1==$(JAX)/' \
+	  constraints.txt > build/jax-$(JAX)/constraints.txt
+	@touch -r constraints.txt build/jax-$(JAX)/constraints.txt
+	@$(MAKE) --no-print-directory -C build/jax-$(JAX) test
 
 check: $(READY) ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check .

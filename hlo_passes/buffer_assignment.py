@@ -138,8 +138,13 @@ def buffer_assignment(module: Module) -> BufferAssignment | None:
             )
             for a in proto.buffer_allocations
         )
+        # XLA may number allocations anew after it wrote which one a trace is of (jaxlib 0.11.2,
+        # libtpu 0.0.48 to 0.0.50): the buffers say so too.
+        allocated = {
+            s.logical_buffer_id: a.index for a in proto.buffer_allocations for s in a.assigned
+        }
         peaks = {
-            trace.buffer_allocation_index: _peak(trace.events, buffers)
+            allocated[trace.events[0].buffer_id]: _peak(trace.events, buffers)
             for trace in proto.heap_simulator_traces
             if trace.events
         }

@@ -1,7 +1,7 @@
-"""Every touch of a jax or jaxlib private module, in one place.
+"""What of jax and jaxlib is private: compilers, lowering, executables and calls, in one place.
 
-Seen working with jax 0.11.2 and 0.12.0.1. Each function says which private name it
-needs; when one moves, this file is the only one to mend.
+Each function says which private name it needs, and with which versions of jax that was seen to
+work; when one moves, this file is the only one to mend. What jaxprs say is in `equations`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 from jax._src import array as array_
 from jax._src import callback, dispatch, distributed, hardware_utils, tree_util
 from jax._src import config as _config
-from jax._src import flattree as _flattree
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
 from jax._src.interpreters.mlir import ModuleContext
@@ -505,18 +504,6 @@ def call_compiled(compiled: Any, *args: Any, **kwargs: Any) -> Called:
     return compiled._call._cache_miss(*args, **kwargs)
 
 
-def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a ``scan`` equation are constants and carry; the rest is stacked.
-
-    Args:
-      params: of the equation.
-
-    Needs its parameter ``ft_in`` (0.11.2, 0.12.0.1).
-    """
-    constants, carry, _ = params["ft_in"].unpack()
-    return len(constants), len(carry)
-
-
 def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
     """Takes back, in place, that some parameters of a lowered module are donated.
 
@@ -575,20 +562,3 @@ def default_layout(device: Any, dtype: Any, shape: Sequence[int]) -> tuple[int, 
     """
     found = device.client.get_default_layout(np.dtype(dtype), tuple(shape), device)
     return tuple(reversed(Layout.from_pjrt_layout(found).major_to_minor))
-
-
-def scan_layout(constants: int, carried: int, stacks: int, results: int) -> dict[str, Any]:
-    """The parameters of a ``scan`` equation that say how many of its operands and results are
-    constants, carry and stacks; ``jaxpr``, ``length``, ``reverse`` and ``unroll`` say the rest.
-
-    Args:
-      constants, carried, stacks: operands.
-      results: stacked results; the others are the carry.
-
-    Needs ``jax._src.flattree`` (0.11.2, 0.12.0.1).
-    """
-    nones, pack = _flattree.nones, _flattree.pack
-    return {
-        "ft_in": pack((nones(constants), nones(carried), nones(stacks))),
-        "ft_out": pack((nones(carried), nones(results))),
-    }

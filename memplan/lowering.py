@@ -80,8 +80,7 @@ class Lowering:
     def closed_bytes(self) -> int:
         """Of the arrays that the function closes over. XLA keeps them on every device, as
         constants of the program, and counts them nowhere."""
-        program = self.traced.jaxpr
-        return sum(getattr(a, "nbytes", 0) for a in closed_over(program.jaxpr, program.consts))
+        return sum(getattr(a, "nbytes", 0) for a in closed_over(self.traced.jaxpr))
 
     @property
     def budget(self) -> int:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from itertools import product as combinations
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 from jax.core import Atom, ShapedArray
@@ -30,11 +30,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes import inject
 from hlo_passes.cost import step_seconds, stream_bytes_per_s
+from hlo_passes.equations import DotGeneral, decode, programs, with_programs
 from hlo_passes.ir import Module
 from hlo_passes.layout_plan import conversion_bytes, converted
 from hlo_passes.reader import read_module
 from memplan.executable import Program
-from memplan.streams.programs import programs, with_programs
 
 type Inner = Literal["contracted", "free"] | None
 """Which dimensions of an operand are the innermost; the batches are the outermost."""
@@ -77,12 +77,12 @@ class Product(NamedTuple):
     Attributes:
       where: in the source, as jax words it.
       operands: their types.
-      dimensions: contracted ones and batches, as ``lax.dot_general`` has them.
+      dimensions: which are contracted, and which are batches.
     """
 
     where: str
     operands: tuple[str, ...]
-    dimensions: Any
+    dimensions: DotGeneral
 
     @property
     def line(self) -> str:
@@ -206,17 +206,18 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def _is_product(eqn: JaxprEqn) -> bool:
     """Of vectors there is but one layout."""
-    return eqn.primitive.name == "dot_general" and all(_rank(a) > 1 for a in eqn.invars)
+    return isinstance(decode(eqn), DotGeneral) and all(_rank(a) > 1 for a in eqn.invars)
 
 
 def _kind(eqn: JaxprEqn) -> Product:
     types = tuple(_aval(a).str_short() for a in eqn.invars)
     where = source_info_util.summarize(eqn.source_info)
-    return Product(where, types, eqn.params["dimension_numbers"])
+    return Product(where, types, cast(DotGeneral, decode(eqn)))
 
 
 def _constrained(eqn: JaxprEqn, form: Form) -> Iterator[JaxprEqn]:
-    contracted, batches = eqn.params["dimension_numbers"]
+    product = cast(DotGeneral, decode(eqn))
+    contracted, batches = product.contracted, product.batches
     operands = list(eqn.invars)
     for k, inner in enumerate((form.left, form.right)):
         if inner is None or not isinstance(operands[k], Var):

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 from jax.experimental import topologies
 
@@ -78,6 +79,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> HloFile | 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     for item in items:
+        for since in item.iter_markers("since"):
+            version, reason = since.args
+            if jax.__version_info__ < tuple(map(int, version.split("."))):
+                item.add_marker(pytest.mark.skip(reason=f"jax {jax.__version__}: {reason}"))
         for mark, (package, extra) in COMPILERS.items():
             if f"{mark}_compiler" in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
@@ -41,6 +42,10 @@ MACHINE = re.compile(r"""(?:machine=|topology\(|--machine )["']?([\w-]+)""")
 LOOKED_UP = re.compile(r"(?:make|pip install|\.ci/|\.venv/bin/)\S*( .*)?")
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+# The numbers on a page are those of one version of XLA.
+IS_PINNED = f"jax=={jax.__version__}" in (ROOT / "constraints.txt").read_text().split()
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class PageRun:
             block.fail("nothing before it prints; a drawing has a fence without a language")
             return
         found, self.printed = self.printed[1], None
-        if not is_as_shown(block.text, found):
+        if IS_PINNED and not is_as_shown(block.text, found):
             raise OtherOutput(block, plain(found))
 
     def check_shown(self) -> None:

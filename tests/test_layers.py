@@ -1,8 +1,11 @@
-"""Imports point downwards, and the contracts that say so do refuse what they should."""
+"""Imports point downwards, and what is private to jax is touched in one place; what says so does
+refuse what it should."""
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,95 @@ def test_an_import_upwards_is_refused(project: Path, importer: str, imported: st
     result = lint(project)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{importer}.module -> {imported} (l.1)" in result.stdout
+
+
+# --- what is private to jax -------------------------------------------------------------------
+
+# The compiler's side and the jaxpr's.
+ADAPTER = ("hlo_passes/xla.py", "hlo_passes/equations.py")
+# Who else reads something of that name, and why.
+OTHERS = {
+    "models/llama.py": "`rngs.params` are Flax's random numbers",
+    "models/training.py": "`state.params` are the parameters of a model",
+    "models/vit.py": "`rngs.params` are Flax's random numbers",
+    "tests/experiments/test_steps.py": "sees into which memories jax puts arrays",
+    "tests/memplan/streams/test_slicing.py": "sees what calls and prints are left",
+    "tests/memplan/test_products.py": "sees which layouts jax was told",
+    "tests/models/test_training.py": "`state.params` are the parameters of a model",
+}
+
+
+def private_to_jax(source: str, names: bool = True) -> Iterator[str]:
+    """What of a module is private to jax: imports, and parameters of equations.
+
+    Args:
+      names: names of primitives as well.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                yield from filter(_is_private, (alias.name for alias in node.names))
+            case ast.ImportFrom(module=str(module), level=0):
+                whole = (f"{module}.{alias.name}" for alias in node.names)
+                yield from filter(_is_private, whole)
+            case ast.Call(func, [ast.Constant(str(name)), *_]) if _is_private(name):
+                if ast.unparse(func).endswith("import_module"):
+                    yield name
+            case ast.Attribute(value=ast.Name("jax"), attr="_src"):
+                yield "jax._src"
+            case ast.Attribute(attr="params"):
+                yield ast.unparse(node)
+            case ast.Attribute(attr="primitive") if names:
+                yield ast.unparse(node)
+            case _:
+                pass
+
+
+def _is_private(module: str) -> bool:
+    return module == "jaxlib" or module.startswith(("jax._", "jaxlib."))
+
+
+def test_jax_is_touched_in_one_place():
+    paths = [path for package in PACKAGES for path in ROOT.glob(f"{package}/**/*.py")]
+    files = {path.relative_to(ROOT).as_posix(): path for path in paths}
+    found = {
+        file: list(private_to_jax(path.read_text(), names=not file.startswith("tests/")))
+        for file, path in files.items()
+        if file not in ADAPTER
+    }
+    assert {file: names for file, names in found.items() if names and file not in OTHERS} == {}
+    assert [file for file in OTHERS if not found[file]] == [], "these need no exception any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.core",
+        "import jaxlib",
+        "from jax import _src",
+        "from jax._src import core",
+        "from jaxlib._jax import pjit",
+        "from importlib import import_module\nimport_module('jax._src.core')",
+        "import jax\njax._src.core",
+        "def length(eqn):\n  return eqn.params['length']",
+        "def length(eqn):\n  return eqn.params.get('length')",
+        "def again(eqn, x):\n  return eqn.replace(params={**eqn.params})",
+        "def is_scan(eqn):\n  return eqn.primitive.name == 'scan'",
+    ],
+)
+def test_what_is_private_is_seen(source: str):
+    assert len(list(private_to_jax(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax.extend.core",
+        "from jax import numpy",
+        "from importlib.metadata import version\nversion('jaxlib')",
+        "from hlo_passes.equations import decode",
+        "params = {}\nprint(params['jax._src'])",
+    ],
+)
+def test_what_is_public_is_left_alone(source: str):
+    assert not list(private_to_jax(source))

@@ -33,18 +33,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Atom, ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Var, mapped_aval, no_effects, primitives
+from jax.extend.core import Jaxpr, JaxprEqn, Var, mapped_aval
 
-from hlo_passes import xla
+from hlo_passes.equations import Scan, While, as_reverse, as_scan, decode, programs, with_programs
 from memplan.streams.counters import Inputs, inputs_inside, known_integers, unknown, while_inputs
-from memplan.streams.programs import programs, with_programs
 from memplan.streams.rows import (
     Row,
     Rows,
@@ -113,6 +109,7 @@ class _Loop(NamedTuple):
       constants, carried: how many they are.
       inputs: what is known of the inputs of the body.
       reverse: whether it goes through its stacks from the last slice to the first.
+      unroll: iterations that are compiled one after another.
     """
 
     eqn: JaxprEqn
@@ -121,7 +118,8 @@ class _Loop(NamedTuple):
     constants: int
     carried: int
     inputs: Inputs
-    reverse: bool
+    reverse: bool = False
+    unroll: int = 1
 
 
 class _Counted(NamedTuple):
@@ -133,22 +131,19 @@ class _Counted(NamedTuple):
 
 def _as_loop(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> _Loop | None:
     """The loop that an equation is; None where it is none, or its length is not known."""
-    operands = eqn.invars
     # Effects on mutable arrays name them by number.
-    if not all(isinstance(a.aval, ShapedArray) for a in operands):
+    if not all(isinstance(a.aval, ShapedArray) for a in eqn.invars):
         return None
-    match eqn.primitive.name:
-        case "scan" if eqn.params["length"]:
-            constants, carried = xla.scan_operands(eqn.params)
+    match decode(eqn):
+        case Scan(body, constants, carried, length, reverse, unroll) if length:
             (inputs,) = inputs_inside(eqn, known, count)
-        case "while" if inputs := while_inputs(eqn, known, count):
-            constants, carried = eqn.params["body_nconsts"], len(eqn.outvars)
-            operands = operands[eqn.params["cond_nconsts"] :]
+            return _Loop(eqn, body, eqn.invars, constants, carried, inputs, reverse, unroll)
+        case While() as loop if inputs := while_inputs(eqn, known, count):
+            operands = eqn.invars[loop.condition_constants :]
+            carried = len(eqn.outvars)
+            return _Loop(eqn, loop.body, operands, loop.body_constants, carried, inputs)
         case _:
             return None
-    (program,) = programs(eqn)
-    reverse = eqn.params.get("reverse", False)
-    return _Loop(eqn, program.jaxpr, operands, constants, carried, inputs, reverse)
 
 
 def _backwards(loop: _Loop, made_by: Mapping[Var, JaxprEqn]) -> _Counted | None:
@@ -238,50 +233,21 @@ def _as_scan(
     turned = [_turned(loop.eqn, operands[v]) for v in old_slices] if backwards else []
     operands |= {v: eqn.outvars[0] for v, eqn in zip(old_slices, turned, strict=False)}
     invars = [*consts, *(v for *_, v in carried), *old_slices, *new_slices]
-    like = _scan(
-        [len(x) for x in (consts, carried, [*old_slices, *new_slices], stacked)],
-        length=loop.inputs.count,
-        reverse=loop.reverse != backwards,
-        unroll=loop.eqn.params.get("unroll", 1),
+    scan = Scan(
+        body.replace(invars=invars, outvars=made, eqns=eqns),
+        len(consts),
+        len(carried),
+        loop.inputs.count,
+        loop.reverse != backwards,
+        loop.unroll,
     )
-    scan = loop.eqn.replace(
-        primitive=like.primitive,
+    counted = as_scan(loop.eqn, scan).replace(
         invars=[operands[v] for v in invars],
         outvars=[*(out for _, out, _ in carried), *(out for _, out in stacked)],
-        params={**like.params, "jaxpr": body.replace(invars=invars, outvars=made, eqns=eqns)},
     )
-    return _Counted([*turned, scan], names)
+    return _Counted([*turned, counted], names)
 
 
 def _turned(loop: JaxprEqn, stack: Atom) -> JaxprEqn:
     """Makes a stack with its slices in the other order."""
-    return loop.replace(
-        primitive=primitives.rev_p,
-        invars=[stack],
-        outvars=[Var(stack.aval)],
-        params={"dimensions": (0,)},
-        effects=no_effects,
-    )
-
-
-def _scan(counts: Sequence[int], **options: Any) -> JaxprEqn:
-    """Returns a scan of numbers with so many constants, carried values, stacks and results.
-
-    For its parameters: they say how many these are in a way that is private to jax.
-    """
-    constants, carried, stacks, results = counts
-
-    def function(consts: list[Any], init: list[Any], stacked: list[Any]) -> Any:
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            # Nothing may be handed on as it is: jax would take it out of the loop.
-            total = sum([*consts, *carry, *slices], jnp.float32(1))
-            return [c + total for c in carry], [total + r for r in range(results)]
-
-        return lax.scan(body, init, stacked, **options)
-
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    stack = jax.ShapeDtypeStruct((options["length"],), jnp.float32)
-    args = [number] * constants, [number] * carried, [stack] * stacks
-    eqns = jax.make_jaxpr(function)(*args).eqns
-    (scan,) = (eqn for eqn in eqns if eqn.primitive.name == "scan")
-    return scan
+    return as_reverse(loop, 0).replace(invars=[stack], outvars=[Var(stack.aval)])

@@ -23,8 +23,23 @@ import numpy as np
 from jax.core import Atom, ShapedArray, Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from hlo_passes import xla
-from memplan.streams.programs import Path, Program, programs
+from hlo_passes.equations import (
+    BroadcastInDim,
+    Concatenate,
+    Cond,
+    DynamicSlice,
+    Gather,
+    Iota,
+    Path,
+    Reverse,
+    Scan,
+    ShardMap,
+    Squeeze,
+    While,
+    decode,
+    name,
+    programs,
+)
 
 Value = np.ndarray | None
 """[count, *shape], the same variable in each of `count` iterations; None where not known."""
@@ -85,41 +100,41 @@ def inputs_inside(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) ->
       known: of the program around the equation.
       count: how often that runs.
     """
-    inner = programs(eqn)
     operands = [value_of(a, known, count) for a in eqn.invars]
-    match eqn.primitive.name:
-        case "scan":
-            return [_scan_inputs(eqn, inner[0], operands)]
-        case "while" if counted := while_inputs(eqn, known, count):
-            return [counted]
-        case "while":
-            (body,) = inner
-            consts = [_repeated(_one(v), 1) for v in operands[body.first :]]
-            consts[eqn.params["body_nconsts"] :] = [None] * len(eqn.outvars)
-            return [Inputs(consts, 1)]
+    match decode(eqn):
+        case Scan() as scan:
+            return [_scan_inputs(scan, operands)]
+        case While() as loop:
+            if counted := while_inputs(eqn, known, count):
+                return [counted]
+            consts = operands[loop.condition_constants : loop.first_carried]
+            carry: list[Value] = [None] * len(eqn.outvars)
+            return [Inputs([*(_repeated(_one(v), 1) for v in consts), *carry], 1)]
         case _:
+            inner = programs(eqn)
             return [Inputs(operands[p.first :][: len(p.jaxpr.invars)], count) for p in inner]
 
 
 def while_inputs(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> Inputs | None:
     """Returns what is known of the inputs of the body of a ``while``; None where it is not
-    known how often that runs, or it never does."""
-    (body,) = programs(eqn)
-    condition: Jaxpr = eqn.params["cond_jaxpr"]
+    known how often that runs, or it never does, or the equation is another one."""
+    loop = decode(eqn)
+    if not isinstance(loop, While):
+        return None
     operands = [_one(value_of(a, known, count)) for a in eqn.invars]
-    split = body.first + eqn.params["body_nconsts"]
-    asked, consts, init = operands[: body.first], operands[body.first : split], operands[split:]
+    first, carried = loop.condition_constants, loop.first_carried
+    asked, consts, init = operands[:first], operands[first:carried], operands[carried:]
 
     def goes_on(steps: Sequence[Value], count: int) -> Value:
         inputs = [*(_repeated(v, count) for v in asked), *_counted(init, steps, count)]
-        decided = known_integers(condition, Inputs(inputs, count))
-        return value_of(condition.outvars[0], decided, count)
+        decided = known_integers(loop.condition, Inputs(inputs, count))
+        return value_of(loop.condition.outvars[0], decided, count)
 
-    guessed = goes_on(_first_steps(body.jaxpr, consts, init, []), _MOST_TRIPS + 1)
+    guessed = goes_on(_first_steps(loop.body, consts, init, []), _MOST_TRIPS + 1)
     if guessed is None or guessed.all() or not guessed[0]:
         return None
     trips = int(np.argmin(guessed))
-    steps = _steps(body.jaxpr, consts, init, [], trips)
+    steps = _steps(loop.body, consts, init, [], trips)
     decided = goes_on(steps, trips + 1)
     if decided is None or not np.array_equal(decided, guessed[: trips + 1]):
         return None
@@ -147,7 +162,7 @@ def index_in_words(jaxpr: Jaxpr, path: Path) -> str:
         eqn, path = jaxpr.eqns[path[0]], path[1:]
         if not path:
             return _in_words(eqn, known, inputs.count) or data
-        if eqn.primitive.name == "while" and not while_inputs(eqn, known, inputs.count):
+        if isinstance(decode(eqn), While) and not while_inputs(eqn, known, inputs.count):
             data = "indexed in a loop whose length is data"
         inner = zip(programs(eqn), inputs_inside(eqn, known, inputs.count), strict=True)
         program, inputs = next((p, i) for p, i in inner if path[: len(p.step)] == p.step)
@@ -156,10 +171,10 @@ def index_in_words(jaxpr: Jaxpr, path: Path) -> str:
 
 def _in_words(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> str | None:
     size, axis = _shape(eqn.invars[0])[0], 0
-    if eqn.primitive.name == "gather":
-        axes = eqn.params["dimension_numbers"].start_index_map
-        axis = axes.index(0) if 0 in axes else None
-    if axis is None or eqn.params["slice_sizes"][0] == size > 1:
+    decoded = cast(DynamicSlice | Gather, decode(eqn))
+    if isinstance(decoded, Gather):
+        axis = decoded.axes.index(0) if 0 in decoded.axes else None
+    if axis is None or decoded.sizes[0] == size > 1:
         return "indexed along another axis than its first"
     value = value_of(eqn.invars[1], known, count)
     if value is None:
@@ -175,12 +190,14 @@ def _in_words(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> str
 def _results(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> Sequence[Value]:
     nothing: list[Value] = [None] * len(eqn.outvars)
     operands = [value_of(a, known, count) for a in eqn.invars]
-    name, inner = eqn.primitive.name, programs(eqn)
-    if name in ("while", "cond", "shard_map") or not any(_is_small(v, count) for v in eqn.outvars):
+    decoded = decode(eqn)
+    if isinstance(decoded, While | Cond | ShardMap):
         return nothing
-    if name == "scan":
-        return _scan_results(eqn, inner[0], operands, count)
-    if inner:
+    if not any(_is_small(v, count) for v in eqn.outvars):
+        return nothing
+    if isinstance(decoded, Scan):
+        return _scan_results(decoded, operands, count)
+    if inner := programs(eqn):
         (program,) = inner
         inside = known_integers(program.jaxpr, inputs_inside(eqn, known, count)[0])
         return [value_of(a, inside, count) for a in program.jaxpr.outvars]
@@ -189,7 +206,7 @@ def _results(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> Sequ
         return nothing
     (out,) = eqn.outvars
     with np.errstate(all="ignore"):
-        result = _compute(name, eqn.params, values, (count, *_shape(out)))
+        result = _compute(eqn, values, (count, *_shape(out)))
     return [None if result is None else result.astype(_dtype(out))]
 
 
@@ -211,7 +228,6 @@ _ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {
     "neg": np.negative,
     "not": np.invert,
     "or": np.bitwise_or,
-    "pcast": np.asarray,
     "pvary": np.asarray,
     "rem": np.fmod,
     "select_n": lambda which, first, second: np.where(which, second, first),
@@ -221,12 +237,28 @@ _ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {
 
 
 def _compute(
-    name: str, params: Mapping[str, Any], values: Sequence[np.ndarray], shape: tuple[int, ...]
+    eqn: JaxprEqn, values: Sequence[np.ndarray], shape: tuple[int, ...]
 ) -> np.ndarray | None:
     """One equation, of a result of such a shape; None where it is not one of those that
     counters are computed with."""
     count, rank = shape[0], len(shape) - 1
-    match name:
+    match decode(eqn):
+        case Iota() if len(shape) == 2:
+            return np.broadcast_to(np.arange(shape[1]), shape)
+        case BroadcastInDim(dimensions):
+            (value,) = values
+            axes = {0, *(d + 1 for d in dimensions)}
+            new = [n for n in range(rank + 1) if n not in axes]
+            return np.broadcast_to(np.expand_dims(value, tuple(new)), shape)
+        case Squeeze():
+            return values[0].reshape(shape)
+        case Reverse(dimensions):
+            return np.flip(values[0], tuple(d + 1 for d in dimensions))
+        case Concatenate(dimension):
+            return np.concatenate(values, dimension + 1)
+        case _:
+            pass
+    match name(eqn):
         case "select_n" if len(values) != 3 or values[0].dtype != bool:
             return None
         case "div" | "rem" if not values[1].all():
@@ -234,23 +266,10 @@ def _compute(
         case "div":  # towards zero
             quotient = np.abs(values[0]) // np.abs(values[1])
             return quotient * np.sign(values[0]) * np.sign(values[1])
-        case "iota" if len(shape) == 2:
-            return np.broadcast_to(np.arange(shape[1]), shape)
-        case "broadcast_in_dim":
-            (value,) = values
-            axes = {0, *(d + 1 for d in params["broadcast_dimensions"])}
-            new = [n for n in range(rank + 1) if n not in axes]
-            return np.broadcast_to(np.expand_dims(value, tuple(new)), shape)
-        case "squeeze":
-            return values[0].reshape(shape)
-        case "rev":
-            return np.flip(values[0], tuple(d + 1 for d in params["dimensions"]))
-        case "concatenate":
-            return np.concatenate(values, params["dimension"] + 1)
-        case _ if name in _ELEMENTWISE:
+        case operation if operation in _ELEMENTWISE:
             scalars = (count, *(1,) * rank)
             aligned = [v.reshape(scalars) if v.ndim == 1 else v for v in values]
-            return np.broadcast_to(_ELEMENTWISE[name](*aligned), shape)
+            return np.broadcast_to(_ELEMENTWISE[operation](*aligned), shape)
         case _:
             return None
 
@@ -258,33 +277,29 @@ def _compute(
 # --- loops ----------------------------------------------------------------------------------
 
 
-def _scan_inputs(eqn: JaxprEqn, body: Program, operands: Sequence[Value]) -> Inputs:
-    constants, carried = xla.scan_operands(eqn.params)
-    length, first_stack = eqn.params["length"], constants + carried
+def _scan_inputs(scan: Scan, operands: Sequence[Value]) -> Inputs:
+    length, first_stack = scan.length, scan.first_stack
     known = [_one(v) for v in operands]
-    consts, init, stacks = known[:constants], known[constants:first_stack], known[first_stack:]
+    consts, init = known[: scan.constants], known[scan.constants : first_stack]
     if not length:
         return Inputs([None] * len(operands), 0)
     # In the order of time, and back.
-    step = -1 if eqn.params["reverse"] else 1
-    slices = [v if v is None else v[::step] for v in stacks]
-    carry = _counted(init, _steps(body.jaxpr, consts, init, slices, length), length)
+    step = -1 if scan.reverse else 1
+    slices = [v if v is None else v[::step] for v in known[first_stack:]]
+    carry = _counted(init, _steps(scan.body, consts, init, slices, length), length)
     in_order = [*(_repeated(v, length) for v in consts), *carry, *slices]
     return Inputs([v if v is None else v[::step] for v in in_order], length)
 
 
-def _scan_results(
-    eqn: JaxprEqn, body: Program, operands: Sequence[Value], count: int
-) -> list[Value]:
-    carried = xla.scan_operands(eqn.params)[1]
-    inputs = _scan_inputs(eqn, body, operands)
+def _scan_results(scan: Scan, operands: Sequence[Value], count: int) -> list[Value]:
+    inputs = _scan_inputs(scan, operands)
     if not inputs.count:
-        return [None] * len(eqn.outvars)
-    inside = known_integers(body.jaxpr, inputs)
-    results = [value_of(a, inside, inputs.count) for a in body.jaxpr.outvars]
-    last = 0 if eqn.params["reverse"] else -1
-    finals = [v if v is None else v[last] for v in results[:carried]]
-    return [_repeated(v, count) for v in (*finals, *results[carried:])]
+        return [None] * len(scan.body.outvars)
+    inside = known_integers(scan.body, inputs)
+    results = [value_of(a, inside, inputs.count) for a in scan.body.outvars]
+    last = 0 if scan.reverse else -1
+    finals = [v if v is None else v[last] for v in results[: scan.carried]]
+    return [_repeated(v, count) for v in (*finals, *results[scan.carried :])]
 
 
 def _steps(

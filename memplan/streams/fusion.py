@@ -36,18 +36,27 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from jax.core import Atom, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hlo_passes import xla
-from memplan.streams.leading_axis import ELEMENTWISE
-from memplan.streams.programs import programs, with_programs
+from hlo_passes.equations import (
+    BroadcastInDim,
+    Iota,
+    Reshape,
+    Scan,
+    Squeeze,
+    as_scan,
+    decode,
+    is_elementwise,
+    programs,
+    says_where,
+    with_programs,
+    within,
+)
 from memplan.streams.rows import live, variables
-
-# No more than a copy, an element at a time.
-_CHEAP = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze"}
 
 
 def fuse_maps(jaxpr: Jaxpr) -> Jaxpr:
@@ -77,51 +86,50 @@ class _Scan(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      body: what it runs.
-      constants, carried: how many of its operands are.
+      says: what it says.
     """
 
     eqn: JaxprEqn
-    body: Jaxpr
-    constants: int
-    carried: int
+    says: Scan
 
     @property
     def is_map(self) -> bool:
-        return not self.carried and not self.eqn.effects
-
-    @property
-    def length(self) -> int:
-        return self.eqn.params["length"]
+        return not self.says.carried and not self.eqn.effects
 
     @property
     def stacks(self) -> set[Var]:
         """What it takes apart."""
-        return variables(self.eqn.invars[self.constants + self.carried :])
+        return variables(self.eqn.invars[self.says.first_stack :])
 
     @property
     def whole(self) -> set[Var]:
         """What it needs before it starts."""
-        return variables(self.eqn.invars[: self.constants + self.carried])
+        return variables(self.eqn.invars[: self.says.first_stack])
 
     @property
     def last_carry(self) -> Sequence[Var]:
-        return self.eqn.outvars[: self.carried]
+        return self.eqn.outvars[: self.says.carried]
 
     @property
     def results(self) -> Sequence[Var]:
         """The stacked ones."""
-        return self.eqn.outvars[self.carried :]
+        return self.eqn.outvars[self.says.carried :]
 
 
 def _scan(eqn: JaxprEqn) -> _Scan | None:
-    if eqn.primitive.name != "scan" or eqn.ctx.compute_type is not None:
+    says = decode(eqn)
+    if not isinstance(says, Scan) or says_where(eqn):
         return None
-    (program,) = programs(eqn)
     # Effects on mutable arrays name them by number.
-    if program.jaxpr.constvars or not all(isinstance(a.aval, ShapedArray) for a in eqn.invars):
+    if says.body.constvars or not all(isinstance(a.aval, ShapedArray) for a in eqn.invars):
         return None
-    return _Scan(eqn, program.jaxpr, *xla.scan_operands(eqn.params))
+    return _Scan(eqn, says)
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether it takes no more than a copy, an element at a time."""
+    views = (BroadcastInDim, Iota, Reshape, Squeeze)
+    return is_elementwise(eqn) or isinstance(decode(eqn), views)
 
 
 # --- after the scan that makes their stacks -------------------------------------------------
@@ -159,7 +167,7 @@ def _followers(scan: _Scan, after: Iterable[JaxprEqn]) -> tuple[list[_Scan], lis
         elif (
             other is not None
             and other.is_map
-            and other.length == scan.length
+            and other.says.length == scan.says.length
             and not other.whole & slices
             and not read & waited
         ):
@@ -199,12 +207,12 @@ def _merge_before(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
 
 def _takes_apart(reader: _Scan, scan: _Scan) -> bool:
     """Whether a scan needs of the results of another one only the slice of its iteration."""
-    return reader.length == scan.length and reader.whole.isdisjoint(scan.results)
+    return reader.says.length == scan.says.length and reader.whole.isdisjoint(scan.results)
 
 
 def _pays(scan: _Scan, readers: Sequence[_Scan]) -> bool:
     """Whether no more bytes move when each reader computes what a map does."""
-    if len(readers) > 1 and not all(e.primitive.name in _CHEAP for e in scan.body.eqns):
+    if len(readers) > 1 and not all(map(_is_cheap, scan.says.body.eqns)):
         return False
     fetched = sum(_bytes(scan.stacks - reader.stacks) for reader in readers)
     taken = sum(_bytes(reader.stacks.intersection(scan.results)) for reader in readers)
@@ -234,21 +242,22 @@ def _merged(scans: Sequence[_Scan], main: _Scan, needed: Collection[Var]) -> Jax
     parts: list[list[JaxprEqn]] = []
     for scan in scans:
         names: dict[Var, Atom] = {}
-        for k, (var, operand) in enumerate(zip(scan.body.invars, scan.eqn.invars, strict=True)):
+        body, operands = scan.says.body, scan.eqn.invars
+        for k, (var, operand) in enumerate(zip(body.invars, operands, strict=True)):
             name = Var(var.aval)
             # What is no variable is a number.
             key = operand if isinstance(operand, Var) else name
-            if k < scan.constants:
+            if k < scan.says.constants:
                 names[var] = consts.setdefault(key, (operand, name))[1]
-            elif k < scan.constants + scan.carried:
+            elif k < scan.says.first_stack:
                 names[var] = name
                 carry.append(name)
             else:
                 names[var] = made[key] if key in made else slices.setdefault(key, name)
         parts.append(list(_renamed(scan, names, inside=main)))
-        results = [names[a] if isinstance(a, Var) else a for a in scan.body.outvars]
-        last_carry += results[: scan.carried]
-        made.update(zip(scan.results, results[scan.carried :], strict=True))
+        results = [names[a] if isinstance(a, Var) else a for a in body.outvars]
+        last_carry += results[: scan.says.carried]
+        made.update(zip(scan.results, results[scan.says.carried :], strict=True))
 
     stacked = {v: made[v] for v in made if v in needed}
     outvars = [*last_carry, *stacked.values()]
@@ -257,31 +266,25 @@ def _merged(scans: Sequence[_Scan], main: _Scan, needed: Collection[Var]) -> Jax
     constants = [(operand, name) for operand, name in consts.values() if name in read]
     stacks = [(stack, name) for stack, name in slices.items() if name in read]
     invars = [*(name for _, name in constants), *carry, *(name for _, name in stacks)]
-    first = main.eqn.invars[main.constants :][: main.carried]
-    return main.eqn.replace(
+    first = main.eqn.invars[main.says.constants : main.says.first_stack]
+    body = main.says.body.replace(invars=invars, outvars=outvars, eqns=eqns)
+    merged = replace(main.says, body=body, constants=len(constants), carried=len(carry))
+    return as_scan(main.eqn, merged).replace(
         invars=[*(operand for operand, _ in constants), *first, *(stack for stack, _ in stacks)],
         outvars=[*main.last_carry, *stacked],
-        params={
-            **main.eqn.params,
-            **xla.scan_layout(len(constants), len(carry), len(stacks), len(stacked)),
-            "jaxpr": main.body.replace(invars=invars, outvars=outvars, eqns=eqns),
-        },
     )
 
 
 def _renamed(scan: _Scan, names: dict[Var, Atom], inside: _Scan) -> Iterator[JaxprEqn]:
     """Yields the equations of a scan's body; `names` says what its variables are called, and
     grows. Where they come to be inside another scan, they keep the scope of their own."""
-    for eqn in scan.body.eqns:
+    for eqn in scan.says.body.eqns:
         # Two scans may run the same program.
         outvars = [Var(v.aval) for v in eqn.outvars]
         invars = [names[a] if isinstance(a, Var) else a for a in eqn.invars]
         names.update(zip(eqn.outvars, outvars, strict=True))
-        source = eqn.source_info
-        if scan is not inside:
-            scope = scan.eqn.source_info.name_stack + source.name_stack
-            source = source.replace(name_stack=scope)
-        yield eqn.replace(invars=invars, outvars=outvars, source_info=source)
+        scoped = eqn if scan is inside else within(eqn, scan.eqn)
+        yield scoped.replace(invars=invars, outvars=outvars)
 
 
 def _in_order(parts: Sequence[list[JaxprEqn]]) -> list[JaxprEqn]:

@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import (
-    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
-)
+from jax.extend.core import Jaxpr
 
+from hlo_passes.equations import Path
 from hlo_passes.plan import Preparation
 from memplan.streams.counted import count_loops
 from memplan.streams.fusion import fuse_maps
@@ -31,7 +30,7 @@ from memplan.streams.orders import (
     lies_in_rows,
     order_of_view,
 )
-from memplan.streams.programs import Path, inline_calls
+from memplan.streams.programs import inline_calls
 from memplan.streams.regions import Limits
 from memplan.streams.rewrite import Stream
 from memplan.streams.slicing import slice_elementwise
@@ -82,7 +81,7 @@ class Streams:
 
     def __init__(
         self,
-        jaxpr: ClosedJaxpr,
+        jaxpr: Jaxpr,
         candidates: Collection[int],
         donated: Collection[int],
         *,
@@ -98,7 +97,7 @@ class Streams:
         """
         self.donated = frozenset(donated)
         places = _places(jaxpr, self.donated & frozenset(candidates))
-        counted = inline_calls(count_loops(jaxpr.jaxpr))
+        counted = inline_calls(count_loops(jaxpr))
         sliced = slice_elementwise(
             counted,
             frozenset(candidates),
@@ -107,7 +106,7 @@ class Streams:
             unsplittable_results=frozenset(places[n] for n in sharded if n in places),
             limits=Limits(order_of=order_of),
         )
-        self.jaxpr = jaxpr.replace(jaxpr=fuse_maps(sliced.jaxpr))
+        self.jaxpr = fuse_maps(sliced.jaxpr)
         uses = find_uses(self.jaxpr)
         self.scans = uses.scans
         self.sources = found = {s.source: s for s in uses.stacks}
@@ -129,7 +128,7 @@ class Streams:
             else:
                 arguments[n] = f"what takes its place is {reasons[made]}"
         # Of those that only loops of `slicing` take apart there is nothing to say.
-        written = find_uses(jaxpr.replace(jaxpr=counted)).stacks
+        written = find_uses(counted).stacks
         in_loops = {s.source for s in written if s.is_in_loop}
         self.left_alone = {n: r for n, r in arguments.items() if r and n in in_loops}
         streamed: set[Source] = {n for n, reason in arguments.items() if not reason}
@@ -211,12 +210,12 @@ def _reason(stack: Stack, order_of: OrderOf | None) -> str:
     return ""
 
 
-def _places(jaxpr: ClosedJaxpr, donated: Collection[int]) -> dict[int, int]:
+def _places(jaxpr: Jaxpr, donated: Collection[int]) -> dict[int, int]:
     """Pairs donated arguments with results of their kind, in order, as jax does."""
-    free = dict(enumerate(jaxpr.jaxpr.outvars))
+    free = dict(enumerate(jaxpr.outvars))
     pairs: dict[int, int] = {}
     for argument in sorted(donated):
-        kind = _kind(jaxpr.jaxpr.invars[argument])
+        kind = _kind(jaxpr.invars[argument])
         found = next((k for k, made in free.items() if _kind(made) == kind), None)
         if found is not None:
             pairs[argument] = found

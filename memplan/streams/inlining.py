@@ -5,21 +5,14 @@ jit(update)(m, g)  ──►  the equations of `update`, with m and g in place o
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-import jax
 from jax.core import Atom
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from memplan.streams.leading_axis import (
-    Extent,
-    extent_of,
-    rule_of,
-)
-from memplan.streams.programs import CALLS, programs
+from hlo_passes.equations import Call, decode, within
+from memplan.streams.leading_axis import Extent, extent_of, rule_of
 
 
 def inlined(jaxpr: Jaxpr, extents: AbstractSet[Extent]) -> tuple[Jaxpr, Callable[[Atom], Atom]]:
@@ -59,25 +52,17 @@ def _inline(
             # A program may be called twice.
             results = [Var(v.aval) for v in eqn.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
-            scopes = [e.source_info.name_stack for e in (*around, eqn)]
-            source = eqn.source_info.replace(name_stack=functools.reduce(operator.add, scopes))
-            yield eqn.replace(invars=operands, outvars=results, source_info=source)
+            yield within(eqn, *around).replace(invars=operands, outvars=results)
         else:
             yield eqn.replace(invars=operands) if operands != eqn.invars else eqn
 
 
 def _callee(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that an equation only calls, saying nothing else about it."""
-    if eqn.primitive.name not in CALLS or eqn.effects:
+    call = decode(eqn)
+    if not isinstance(call, Call) or not call.is_bare or eqn.effects or call.body.constvars:
         return None
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
-    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
-        return None
-    if any(s is not None for s in layouts) or eqn.params.get("compiler_options_kvs"):
-        return None
-    (program,) = programs(eqn)
-    return None if program.jaxpr.constvars else program.jaxpr
+    return call.body
 
 
 def _hides_slices(callee: Jaxpr, extents: AbstractSet[Extent]) -> bool:

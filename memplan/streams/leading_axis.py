@@ -18,27 +18,24 @@ from jax.core import Atom, ShapedArray
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, Sharding
 
-# Primitives whose result at an index needs their operands at that index only.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
-    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    name ne neg nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
-    """.split()
-)
-_REDUCTIONS = frozenset(
-    f"reduce_{kind}" for kind in ("sum", "prod", "max", "min", "and", "or", "xor")
+from hlo_passes.equations import (
+    BroadcastInDim,
+    Iota,
+    Reduction,
+    Reshape,
+    ShardingConstraint,
+    Squeeze,
+    decode,
+    is_elementwise,
+    says_sharding,
+    says_where,
 )
 
 
 def splits_leading_axis(eqn: JaxprEqn) -> bool:
     """Whether an equation only splits an array's leading axis in two, or joins the leading two
     axes: a host array's buffer stays where it is, seen in another shape."""
-    if eqn.primitive.name != "reshape":
+    if not isinstance(decode(eqn), Reshape):
         return False
     shapes = sorted((shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])), key=len)
     return len(shapes[1]) == len(shapes[0]) + 1 and shapes[0][1:] == shapes[1][2:]
@@ -69,29 +66,28 @@ def rule_of(eqn: JaxprEqn) -> Rule | None:
     """Returns None for an equation that does not work on slices."""
     if eqn.effects or len(eqn.outvars) != 1 or not all(map(is_plain, (*eqn.invars, *eqn.outvars))):
         return None
-    if eqn.ctx.compute_type is not None:
+    if says_where(eqn):
         return None
-    name, params, shape = eqn.primitive.name, eqn.params, shape_of(eqn.outvars[0])
-    if name == "sharding_constraint":
-        return Rule((True,)) if _keeps_leading_axis(params["sharding"]) else None
-    if params.get("sharding") is not None or params.get("out_sharding") is not None:
+    shapes, shape = [shape_of(v) for v in eqn.invars], shape_of(eqn.outvars[0])
+    decoded = decode(eqn)
+    if isinstance(decoded, ShardingConstraint):
+        return Rule((True,)) if _keeps_leading_axis(decoded.sharding) else None
+    if says_sharding(eqn):
         return None
-    shapes = [shape_of(v) for v in eqn.invars]
-    if name in _REDUCTIONS and shapes[0]:
-        return Rule((True,), 0 in params["axes"])
+    if isinstance(decoded, Reduction) and shapes[0]:
+        return Rule((True,), 0 in decoded.axes)
     if not shape:
         return None
-    if name in ELEMENTWISE and all(len(s) in (0, len(shape)) for s in shapes):
+    if is_elementwise(eqn) and all(len(s) in (0, len(shape)) for s in shapes):
         return Rule(tuple(s[:1] == shape[:1] for s in shapes))  # Axes of length 1 are repeated.
-    match name:
-        case "broadcast_in_dim" if len(shapes) == 1:
-            kept = params["broadcast_dimensions"][:1] == (0,) and shapes[0][0] == shape[0]
-            return Rule((kept,))
-        case "iota" if not shapes and params["dimension"]:
+    match decoded:
+        case BroadcastInDim(dimensions) if len(shapes) == 1:
+            return Rule((dimensions[:1] == (0,) and shapes[0][0] == shape[0],))
+        case Iota(dimension) if not shapes and dimension:
             return Rule(())
-        case "reshape" if len(shapes) == 1 and params["dimensions"] is None:
+        case Reshape(in_order=True) if len(shapes) == 1:
             return Rule((True,)) if shapes[0][:1] == shape[:1] else None
-        case "squeeze" if 0 not in params["dimensions"]:
+        case Squeeze(dimensions) if 0 not in dimensions:
             return Rule((True,))
         case _:
             return None

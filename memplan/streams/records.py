@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from hlo_passes.equations import Path
 from hlo_passes.plan import LoopStack, LoopStreams
 from memplan.streams.hosting import Hosting, Streams
-from memplan.streams.programs import Path
 from memplan.streams.uses import Result, Source
 
 # jax words a place as "model.py:12:4 (forward)".

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
+from hlo_passes.equations import bind, with_axes, with_shape
 from memplan.streams.leading_axis import (
     Rule,
     aval_of,
@@ -27,9 +28,6 @@ from memplan.streams.leading_axis import (
     variables,
 )
 from memplan.streams.regions import Region
-
-# The parameter that holds the shape of the result, by primitive.
-_SHAPE_PARAMETER = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
 
 
 class _Step(NamedTuple):
@@ -144,9 +142,7 @@ class Scans:
                 arrays = [x.reshape(region.trips, rows, *x.shape[1:]) for x in arrays]
             _, stacks = lax.scan(trip, None, tuple(arrays), length=region.trips)
             return [
-                reduction.primitive.bind(y, **{**reduction.params, "axes": (0,)})
-                if reduction
-                else y.reshape(shape_of(v))
+                bind(with_axes(reduction, (0,)), y) if reduction else y.reshape(shape_of(v))
                 for y, v, reduction in zip(stacks, results, reductions, strict=True)
             ]
 
@@ -215,10 +211,8 @@ class Scans:
                 named[v] if isinstance(v, Var) else v
                 for v, named in zip(eqn.invars, names, strict=True)
             ]
-            params = dict(eqn.params)
-            if parameter := _SHAPE_PARAMETER.get(eqn.primitive.name):
-                params[parameter] = shape_of(sliced[out])
-            eqns.append(eqn.replace(invars=operands, outvars=[sliced[out]], params=params))
+            shaped = with_shape(eqn, shape_of(sliced[out]))
+            eqns.append(shaped.replace(invars=operands, outvars=[sliced[out]]))
         return self.jaxpr.replace(
             constvars=[],
             invars=[*whole.values(), *(sliced[v] for v in args[consts:])],

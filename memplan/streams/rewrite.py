@@ -21,16 +21,22 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from hlo_passes import xla
+from hlo_passes.equations import (
+    Call,
+    Cond,
+    Path,
+    Program,
+    Remat,
+    Scan,
+    ShardMap,
+    While,
+    bind,
+    decode,
+    programs,
+    with_programs,
+)
 from memplan.streams.leading_axis import splits_leading_axis
 from memplan.streams.orders import (
     Order,
@@ -40,7 +46,6 @@ from memplan.streams.orders import (
     slice_as_it_was,
     slice_in_rows,
 )
-from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
 from memplan.streams.ring import DEVICE, HOST, Ring, run
 
 
@@ -65,7 +70,7 @@ class Stream:
 
 
 def streamed(
-    jaxpr: ClosedJaxpr,
+    jaxpr: Jaxpr,
     streams: Mapping[Path, Stream],
     *,
     whole: Collection[int] = (),
@@ -81,12 +86,11 @@ def streamed(
       donated: numbers of the arguments whose memory the results may take.
       tied: see `Ring`.
     """
-    program = Program(jaxpr.jaxpr, tuple(jaxpr.consts), 0)
-    owned = frozenset(jaxpr.jaxpr.invars[n] for n in donated)
+    owned = frozenset(jaxpr.invars[n] for n in donated)
 
     def function(*args: Any) -> list[Any]:
         placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
-        return _Rewrite(streams, tied).run(program, placed, (), owned)
+        return _Rewrite(streams, tied).run(jaxpr, placed, (), owned)
 
     return function
 
@@ -104,19 +108,18 @@ class _Rewrite:
 
     def run(
         self,
-        program: Program,
+        jaxpr: Jaxpr,
         args: Sequence[Any],
         path: Path,
         owned: frozenset[Var] = frozenset(),
     ) -> list[Any]:
-        """Runs `program`, which is at `path`, on all of its inputs.
+        """Runs a program, which is at `path`, on all of its inputs.
 
         Args:
           owned: the inputs whose memory is free once they are read.
         """
-        jaxpr = program.jaxpr
         atoms = [*jaxpr.constvars, *jaxpr.invars]
-        values: dict[Var, Any] = dict(zip(atoms, [*program.consts, *args], strict=True))
+        values: dict[Var, Any] = dict(zip(atoms, [*jaxpr.consts, *args], strict=True))
         last_use = _last_uses(jaxpr)
         begin = 0
         for n, eqn in enumerate(jaxpr.eqns):
@@ -126,14 +129,14 @@ class _Rewrite:
                 operands = [_read(a, values) for a in eqn.invars]
                 with _line_of(eqn):
                     if is_view:
-                        results = [eqn.primitive.bind(*operands, **eqn.params)]
+                        results = [bind(eqn, *operands)]
                         if eqn.invars[0] in owned:
                             owned |= {eqn.outvars[0]}
-                    elif eqn.primitive.name == "scan":
+                    elif isinstance(scan := decode(eqn), Scan):
                         kept = set(atoms) - owned
                         kept |= {a for a, last in last_use.items() if last > n}
                         free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
-                        results = self._scan(eqn, operands, free, (*path, n))
+                        results = self._scan(scan, operands, free, (*path, n))
                     else:
                         results = self._around(eqn, operands, (*path, n))
                 values.update(zip(eqn.outvars, results, strict=True))
@@ -161,42 +164,45 @@ class _Rewrite:
         for v in taken:
             values[v] = _on_device(values[v])
         part = _between(jaxpr, taken, eqns, given)
-        results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[v] for v in taken))
+        results = jaxpr_as_fun(part)(*(values[v] for v in taken))
         values.update(zip(given, results, strict=True))
 
     def _around(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
         """Runs an equation, no scan, around one that is streamed."""
-        name = eqn.primitive.name
-        inside = [
-            lambda *inputs, program=program: self.run(program, inputs, (*path, *program.step))
-            for program in programs(eqn)
-        ]
-        if name in CALLS:
-            return inside[0](*args)
-        if name in REMATS:
-            return _rebind(eqn, inside[0], args)
-        if name == "cond":
-            return lax.switch(args[0], inside, *args[1:])
-        if name == "while":
-            return self._while(eqn, args, path)
-        return list(_shard_map(eqn.params, inside[0])(*args))
 
-    def _scan(self, eqn: JaxprEqn, args: list[Any], free: Sequence[bool], path: Path) -> list[Any]:
+        def inside(program: Program) -> Callable[..., list[Any]]:
+            at = (*path, *program.step)
+            return lambda *inputs: self.run(program.jaxpr, inputs, at)
+
+        functions = [inside(program) for program in programs(eqn)]
+        match decode(eqn):
+            case Call():
+                return functions[0](*args)
+            case Remat():
+                return _rebind(eqn, functions[0], args)
+            case Cond():
+                return lax.switch(args[0], functions, *args[1:])
+            case While() as loop:
+                return self._while(loop, args, path)
+            case ShardMap() as shard_map:
+                return list(_shard_map(shard_map, functions[0])(*args))
+            case _:
+                raise AssertionError(eqn)
+
+    def _scan(self, scan: Scan, args: list[Any], free: Sequence[bool], path: Path) -> list[Any]:
         """Runs a scan as a ring; `free` says whose memory it may take, operand by operand."""
         stream = self.streams.get(path, Stream(depth=0))
-        (program,) = programs(eqn)
-        constants, carried = xla.scan_operands(eqn.params)
-        consts, carry = args[:constants], args[constants : constants + carried]
-        first = constants + carried
-        given = {*program.jaxpr.constvars, *program.jaxpr.invars}
-        results = program.jaxpr.outvars[carried:]
+        body, carried, first = scan.body, scan.carried, scan.first_stack
+        consts, carry = args[: scan.constants], args[scan.constants : first]
+        given = {*body.constvars, *body.invars}
+        results = body.outvars[carried:]
         on_device = [
             s for s, stack in enumerate(args[first:]) if free[first + s] and not on_host(stack)
         ]
-        avals = [v.aval for v in program.jaxpr.invars[first:]]
+        avals = [v.aval for v in body.invars[first:]]
 
         def layer(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = self.run(program, [*consts, *carry, *slices], path)
+            out = self.run(body, [*consts, *carry, *slices], path)
             return out[:carried], out[carried:]
 
         if stream.depth == 0:
@@ -211,8 +217,8 @@ class _Rewrite:
                 iteration,
                 [_on_device(c) for c in carry],
                 tuple(args[first:]),
-                length=eqn.params["length"],
-                reverse=eqn.params["reverse"],
+                length=scan.length,
+                reverse=scan.reverse,
             )
             return [*carry, *stacks]
         taken, made = stream.taken, stream.made
@@ -225,10 +231,10 @@ class _Rewrite:
             return carry, [slice_in_rows(a, made.get(r)) for r, a in enumerate(given)]
 
         ring = Ring(
-            eqn.params["length"],
-            eqn.params["reverse"],
+            scan.length,
+            scan.reverse,
             stream.depth,
-            _read_first(program.jaxpr, first, args[first:], stream.share),
+            _read_first(body, first, args[first:], stream.share),
             stream.stored,
             frozenset(r for r in stream.stored if results[r] in given),
             _pair(
@@ -247,15 +253,13 @@ class _Rewrite:
             )
         return [*carry, *(seen_as_it_was(a, made.get(r)) for r, a in enumerate(stacks))]
 
-    def _while(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
-        (body,) = programs(eqn)
-        condition = eqn.params["cond_jaxpr"]
-        constants = body.first + eqn.params["body_nconsts"]
+    def _while(self, loop: While, args: list[Any], path: Path) -> list[Any]:
+        first, carried = loop.condition_constants, loop.first_carried
         return list(
             lax.while_loop(
-                lambda carry: jaxpr_as_fun(condition)(*args[: body.first], *carry)[0],
-                lambda carry: tuple(self.run(body, [*args[body.first : constants], *carry], path)),
-                tuple(args[constants:]),
+                lambda carry: jaxpr_as_fun(loop.condition)(*args[:first], *carry)[0],
+                lambda carry: tuple(self.run(loop.body, [*args[first:carried], *carry], path)),
+                tuple(args[carried:]),
             )
         )
 
@@ -270,19 +274,18 @@ def _line_of(eqn: JaxprEqn) -> AbstractContextManager[None]:
 def _rebind(eqn: JaxprEqn, function: Callable[..., list[Any]], args: list[Any]) -> list[Any]:
     """The same equation around another program: remat keeps what it says about derivatives."""
     closed = jax.make_jaxpr(function)(*args)
-    inner = closed.jaxpr
-    jaxpr = _between(inner, [*inner.constvars, *inner.invars], inner.eqns, inner.outvars)
-    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, "jaxpr": jaxpr})
+    jaxpr = _between(closed, [*closed.constvars, *closed.invars], closed.eqns, closed.outvars)
+    return bind(with_programs(eqn, [jaxpr]), *closed.consts, *args)
 
 
-def _shard_map(params: Mapping[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _shard_map(shard_map: ShardMap, function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(
         lambda *args: tuple(function(*args)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=params["newly_manual_axes"],
-        check_vma=params["check_vma"],
+        mesh=shard_map.mesh,
+        in_specs=shard_map.in_specs,
+        out_specs=shard_map.out_specs,
+        axis_names=shard_map.axis_names,
+        check_vma=shard_map.check_vma,
     )
 
 
@@ -321,10 +324,7 @@ def _between(
     jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Any]
 ) -> Jaxpr:
     """A part of a program, without constants."""
-    names = jaxpr.debug_info._replace(
-        arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
-    )
-    return jaxpr.replace(constvars=[], invars=invars, eqns=eqns, outvars=outvars, debug_info=names)
+    return jaxpr.replace(constvars=[], invars=invars, eqns=eqns, outvars=outvars)
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

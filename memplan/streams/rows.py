@@ -14,8 +14,6 @@ inlined; remat and branches take rows and give rows. Any other equation needs th
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,20 +21,30 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jax.core import AbstractValue, Atom, ShapedArray
-from jax.extend.core import (
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    mapped_aval,
-    no_effects,
-    primitives,
-    unmapped_aval,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, mapped_aval, unmapped_aval
 
+from hlo_passes.equations import (
+    BroadcastInDim,
+    Call,
+    Concatenate,
+    Cond,
+    DynamicSlice,
+    DynamicUpdateSlice,
+    Gather,
+    Program,
+    Remat,
+    Scatter,
+    Squeeze,
+    as_broadcast,
+    as_squeeze,
+    decode,
+    is_sum,
+    programs,
+    with_programs,
+    with_shape,
+    within,
+)
 from memplan.streams.counters import Inputs, inputs_inside, known_integers, value_of
-from memplan.streams.programs import CALLS, REMATS, Program, programs, with_programs
 
 
 class Row(NamedTuple):
@@ -138,9 +146,8 @@ class Rows:
         if rows := _rows(operands):
             self.whole |= {r.stack for r in rows}
             return eqn.outvars
-        if eqn.primitive.name == "squeeze" and eqn.params["dimensions"] == (0,):
-            if operands[0] in self._slices:
-                return [self._slices[operands[0]]]
+        if decode(eqn) == Squeeze((0,)) and operands[0] in self._slices:
+            return [self._slices[operands[0]]]
         outvars = [Var(v.aval) for v in eqn.outvars] if scope.is_called else eqn.outvars
         self._emit(eqn, invars=operands, outvars=outvars)
         return outvars
@@ -148,29 +155,29 @@ class Rows:
     def _on_rows(self, eqn: JaxprEqn, scope: _Scope) -> Sequence[Any] | None:
         """The results of an equation that has to do with rows; None where it has not, or where
         it needs the stacks whole."""
-        name, operands = eqn.primitive.name, scope.operands(eqn)
+        decoded, operands = decode(eqn), scope.operands(eqn)
         rows = _rows(operands)
         gives = any(is_stack(v, len(self._at)) for v in eqn.outvars)
-        if name == "broadcast_in_dim" and gives and _is_zero(eqn.invars[0]):
-            (stack,) = eqn.outvars
-            return None if stack in self.whole else [self._zeros(eqn)]
-        if name == "cond" or name in REMATS:
-            return self._inside(eqn, scope) if rows or gives else None
-        if name in CALLS and (rows or (gives and name in ("jit", "pjit"))):
-            return self._called(eqn, scope)
-        if name in ("add", "add_any") and len(rows) == 2:
-            return self._sum(eqn, *rows)
-        if len(rows) != 1 or rows[0] is not operands[0]:
-            return None
-        match name:
-            case "dynamic_slice":
-                return self._read(eqn, rows[0], scope)
-            case "dynamic_update_slice":
+        match decoded:
+            case BroadcastInDim() if gives and _is_zero(eqn.invars[0]):
+                (stack,) = eqn.outvars
+                return None if stack in self.whole else [self._zeros(eqn)]
+            case Cond() | Remat():
+                return self._inside(eqn, scope) if rows or gives else None
+            case Call(is_jit=is_jit) if rows or (gives and is_jit):
+                return self._called(eqn, scope)
+            case _ if is_sum(eqn) and len(rows) == 2:
+                return self._sum(eqn, *rows)
+            case _ if len(rows) != 1 or rows[0] is not operands[0]:
+                return None
+            case DynamicSlice(sizes):
+                return self._read(eqn, sizes, rows[0], scope)
+            case DynamicUpdateSlice():
                 return self._write(eqn, rows[0], scope)
-            case "gather":
-                return self._gather(eqn, rows[0], scope)
-            case _ if name.startswith("scatter"):
-                return self._scatter(eqn, rows[0], scope)
+            case Gather():
+                return self._gather(eqn, decoded, rows[0], scope)
+            case Scatter():
+                return self._scatter(eqn, decoded, rows[0], scope)
             case _:
                 return None
 
@@ -188,17 +195,18 @@ class Rows:
             value = scope.read(var)
             if isinstance(value, Row) and value.row in self._untouched:
                 maker = self._untouched[value.row]
-                found[var] = self._new(maker, maker.primitive, maker.invars, var.aval, maker.params)
+                found[var] = self._new(maker, maker.invars, var.aval)
         return found
 
     # --- equations at the index of the iteration --------------------------------------------
 
-    def _read(self, eqn: JaxprEqn, row: Row, scope: _Scope) -> Sequence[Any] | None:
+    def _read(
+        self, eqn: JaxprEqn, sizes: tuple[int, ...], row: Row, scope: _Scope
+    ) -> Sequence[Any] | None:
         _, at, *starts = eqn.invars
-        sizes = eqn.params["slice_sizes"]
         if sizes[0] != 1 or not self._is_index(at, scope):
             return None
-        if tuple(sizes) == _shape(row.row):
+        if sizes == _shape(row.row):
             return [row.row]
         return self._at_zero(eqn, [row.row, _zero(at), *map(scope.read, starts)])
 
@@ -211,33 +219,33 @@ class Rows:
         operands = [row.row, scope.read(update), _zero(at), *map(scope.read, starts)]
         return self._made(eqn, row, operands)
 
-    def _gather(self, eqn: JaxprEqn, row: Row, scope: _Scope) -> Sequence[Any] | None:
-        indices, sizes = eqn.invars[1], eqn.params["slice_sizes"]
-        dimensions = eqn.params["dimension_numbers"]
-        if 0 not in dimensions.start_index_map or sizes[0] != 1:
+    def _gather(
+        self, eqn: JaxprEqn, gather: Gather, row: Row, scope: _Scope
+    ) -> Sequence[Any] | None:
+        indices = eqn.invars[1]
+        if 0 not in gather.axes or gather.sizes[0] != 1:
             return None
-        zeroed = self._zeroed(eqn, indices, dimensions.start_index_map.index(0), scope)
+        zeroed = self._zeroed(eqn, indices, gather.axes.index(0), scope)
         if zeroed is None:
             return None
-        is_slice = tuple(sizes) == _shape(row.row) and _shape(indices) == (1,)
-        if is_slice and tuple(dimensions.collapsed_slice_dims) == (0,):
+        is_slice = gather.sizes == _shape(row.row) and _shape(indices) == (1,)
+        if is_slice and gather.collapsed == (0,):
             return [self._squeezed(row.row, eqn)]
         return self._at_zero(eqn, [row.row, zeroed])
 
-    def _scatter(self, eqn: JaxprEqn, row: Row, scope: _Scope) -> Sequence[Any] | None:
+    def _scatter(
+        self, eqn: JaxprEqn, scatter: Scatter, row: Row, scope: _Scope
+    ) -> Sequence[Any] | None:
         _, indices, update = eqn.invars
-        dimensions = eqn.params["dimension_numbers"]
-        axes = dimensions.scatter_dims_to_operand_dims
-        inserted = tuple(dimensions.inserted_window_dims)
-        if 0 not in axes:
+        if 0 not in scatter.axes:
             return None
-        if 0 not in inserted and _shape(update)[dimensions.update_window_dims[0]] != 1:
+        if 0 not in scatter.inserted and _shape(update)[scatter.window[0]] != 1:
             return None
-        zeroed = self._zeroed(eqn, indices, axes.index(0), scope)
+        zeroed = self._zeroed(eqn, indices, scatter.axes.index(0), scope)
         if zeroed is None:
             return None
         is_slice = _shape(update) == _shape(row.row)[1:] and _shape(indices) == (1,)
-        if eqn.primitive.name == "scatter" and is_slice and inserted == (0,):
+        if scatter.replaces and is_slice and scatter.inserted == (0,):
             return [row._replace(row=self._expanded(scope.read(update), eqn))]
         return self._made(eqn, row, [row.row, zeroed, scope.read(update)])
 
@@ -269,27 +277,24 @@ class Rows:
         if shape[-1] == 1:
             if not self._is_index(indices, scope):
                 return None
-            params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
-            return self._new(
-                eqn, primitives.broadcast_in_dim_p, [_zero(indices)], indices.aval, params
-            )
+            return self._new(as_broadcast(eqn, shape, ()), [_zero(indices)], indices.aval)
         maker = scope.makers.get(cast(Var, indices))
-        if maker is None or maker.primitive.name != "concatenate":
+        if maker is None or decode(maker) != Concatenate(len(shape) - 1):
             return None
-        if len(maker.invars) != shape[-1] or maker.params["dimension"] != len(shape) - 1:
+        if len(maker.invars) != shape[-1]:
             return None
         operands = [scope.read(a) for a in maker.invars]
         zeroed = self._zeroed(eqn, maker.invars[axis], 0, scope)
         if zeroed is None:
             return None
         operands[axis] = zeroed
-        return self._new(eqn, maker.primitive, operands, indices.aval, maker.params)
+        return self._new(maker.replace(source_info=eqn.source_info), operands, indices.aval)
 
     # --- programs inside --------------------------------------------------------------------
 
     def _called(self, eqn: JaxprEqn, scope: _Scope) -> Sequence[Any] | None:
         (program,) = programs(eqn)
-        if program.consts:
+        if program.jaxpr.consts:
             return None
         (inputs,) = inputs_inside(eqn, scope.known, len(self._at))
         self._around.append(eqn)
@@ -345,9 +350,8 @@ class Rows:
     def _expanded(self, array: Atom, pattern: JaxprEqn) -> Var:
         """An array [...] as a row [1, ...]."""
         aval = cast(ShapedArray, unmapped_aval(1, 0, array.aval))
-        axes = tuple(range(1, len(aval.shape)))
-        params = {"shape": aval.shape, "broadcast_dimensions": axes, "sharding": None}
-        row = self._new(pattern, primitives.broadcast_in_dim_p, [array], aval, params)
+        like = as_broadcast(pattern, aval.shape, range(1, len(aval.shape)))
+        row = self._new(like, [array], aval)
         self._slices[row] = array
         return row
 
@@ -355,37 +359,25 @@ class Rows:
         """A row [1, ...] as an array [...]."""
         if row not in self._slices:
             aval = mapped_aval(1, 0, row.aval)
-            params = {"dimensions": (0,)}
-            self._slices[row] = self._new(pattern, primitives.squeeze_p, [row], aval, params)
+            self._slices[row] = self._new(as_squeeze(pattern, 0), [row], aval)
         return self._slices[row]
 
     def _uniform(self, maker: JaxprEqn, pattern: JaxprEqn) -> Var:
         """The row of a stack that is a literal, broadcast."""
         (stack,) = maker.outvars
         aval = unmapped_aval(1, 0, mapped_aval(len(self._at), 0, stack.aval))
-        params = {**maker.params, "shape": (1, *_shape(stack)[1:])}
-        return self._new(pattern, maker.primitive, maker.invars, aval, params)
+        like = with_shape(maker, (1, *_shape(stack)[1:]))
+        return self._new(like.replace(source_info=pattern.source_info), maker.invars, aval)
 
-    def _new(
-        self,
-        pattern: JaxprEqn,
-        primitive: Primitive,
-        operands: Sequence[Atom],
-        aval: AbstractValue,
-        params: Mapping[str, Any],
-    ) -> Var:
-        """The result of a new equation, from the place in the source that `pattern` is from."""
+    def _new(self, eqn: JaxprEqn, operands: Sequence[Atom], aval: AbstractValue) -> Var:
+        """The result of an equation like `eqn`, with other operands."""
         made = Var(aval)
-        new = pattern.replace(primitive=primitive, params=dict(params), effects=no_effects)
-        self._emit(new, invars=operands, outvars=[made])
+        self._emit(eqn, invars=operands, outvars=[made])
         return made
 
     def _emit(self, eqn: JaxprEqn, *, invars: Sequence[Any], outvars: Sequence[Var]) -> None:
-        scopes = [e.source_info.name_stack for e in (*self._around, eqn)]
-        source = eqn.source_info.replace(name_stack=functools.reduce(operator.add, scopes))
-        self.eqns.append(
-            eqn.replace(invars=list(invars), outvars=list(outvars), source_info=source)
-        )
+        scoped = within(eqn, *self._around)
+        self.eqns.append(scoped.replace(invars=list(invars), outvars=list(outvars)))
 
 
 def is_stack(var: Var, length: int) -> bool:
@@ -398,7 +390,7 @@ def is_stack(var: Var, length: int) -> bool:
 
 def is_broadcast_literal(eqn: JaxprEqn) -> bool:
     """Whether an equation makes an array whose elements are all the same literal."""
-    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+    return isinstance(decode(eqn), BroadcastInDim) and isinstance(eqn.invars[0], Literal)
 
 
 def makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:

@@ -17,17 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
-    Jaxpr,
-    JaxprEqn,
-    Var,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hlo_passes import xla
+from hlo_passes import equations
+from hlo_passes.equations import Cond, DynamicSlice, Gather, Path, While, decode, programs
 from memplan.streams.counters import index_in_words
 from memplan.streams.leading_axis import splits_leading_axis
-from memplan.streams.programs import Path, programs
 
 
 class Result(NamedTuple):
@@ -98,10 +93,10 @@ class Uses(NamedTuple):
     scans: dict[Path, Scan]
 
 
-def find_uses(jaxpr: ClosedJaxpr) -> Uses:
+def find_uses(jaxpr: Jaxpr) -> Uses:
     """Follows all arguments and all results of scans through a program. O(equations)."""
-    finder = _Finder(jaxpr.jaxpr)
-    finder.program(jaxpr.jaxpr, {v: [n] for n, v in enumerate(jaxpr.jaxpr.invars)}, (), 1)
+    finder = _Finder(jaxpr)
+    finder.program(jaxpr, {v: [n] for n, v in enumerate(jaxpr.invars)}, (), 1)
     # Arguments sort by number, and before the results, which sort by path.
     stacks = sorted(finder.stacks.values(), key=lambda s: (isinstance(s.source, Result), s.source))
     return Uses(stacks, finder.scans)
@@ -134,11 +129,11 @@ class _Finder:
                 sources[eqn.outvars[0]] = sources.get(seen, []) if isinstance(seen, Var) else []
                 continue
             self._reads(eqn, sources, here, runs)
-            if eqn.primitive.name == "scan":
+            scan = decode(eqn)
+            if isinstance(scan, equations.Scan):
                 where = source_info_util.summarize(eqn.source_info) or self.around
-                self.scans[here] = Scan(eqn.params["length"], runs, where)
-                carried = xla.scan_operands(eqn.params)[1]
-                for r, var in enumerate(eqn.outvars[carried:]):
+                self.scans[here] = Scan(scan.length, runs, where)
+                for r, var in enumerate(eqn.outvars[scan.carried :]):
                     result = Result(here, r)
                     self.stacks[result] = Stack(result, var.aval)
                     sources[var] = [result]
@@ -154,18 +149,17 @@ class _Finder:
         self, eqn: JaxprEqn, sources: dict[Var, list[Source]], path: Path, runs: int
     ) -> None:
         where = source_info_util.summarize(eqn.source_info) or self.around
-        inner = programs(eqn)
+        decoded, inner = decode(eqn), programs(eqn)
+        is_loop = isinstance(decoded, equations.Scan | While)
         below: list[dict[Var, list[Source]]] = [{} for _ in inner]
         for k, var in enumerate(eqn.invars):
             for source in sources.get(var, ()) if isinstance(var, Var) else ():
                 stack = self.stacks[source]
                 role = _role(eqn, k)
-                is_loop = eqn.primitive.name in ("scan", "while")
-                stack.is_in_loop |= is_loop and role in ("slices", "input")
+                stack.is_in_loop |= is_loop and (isinstance(role, int) or role == "input")
                 match role:
-                    case "slices":
-                        first = sum(xla.scan_operands(eqn.params))
-                        stack.taken.append(Taken(path, k - first, var.aval))
+                    case int(number):
+                        stack.taken.append(Taken(path, number, var.aval))
                     case "input":
                         for program, found in zip(inner, below, strict=True):
                             var_inside = program.jaxpr.invars[k - program.first]
@@ -176,30 +170,28 @@ class _Finder:
                         stack.whole.append(f"{reason} at {where}")
         outside, self.around = self.around, where
         for program, found in zip(inner, below, strict=True):
-            repeated = runs * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-            self.program(program.jaxpr, found, (*path, *program.step), repeated)
+            times = decoded.length if isinstance(decoded, equations.Scan) else 1
+            self.program(program.jaxpr, found, (*path, *program.step), runs * times)
         self.around = outside
 
 
-def _role(eqn: JaxprEqn, k: int) -> str:
-    """What an equation does with its operand `k`: ``"slices"`` (takes it apart, a slice an
-    iteration), ``"input"`` (gives it to the program inside), or else a sentence."""
-    match eqn.primitive.name:
-        case "scan":
-            constants, carried = xla.scan_operands(eqn.params)
-            if k >= constants + carried:
-                return "slices"
-            return "input" if k < constants else "carried by a loop"
-        case "while":
-            condition = eqn.params["cond_nconsts"]
-            if k < condition:
+def _role(eqn: JaxprEqn, k: int) -> int | str:
+    """What an equation does with its operand `k`: takes it apart, a slice an iteration, as the
+    stack of that number; ``"input"`` (gives it to the program inside), or else a sentence."""
+    match decode(eqn):
+        case equations.Scan() as scan:
+            if k >= scan.first_stack:
+                return k - scan.first_stack
+            return "input" if k < scan.constants else "carried by a loop"
+        case While() as loop:
+            if k < loop.condition_constants:
                 return "read by the condition of a loop"
-            return "input" if k < condition + eqn.params["body_nconsts"] else "carried by a loop"
-        case "cond":
+            return "input" if k < loop.first_carried else "carried by a loop"
+        case Cond():
             return "input" if k else "decides a branch"
-        case "dynamic_slice" | "gather":
+        case DynamicSlice() | Gather():
             return "indexed"
         case _ if programs(eqn):
             return "input"
-        case name:
-            return f"read whole by {name}"
+        case _:
+            return f"read whole by {equations.name(eqn)}"

@@ -155,7 +155,7 @@ def _store(work: Work, smem: Ref, keys: _Keys, gradient: jax.Array, to: Ref) -> 
     rows = pl.ds(keys.first, work.config.block_kv)
     if work.config.group_splits > 1:
         part = to.at[work.part, work.batch, rows, work.kv_head]
-        plgpu.store(part, gradient, optimized=False)
+        part[...] = gradient
         return
     smem[...] = gradient.astype(work.problem.dtype)
     plgpu.commit_smem()

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from experiments.policies import POLICIES
 from experiments.steps import llama_step, vit_step
+from hlo_passes.equations import programs
 from models import llama, vit
 from models.configs import TINY
 from models.training import TrainOptions, gradient_step, init_state
@@ -98,5 +99,5 @@ def _put(jaxpr: core.Jaxpr) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "device_put":
             yield from eqn.params["devices"]
-        if eqn.primitive.name == "remat2":
-            yield from _put(eqn.params["jaxpr"])
+        for program in programs(eqn):
+            yield from _put(program.jaxpr)

@@ -64,7 +64,10 @@ def powers(layers: Sequence[jax.Array], times: int, x: jax.Array) -> jax.Array:
     "options",
     [
         {"static_argnums": 1},
-        {"static_argnums": (-2,)},
+        pytest.param(
+            {"static_argnums": (-2,)},
+            marks=pytest.mark.since("0.12", "it takes no negative numbers of named arguments"),
+        ),
         {"static_argnames": "times"},
         {"static_argnums": (), "static_argnames": ("times",)},
     ],

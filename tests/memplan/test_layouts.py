@@ -257,6 +257,7 @@ def test_no_more_is_converted_than_xla_would(target: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.since("0.12", "XLA:GPU converts none by itself")
 def test_weights_of_scanned_layers_are_not_converted():
     """Where XLA's own choice does: it does not look into loops."""
     step = memplan.jit(scanned, layouts="arguments", machine="h200")

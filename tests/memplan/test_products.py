@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import memplan
 from hlo_passes import cost, inject
+from hlo_passes.equations import DotGeneral
 from hlo_passes.layout_plan import conversion_bytes
 from memplan.executable import Program, find_target
 from memplan.products import (
@@ -33,6 +34,8 @@ from models.vit import VIT_B16_4L
 from models.workloads import vit_forward
 
 BATCH, TOKENS, HEADS, HEAD, WIDTH = 2, 6, 3, 4, 8
+
+MATMUL = DotGeneral(((1,), (0,)), ((), ()))
 
 
 def attend(w: Any, x: jax.Array) -> jax.Array:
@@ -115,7 +118,7 @@ def test_what_is_told():
 
 
 def test_the_search_finds_what_only_goes_together():
-    kinds = [Product(name, (), None) for name in "abc"]
+    kinds = [Product(name, (), MATMUL) for name in "abc"]
     wanted = {kinds[0]: Form("free", "free"), kinds[2]: Form(None, "contracted", in_rows=True)}
     looks = itertools.count()
 
@@ -144,13 +147,13 @@ def test_the_search_finds_what_only_goes_together():
 
 
 def test_the_search_ends_where_everything_is_always_better():
-    kinds = [Product(name, (), None) for name in "abc"]
+    kinds = [Product(name, (), MATMUL) for name in "abc"]
     looks = itertools.count(1)
     choose_forms(kinds, lambda forms: 1 / next(looks), 1.0, 60.0)
     assert next(looks) <= 401
 
 
-@pytest.mark.parametrize("forms", [{}, {Product("", (), None): FREE}])
+@pytest.mark.parametrize("forms", [{}, {Product("", (), MATMUL): FREE}])
 def test_what_was_told_is_not_what_jax_runs(forms: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("memplan.placing.Placing._choose_forms", lambda placing: forms)
     compiled = memplan.jit(jnp.sin, layouts="all").lower(jnp.ones(3)).compile()

@@ -12,10 +12,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from hlo_passes.equations import programs
 from memplan.streams.counted import count_loops
-from memplan.streams.programs import programs
 from memplan.streams.rewrite import Stream, streamed
 from memplan.streams.uses import Stack, find_uses
+from tests.memplan.streams.test_slicing import said
 
 LAYERS = 4
 
@@ -205,7 +206,7 @@ def test_the_body_takes_the_slice_itself():
 @pytest.mark.parametrize(("fun", "reverse"), [(indexed, False), (last_first, True)])
 def test_the_order_of_the_layers(fun: Callable[..., Any], reverse: bool):
     (scan,) = loops(counted(fun, W, X)[1])
-    assert scan.params["reverse"] == reverse
+    assert said(scan).reverse == reverse
 
 
 def test_slices_of_counters_are_turned_around():
@@ -367,7 +368,7 @@ def test_a_step_of_training_around_the_loop():
         return lax.scan(step, w, xs)[0]
 
     _, after = counted(fun, W, jnp.stack([X]))
-    inner = [e for e in loops(after) if e.params["length"] == LAYERS]
+    inner = [e for e in loops(after) if said(e).length == LAYERS]
     assert len(inner) == 2
     assert all(W.shape in shapes(e.invars) for e in inner)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from hlo_passes.equations import programs
 from memplan.streams.counters import index_in_words, known_integers, unknown, value_of, while_inputs
 
 LENGTH = 5
@@ -149,10 +150,8 @@ def test_an_index_in_words():
         for n, eqn in enumerate(program.eqns):
             if eqn.primitive.name == "dynamic_slice":
                 words[index_in_words(jaxpr, (*path, n))] = len(path)
-            for b, branch in enumerate(eqn.params.get("branches", ())):
-                look(branch, (*path, n, b))
-            if eqn.primitive.name == "scan":
-                look(eqn.params["jaxpr"], (*path, n))
+            for inside in programs(eqn):
+                look(inside.jaxpr, (*path, n, *inside.step))
 
     look(jaxpr, ())
     assert words == {"indexed by data": 0, "indexed by 2, 3, 4, 5, … of 8": 3}

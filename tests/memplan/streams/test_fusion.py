@@ -16,17 +16,17 @@ from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.extend.core import Jaxpr, Var, check_jaxpr, jaxpr_as_fun
 
-from hlo_passes import xla
+from hlo_passes.equations import programs
 from memplan.streams.fusion import fuse_maps
 from memplan.streams.hosting import Hosting, Streams
-from memplan.streams.programs import inline_calls, programs
+from memplan.streams.programs import inline_calls
 from memplan.streams.regions import Limits
 from memplan.streams.rewrite import streamed
 from memplan.streams.slicing import slice_elementwise
 from models.configs import TINY
 from models.scanned import ScannedLlama
 from models.training import TrainOptions, init_state, train_step
-from tests.memplan.streams.test_slicing import compare, interpret, scans
+from tests.memplan.streams.test_slicing import compare, interpret, said, scans
 from tests.sweeps import slow_but
 
 LAYERS, WIDTH = 3, 4
@@ -43,8 +43,9 @@ def stack(seed: int = 0, length: int = LAYERS, dtype: Any = jnp.float32) -> jax.
 def shapes(jaxpr: Jaxpr) -> list[Shape]:
     found: list[Shape] = []
     for eqn in scans(jaxpr):
-        constants, carried = xla.scan_operands(eqn.params)
-        found.append((len(eqn.invars) - constants - carried, carried, len(eqn.outvars) - carried))
+        scan = said(eqn)
+        stacks, results = len(eqn.invars) - scan.first_stack, len(eqn.outvars) - scan.carried
+        found.append((stacks, scan.carried, results))
     return found
 
 
@@ -111,7 +112,7 @@ def test_an_update_moves_into_the_backward_scan(reverse: bool):
     # It takes m as well, w it has, and makes w and m in the place of the gradients.
     assert before[2] == 1
     assert after == (before[0] + 1, before[1], 2)
-    assert scans(fused)[-1].params["reverse"]
+    assert said(scans(fused)[-1]).reverse
 
 
 def test_each_update_of_a_tree_moves():
@@ -173,7 +174,7 @@ def test_a_program_that_runs_twice():
 
     inlined = jaxpr_as_fun(inline_calls(jax.make_jaxpr(twice)(stack(), X)))
     first, second = scans(jax.make_jaxpr(inlined)(stack(), X))[1:]
-    assert first.params["jaxpr"] is second.params["jaxpr"]
+    assert said(first).body is said(second).body
     assert shapes(assert_fused(inlined, stack(), X)) == [(1, 1, 1)]
 
 
@@ -258,7 +259,7 @@ def test_scopes_are_kept():
             return lax.map(jnp.sin, a)
 
     (scan,) = scans(assert_fused(program, stack(), X))
-    scopes = {e.primitive.name: str(e.source_info.name_stack) for e in scan.params["jaxpr"].eqns}
+    scopes = {e.primitive.name: str(e.source_info.name_stack) for e in said(scan).body.eqns}
     assert str(scan.source_info.name_stack) == "layers"
     assert "update" in scopes["sin"]
     assert "update" not in scopes["dot_general"]
@@ -296,7 +297,7 @@ def test_maps_stand_where_the_layer_reads_them():
         return lax.scan(layer, x, jax.tree.map(narrowed, w))[0]
 
     (scan,) = scans(assert_fused(program, {"a": stack(), "z": stack(1)}, X.astype(jnp.bfloat16)))
-    names = [e.primitive.name for e in scan.params["jaxpr"].eqns]
+    names = [e.primitive.name for e in said(scan).body.eqns]
     of_cast = [n for n, name in enumerate(names) if name == "convert_element_type"]
     assert names.index("sin") in range(of_cast[0], of_cast[-1])
 
@@ -344,7 +345,7 @@ def test_inside_a_loop_over_microbatches():
         return lax.scan(add, jnp.zeros_like(w), xs)[0]
 
     (around,) = scans(assert_fused(train, stack(), jnp.stack([X, X / 2])))
-    assert len(scans(around.params["jaxpr"])) == 2
+    assert len(scans(said(around).body)) == 2
 
 
 def test_inside_branches_and_remat():
@@ -379,7 +380,7 @@ def test_a_training_step(clip_norm: float | None):
     original = slice_elementwise(inline_calls(traced), everything, everything, limits=limits).jaxpr
     fused = fuse_maps(original)
     check_jaxpr(fused)
-    _, backward, *left = (e for e in scans(fused) if e.params["length"] == TINY.num_layers)
+    _, backward, *left = (e for e in scans(fused) if said(e).length == TINY.num_layers)
     gradients = len(jax.tree.leaves(params)) - 3  # Embedding, head and the last norm are no stacks.
     assert len(left) == (gradients if clip_norm else 0)
     read = {v for e in fused.eqns for v in e.invars if isinstance(v, Var)}

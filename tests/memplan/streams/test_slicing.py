@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes import xla
+from hlo_passes.equations import Call, Scan, bind, decode
 from memplan.streams.leading_axis import splits_leading_axis
 from memplan.streams.orders import OrderOf, is_outside_tiles
 from memplan.streams.regions import Limits
@@ -66,30 +67,26 @@ def interpret(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        called = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        if eqn.primitive.name == "scan":
-            results = interpret_scan(eqn, operands)
-        elif called is not None:
-            results = interpret(called, operands)
+        decoded = decode(eqn)
+        if isinstance(decoded, Scan):
+            results = interpret_scan(eqn, decoded, operands)
+        elif isinstance(decoded, Call):
+            results = interpret(decoded.body, operands)
         else:
-            made = eqn.primitive.bind(*operands, **eqn.params)
+            made = bind(eqn, *operands)
             results = made if eqn.primitive.multiple_results else [made]
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def interpret_scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    constants, carried = xla.scan_operands(eqn.params)
-    first, stacks = constants + carried, operands[constants + carried :]
-    carry, made = operands[constants:first], list[Any]()
-    trips = range(eqn.params["length"])
-    for n in reversed(trips) if eqn.params["reverse"] else trips:
-        results = interpret(
-            eqn.params["jaxpr"], [*operands[:constants], *carry, *(x[n] for x in stacks)]
-        )
-        carry = results[:carried]
-        made.append(results[carried:])
-    if eqn.params["reverse"]:
+def interpret_scan(eqn: JaxprEqn, scan: Scan, operands: list[Any]) -> list[Any]:
+    constants, stacks = operands[: scan.constants], operands[scan.first_stack :]
+    carry, made = operands[scan.constants : scan.first_stack], list[Any]()
+    for n in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+        results = interpret(scan.body, [*constants, *carry, *(x[n] for x in stacks)])
+        carry = results[: scan.carried]
+        made.append(results[scan.carried :])
+    if scan.reverse:
         made.reverse()
     stacked = [
         lax.convert_element_type_p.bind(
@@ -98,7 +95,7 @@ def interpret_scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             weak_type=cast(ShapedArray, v.aval).weak_type,
             sharding=None,
         )
-        for ys, v in zip(zip(*made, strict=True), eqn.outvars[carried:], strict=True)
+        for ys, v in zip(zip(*made, strict=True), eqn.outvars[scan.carried :], strict=True)
     ]
     return [*carry, *stacked]
 
@@ -115,11 +112,15 @@ def compare(found: list[Any], expected: list[Any], exact: bool) -> None:
 
 
 def scans(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return [eqn for eqn in jaxpr.eqns if isinstance(decode(eqn), Scan)]
+
+
+def said(scan: JaxprEqn) -> Scan:
+    return cast(Scan, decode(scan))
 
 
 def lengths(result: Sliced) -> list[int]:
-    return [eqn.params["length"] for eqn in scans(result.jaxpr)]
+    return [said(eqn).length for eqn in scans(result.jaxpr)]
 
 
 def whole(result: Sliced, least: int = 1024) -> set[str]:
@@ -336,7 +337,7 @@ def test_calls_are_inlined_where_they_hide_such_work():
     assert [eqn.params["name"] for eqn in result.jaxpr.eqns if "name" in eqn.params] == ["inner"]
     (scan,) = scans(result.jaxpr)
     assert "test_slicing.py" in source_info_util.summarize(scan.source_info)
-    body = scan.params["jaxpr"].eqns
+    body = said(scan).body.eqns
     assert any(str(eqn.source_info.name_stack).startswith("outer") for eqn in body)
 
 

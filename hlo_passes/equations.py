@@ -1,0 +1,506 @@
+"""What the equations of a jaxpr say: the names and parameters of jax's primitives, in one place.
+
+They are as private to jax as ``jax._src``: which there are, what they are called and what they
+mean changes from version to version. With `hlo_passes.xla`, which has the compiler's side of jax,
+this is all that has to be mended when they do::
+
+    decode(eqn)     Scan(body, constants, carried, length, ...), Gather(axes, ...), ...: what the
+                    parameters of an equation say, where a pass asks for it; else None
+    programs(eqn)   the programs inside, and which operand is which input of them
+    with_...        an equation that says something else
+    as_...          another equation, from the same place in the source
+
+Operands and results of what has a program inside::
+
+    Scan      constants, carry, stacks                            ─► carry, stacked results
+    While     constants of the condition, of the body, carry      ─► carry
+    Cond      the branch's number, operands of all branches
+    Remat, ShardMap, Call   all operands
+
+Seen working with jax 0.11.2, 0.12.0 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax._src.flattree import nones, pack
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, no_effects, primitives
+from jax.sharding import Sharding
+
+Path = tuple[int, ...]
+"""Where an equation is: its index in the program; or the path of the equation around it, of
+a cond the branch, and the index in the program inside that."""
+
+
+class Program(NamedTuple):
+    """A program inside an equation.
+
+    Attributes:
+      jaxpr: what runs.
+      first: the operand of the equation that is its first input; the others follow.
+      step: what its equations' paths have behind the path of the equation around it.
+    """
+
+    jaxpr: Jaxpr
+    first: int = 0
+    step: Path = ()
+
+
+# --- what has a program inside --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A loop that takes stacks apart.
+
+    Attributes:
+      body: of constants, carry and slices.
+      constants, carried: how many operands are constants and carry; the others are stacks.
+        The first results are the carry, the others are stacked.
+      length: iterations.
+      reverse: the stacks are gone through from the last slice to the first.
+      unroll: iterations that are compiled one after another.
+    """
+
+    body: Jaxpr
+    constants: int
+    carried: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @property
+    def first_stack(self) -> int:
+        """The number of that operand."""
+        return self.constants + self.carried
+
+
+@dataclass(frozen=True)
+class While:
+    """A loop that asks whether it goes on.
+
+    Attributes:
+      condition, body: each of its own constants and the carry.
+      condition_constants, body_constants: how many operands these are.
+    """
+
+    condition: Jaxpr
+    body: Jaxpr
+    condition_constants: int
+    body_constants: int
+
+    @property
+    def first_carried(self) -> int:
+        """The number of that operand."""
+        return self.condition_constants + self.body_constants
+
+
+@dataclass(frozen=True)
+class Cond:
+    """One of several programs."""
+
+    branches: tuple[Jaxpr, ...]
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A program of which derivatives keep little."""
+
+    body: Jaxpr
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """A program for each shard; the fields are arguments of ``jax.shard_map``."""
+
+    body: Jaxpr
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    axis_names: frozenset[Any]
+    check_vma: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program that may take the place of the equation.
+
+    Attributes:
+      body: what is called.
+      is_jit: it is a ``jax.jit``; else a function with derivatives of its own, or the like.
+      is_bare: nothing else is said about it, as shardings, layouts or XLA's options.
+    """
+
+    body: Jaxpr
+    is_jit: bool
+    is_bare: bool
+
+
+# --- what indexes and moves elements --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DotGeneral:
+    """A product; the dimensions of both operands that it contracts, and those of its batches."""
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class DynamicSlice:
+    """The shape of the slice; operands are the array and an index for each axis."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DynamicUpdateSlice:
+    """Operands are the array, the slice and an index for each axis."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Slices of an array; operands are the array and the indices ``[..., axes]``.
+
+    Attributes:
+      axes: what the indices are of.
+      collapsed: axes of the slices that the result has not.
+      sizes: the shape of a slice.
+    """
+
+    axes: tuple[int, ...]
+    collapsed: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Slices written to an array; operands are the array, indices ``[..., axes]`` and slices.
+
+    Attributes:
+      axes: what the indices are of.
+      inserted: axes of the array that the slices have not.
+      window: axes of the third operand that are the slices' others.
+      replaces: what was there is gone; else both are added, or the like.
+    """
+
+    axes: tuple[int, ...]
+    inserted: tuple[int, ...]
+    window: tuple[int, ...]
+    replaces: bool
+
+
+@dataclass(frozen=True)
+class BroadcastInDim:
+    """The dimensions of the result that the operand has."""
+
+    dimensions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Concatenate:
+    """Along that dimension."""
+
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Iota:
+    """Counts along that dimension."""
+
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One number of all along those axes."""
+
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """Whether the elements keep their order."""
+
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Turns those dimensions round."""
+
+    dimensions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardingConstraint:
+    """Lies so on the devices."""
+
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Squeeze:
+    """Without those dimensions, of one element each."""
+
+    dimensions: tuple[int, ...]
+
+
+type Decoded = (
+    Scan
+    | While
+    | Cond
+    | Remat
+    | ShardMap
+    | Call
+    | DotGeneral
+    | DynamicSlice
+    | DynamicUpdateSlice
+    | Gather
+    | Scatter
+    | BroadcastInDim
+    | Concatenate
+    | Iota
+    | Reduction
+    | Reshape
+    | Reverse
+    | ShardingConstraint
+    | Squeeze
+)
+
+type _Parameters = Mapping[str, Any]
+
+
+def _scan(params: _Parameters) -> Scan:
+    constants, carry, _ = params["ft_in"].unpack()
+    return Scan(
+        params["jaxpr"],
+        len(constants),
+        len(carry),
+        params["length"],
+        params["reverse"],
+        params["unroll"],
+    )
+
+
+def _while(params: _Parameters) -> While:
+    return While(
+        params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
+    )
+
+
+def _shard_map(params: _Parameters) -> ShardMap:
+    return ShardMap(
+        params["jaxpr"],
+        params["mesh"],
+        tuple(params["in_specs"]),
+        tuple(params["out_specs"]),
+        params["newly_manual_axes"],
+        params["check_vma"],
+    )
+
+
+def _jit(params: _Parameters) -> Call:
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    says = any(isinstance(s, Sharding) for s in shardings) or any(x is not None for x in layouts)
+    return Call(params["jaxpr"], True, not says and not params["compiler_options_kvs"])
+
+
+def _gather(params: _Parameters) -> Gather:
+    numbers = params["dimension_numbers"]
+    return Gather(
+        tuple(numbers.start_index_map),
+        tuple(numbers.collapsed_slice_dims),
+        tuple(params["slice_sizes"]),
+    )
+
+
+def _scatter(params: _Parameters, replaces: bool = False) -> Scatter:
+    numbers = params["dimension_numbers"]
+    return Scatter(
+        tuple(numbers.scatter_dims_to_operand_dims),
+        tuple(numbers.inserted_window_dims),
+        tuple(numbers.update_window_dims),
+        replaces,
+    )
+
+
+_DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
+    "broadcast_in_dim": lambda p: BroadcastInDim(tuple(p["broadcast_dimensions"])),
+    "concatenate": lambda p: Concatenate(p["dimension"]),
+    "cond": lambda p: Cond(tuple(p["branches"])),
+    "custom_jvp_call": lambda p: Call(p["call_jaxpr"], False, True),
+    "custom_vjp_call": lambda p: Call(p["call_jaxpr"], False, True),
+    "dot_general": lambda p: DotGeneral(*p["dimension_numbers"]),
+    "dynamic_slice": lambda p: DynamicSlice(tuple(p["slice_sizes"])),
+    "dynamic_update_slice": lambda _: DynamicUpdateSlice(),
+    "eval_jaxpr": lambda p: Call(p["call_jaxpr"], False, True),
+    "gather": _gather,
+    "iota": lambda p: Iota(p["dimension"]),
+    "jit": _jit,
+    "remat2": lambda p: Remat(p["jaxpr"]),
+    "reshape": lambda p: Reshape(p["dimensions"] is None),
+    "rev": lambda p: Reverse(tuple(p["dimensions"])),
+    "scan": _scan,
+    "scatter": lambda p: _scatter(p, replaces=True),
+    "shard_map": _shard_map,
+    "sharding_constraint": lambda p: ShardingConstraint(p["sharding"]),
+    "squeeze": lambda p: Squeeze(tuple(p["dimensions"])),
+    "while": _while,
+    **dict.fromkeys((f"scatter-{kind}" for kind in ("add", "max", "min", "mul", "sub")), _scatter),
+    **dict.fromkeys(
+        (f"reduce_{kind}" for kind in ("sum", "prod", "max", "min", "and", "or", "xor")),
+        lambda p: Reduction(tuple(p["axes"])),
+    ),
+}
+
+
+# What of it is an operation of jax.lax is called as that is.
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
+    name ne neg nextafter not or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+    """.split()
+)
+
+
+def decode(eqn: JaxprEqn) -> Decoded | None:
+    """What the parameters of an equation say; None of those that no pass asks for."""
+    decoder = _DECODERS.get(eqn.primitive.name)
+    return decoder(eqn.params) if decoder else None
+
+
+def name(eqn: JaxprEqn) -> str:
+    """What jax calls the operation; mostly as the function of ``jax.lax``."""
+    return eqn.primitive.name
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether the result at an index needs the operands at that index only."""
+    return eqn.primitive.name in _ELEMENTWISE
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether it adds two arrays."""
+    return eqn.primitive.name in ("add", "add_any")
+
+
+def says_where(eqn: JaxprEqn) -> bool:
+    """Whether it is said where it is computed, as by ``compute_on``."""
+    return eqn.ctx.compute_type is not None
+
+
+def says_sharding(eqn: JaxprEqn) -> bool:
+    """Whether an equation says how its result lies on the devices."""
+    return any(eqn.params.get(key) is not None for key in ("sharding", "out_sharding"))
+
+
+def programs(eqn: JaxprEqn) -> tuple[Program, ...]:
+    """The programs inside an equation that take its operands; none where it has none, or is
+    of a kind that is not known."""
+    match decode(eqn):
+        case While() as loop:
+            return (Program(loop.body, loop.condition_constants),)
+        case Cond(branches):
+            return tuple(Program(branch, 1, (n,)) for n, branch in enumerate(branches))
+        case Scan() | Remat() | ShardMap() | Call() as around:
+            return (Program(around.body),)
+        case _:
+            return ()
+
+
+# --- equations that say something else ------------------------------------------------------
+
+
+def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
+    """An equation with other programs inside, in the order of `programs`; the same object where
+    they are the same."""
+    if all(new is old.jaxpr for new, old in zip(jaxprs, programs(eqn), strict=True)):
+        return eqn
+    if "branches" in eqn.params:
+        return _with(eqn, branches=tuple(jaxprs))
+    (jaxpr,) = jaxprs
+    key = next(k for k in ("jaxpr", "body_jaxpr", "call_jaxpr") if k in eqn.params)
+    return _with(eqn, **{key: jaxpr})
+
+
+def with_axes(reduction: JaxprEqn, axes: Sequence[int]) -> JaxprEqn:
+    """A reduction over other axes."""
+    return _with(reduction, axes=tuple(axes))
+
+
+def with_shape(eqn: JaxprEqn, shape: Sequence[int]) -> JaxprEqn:
+    """An equation whose result has another shape, where its parameters say which it has."""
+    key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(name(eqn))
+    return _with(eqn, **{key: tuple(shape)}) if key else eqn
+
+
+def within(eqn: JaxprEqn, *around: JaxprEqn) -> JaxprEqn:
+    """An equation in the scopes of the equations that were around it, the outermost first."""
+    scopes = [e.source_info.name_stack for e in (*around, eqn)]
+    source = eqn.source_info.replace(name_stack=functools.reduce(operator.add, scopes))
+    return eqn.replace(source_info=source)
+
+
+def bind(eqn: JaxprEqn, *operands: Any) -> Any:
+    """Runs, or traces, an equation on other operands."""
+    return eqn.primitive.bind(*operands, **eqn.params)
+
+
+# --- other equations, where `like` is in the source; their operands and results are to be given ---
+
+
+def as_scan(like: JaxprEqn, scan: Scan) -> JaxprEqn:
+    """A scan, with the effects of `like`."""
+    stacks, results = len(scan.body.invars) - scan.first_stack, len(scan.body.outvars)
+    carry = nones(scan.carried)
+    params = {
+        "ft_in": pack((nones(scan.constants), carry, nones(stacks))),
+        "ft_out": pack((carry, nones(results - scan.carried))),
+        "jaxpr": scan.body,
+        "length": scan.length,
+        "reverse": scan.reverse,
+        "unroll": scan.unroll,
+    }
+    return like.replace(primitive=primitives.scan_p, params=params)
+
+
+def as_broadcast(like: JaxprEqn, shape: Sequence[int], dimensions: Sequence[int]) -> JaxprEqn:
+    """Gives an array more dimensions.
+
+    Args:
+      shape: of the result.
+      dimensions: those of the result that the operand has.
+    """
+    params = {"shape": shape, "broadcast_dimensions": tuple(dimensions), "sharding": None}
+    return _as(like, primitives.broadcast_in_dim_p, **params)
+
+
+def as_squeeze(like: JaxprEqn, dimension: int) -> JaxprEqn:
+    """Takes a dimension of one element away."""
+    return _as(like, primitives.squeeze_p, dimensions=(dimension,))
+
+
+def as_reverse(like: JaxprEqn, dimension: int) -> JaxprEqn:
+    """Turns a dimension round."""
+    return _as(like, primitives.rev_p, dimensions=(dimension,))
+
+
+def _with(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def _as(like: JaxprEqn, primitive: Primitive, **params: Any) -> JaxprEqn:
+    return like.replace(primitive=primitive, params=params, effects=no_effects)
