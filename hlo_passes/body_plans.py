@@ -24,6 +24,10 @@ from hlo_passes.sink import sink_weight_work
 # What of the room beside a loop its body gets, one after the other, until the module fits.
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 
+# What of the budget is left free, one after the other, when weights are chosen to stay for bodies:
+# how bodies and entry are packed together is known only then.
+_WITHHELD = (0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
 # How often the least that a body takes is raised by what its packing takes more.
 _LEAST_ROUNDS = 8
 
@@ -81,29 +85,40 @@ class Bodies:
             yield self._planned({number: int(share * room) for number, room in slack.items()})
         yield self.least, self._least_plans
 
-    def stay(self, budget: int, posed: Problem) -> tuple[frozenset[int], int]:
-        """Chooses arguments that stay, by number, and the most bytes that a body takes beyond
-        its least when the others are fetched; first for what takes longest."""
+    def stay(self, budget: int, posed: Problem) -> Iterator[tuple[frozenset[int], int]]:
+        """Yields choices of arguments that stay, by number, each with the most bytes that a body
+        takes beyond its least when the others are fetched, which may be less than none. What the
+        bodies are to share gets less from one to the next, and is nothing at last.
+
+        Args:
+          posed: the module with the least in each.
+        """
+        if self._bodies:
+            for withheld in _WITHHELD:
+                yield self._stay(int(budget * (1 - withheld)), posed)
+        yield frozenset(), 0
+
+    def _stay(self, budget: int, posed: Problem) -> tuple[frozenset[int], int]:
+        """First for the body that takes longest."""
         sizes = {p.parameter_number: p.shape.byte_size for p in posed.module.entry.parameters}
-        stay, beyond = frozenset[int](), 0
-        bodies = sorted(self._bodies, key=self._seconds, reverse=True)
-        for body in bodies:
+        stay, beyond = frozenset[int](), list[int]()
+        for body in sorted(self._bodies, key=self._seconds, reverse=True):
+            least = self._least[body.computation.id]
             problem = self._posed[body.computation.id]
             free = tuple(
                 m for m in problem.movables if body.arguments.get(m.parameter, -1) not in stay
             )
             slack = self._slack(body, budget - sum(sizes[n] for n in stay), posed)
-            room = self._least[body.computation.id] + slack
             choice = placement.choose_placement(
-                replace(problem, movables=free), problem.fixed_bytes + room, self._slots
+                replace(problem, movables=free), problem.fixed_bytes + least + slack, self._slots
             )
             if choice is None:
                 continue
             number = {m.buffer: m.parameter for m in free}
             chosen = (number[name] for name in choice.stay)
             stay |= {body.arguments[k] for k in chosen if k in body.arguments}
-            beyond = max(beyond, choice.packing.total - self._least[body.computation.id])
-        return stay, beyond
+            beyond.append(choice.packing.total - least)
+        return stay, max(beyond, default=0)
 
     def _seconds(self, body: Body) -> float:
         problem = self._posed[body.computation.id]

@@ -134,9 +134,8 @@ def choose_stay(
     module, _ = _order_loops(_sunk(module), machine)
     found = body_plans.Bodies(module, machine, slots)
     posed = problem.pose(found.least, machine, host_parameters, sliced_parameters)
-    in_bodies, beyond = found.stay(budget, posed)
-    for numbers, room in dict.fromkeys(((in_bodies, budget - beyond), (frozenset[int](), budget))):
-        stay = fitting.choose_stay(problem.staying(posed, numbers), room, slots)
+    for numbers, beyond in found.stay(budget, posed):
+        stay = fitting.choose_stay(problem.staying(posed, numbers), budget - beyond, slots)
         if stay is not None:
             return numbers | {m.parameter for m in posed.movables if m.buffer in stay}
     raise fitting.budget_error(posed, budget, slots)

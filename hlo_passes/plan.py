@@ -431,6 +431,7 @@ class Preparation:
       hosted_results: results of scans that do: the path to the scan's equation, and their number.
       depth, share: of rings, as in `LoopStreams`.
       hosted_inside: flat numbers of those that loops bring whole, in each iteration.
+      nested: whether also loops inside loops do.
       argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
@@ -450,6 +451,7 @@ class Preparation:
     depth: int
     share: float
     hosted_inside: tuple[int, ...] = ()
+    nested: bool = False
     argument_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     donors: tuple[tuple[int, int], ...] = ()

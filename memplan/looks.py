@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,9 +112,9 @@ class Looks:
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
-        for inside in self._inside(budget):
+        for inside, nested in self._inside(budget):
             try:
-                look = self._look_with_loops(inside, budget, options)
+                look = self._look_with_loops(inside, nested, budget, options)
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
@@ -127,7 +127,11 @@ class Looks:
         return best
 
     def _look_with_loops(
-        self, inside: frozenset[int], budget: int, options: Mapping[str, Any] | None
+        self,
+        inside: frozenset[int],
+        nested: bool,
+        budget: int,
+        options: Mapping[str, Any] | None,
     ) -> Look:
         """The fastest plan with such rings as are tried, when loops bring `inside` whole."""
         best: Look | None = None
@@ -135,7 +139,9 @@ class Looks:
         for ring in self._rings(budget):
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 break  # One slot more was no better.
-            everything = replace(self._placing.everything(*(ring or _RINGS[0])), inside=inside)
+            everything = replace(
+                self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
+            )
             try:
                 if ring is None:
                     # Where a ring's slots and loops take more than they save, the entry's own
@@ -195,17 +201,24 @@ class Looks:
         size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
         return (None, *rings) if size <= _SMALL_STACKS * budget else (*rings, None)
 
-    def _inside(self, budget: int) -> tuple[frozenset[int], ...]:
-        """The arguments that loops are to bring in each iteration: at first none, where what a
-        loop reads may be there for all of it; then all that can."""
+    def _inside(self, budget: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """The arguments that loops are to bring in each iteration, and whether also loops inside
+        loops: at first none, then outermost loops, where what a loop reads may be there for all of
+        it; then all that can."""
         found = self._placing.streams.read_by_loops
-        read = Counter[Path]()
-        for n in found.keys() & self._placing.candidates:
-            read.update(dict.fromkeys(found[n], self._lowering.sizes[n]))
-        if not read:
-            return (frozenset(),)
         inside = frozenset(found) & self._placing.candidates
-        return (inside,) if max(read.values()) >= budget else (frozenset(), inside)
+        read = Counter[Path](), Counter[Path]()
+        for n in inside:
+            for of, begin in zip(read, (0, 1), strict=True):
+                loops = {loop for nest in found[n] for loop in nest[begin:]}
+                of.update(dict.fromkeys(loops, self._lowering.sizes[n]))
+        largest, largest_nested = (max(of.values(), default=0) for of in read)
+        if largest < budget:
+            yield frozenset(), False
+        if inside and largest_nested < budget:
+            yield inside, False
+        if inside and largest_nested:
+            yield inside, True
 
     def _look_with_rings(
         self, everything: Hosting, budget: int, options: Mapping[str, Any] | None

@@ -140,6 +140,7 @@ class Placing:
             depth=hosting.depth,
             share=hosting.share,
             hosted_inside=tuple(sorted(hosting.inside)),
+            nested=hosting.nested,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors.items()),

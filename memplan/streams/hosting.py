@@ -48,6 +48,7 @@ class Hosting:
       depth, share: of every ring, see `Stream`.
       inside: those of the arguments that come whole in each iteration of the loops that read
         them; the others come before such a loop, and stay for all of it.
+      nested: also in each iteration of loops inside loops.
     """
 
     arguments: frozenset[int]
@@ -55,6 +56,7 @@ class Hosting:
     depth: int = 2
     share: float = 1.0
     inside: frozenset[int] = frozenset()
+    nested: bool = False
 
     @classmethod
     def of(cls, preparation: Preparation) -> Hosting:
@@ -66,6 +68,7 @@ class Hosting:
             preparation.depth,
             preparation.share,
             frozenset(preparation.hosted_inside),
+            preparation.nested,
         )
 
     def without(self, sources: Collection[Source]) -> Hosting:
@@ -92,7 +95,7 @@ class Streams:
       stacks: those of them that can be streamed.
       replaced_by: a donated argument among them to the result that takes its place.
       read_by_loops: an argument that loops read whole, and may bring in each iteration, to the
-        outermost of these loops.
+        loops around each place where it is read, the outermost first.
       left_alone: why an argument that a loop of the program reads cannot be streamed.
     """
 
@@ -149,7 +152,7 @@ class Streams:
         in_loops = {s.source for s in written if s.is_in_loop}
         self.left_alone = {n: r for n, r in arguments.items() if r and n in in_loops}
         self.read_by_loops = {
-            n: frozenset(loops[0] for loops in found[n].read_in)
+            n: frozenset(found[n].read_in)
             for n in candidates
             if n in found and n not in self.donated and self._is_read_by_loops(found[n])
         }
@@ -164,7 +167,7 @@ class Streams:
         self.stacks: dict[Source, Stack] = {s: found[s] for s in found if s in streamed}
 
     def _is_read_by_loops(self, argument: Stack) -> bool:
-        """Whether outermost loops can bring an argument in each iteration. Where stacks are
+        """Whether loops can bring an argument in each iteration. Where stacks are
         streamed in such a loop by the slice, or in one inside that reads it, it comes before."""
         if not argument.read_in or not argument.is_kept or argument.taken:
             return False
@@ -193,7 +196,8 @@ class Streams:
     def opened(self, hosting: Hosting) -> frozenset[Path]:
         """The loops that bring whole arguments in each iteration under a choice."""
         found = (self.read_by_loops[n] for n in hosting.inside & self.read_by_loops.keys())
-        return frozenset[Path]().union(*found)
+        nests = frozenset[tuple[Path, ...]]().union(*found)
+        return frozenset(p for loops in nests for p in (loops if hosting.nested else loops[:1]))
 
     def rings(
         self, hosting: Hosting, orders: Mapping[Source, Order] | None = None
