@@ -213,7 +213,7 @@ class Looks:
                 loops = {loop for nest in found[n] for loop in nest[begin:]}
                 of.update(dict.fromkeys(loops, self._lowering.sizes[n]))
         largest, largest_nested = (max(of.values(), default=0) for of in read)
-        if largest < budget:
+        if not inside or largest < budget:
             yield frozenset(), False
         if inside and largest_nested < budget:
             yield inside, False

@@ -20,12 +20,15 @@ class Seen:
         self.step_time_s, self.compute_s = step_time_s, compute_s
 
     waits_s = looks.Look.waits_s
+    is_faster_than = looks.Look.is_faster_than
     is_hidden = looks.Look.is_hidden
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Seen]) -> Any:
     monkeypatch.setattr(
-        looks.Looks, "_look_with_rings", lambda _self, *ring_and_more: seen[ring_and_more[:2]]
+        looks.Looks,
+        "_look_with_rings",
+        lambda _self, everything, *_: seen[everything.depth, everything.share],
     )
     monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
