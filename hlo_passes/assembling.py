@@ -26,6 +26,7 @@ from hlo_passes.issued import issue
 from hlo_passes.machine import Machine
 from hlo_passes.plan import (
     Allocation,
+    BodyPlan,
     LiveRange,
     LoopSchedule,
     Placement,
@@ -38,18 +39,22 @@ from hlo_passes.problem import Problem
 
 
 def assemble(
-    found: Fitted, budget: int, labels: Mapping[str, str], loops: tuple[LoopSchedule, ...]
+    found: Fitted,
+    budget: int,
+    labels: Mapping[str, str],
+    loops: tuple[LoopSchedule, ...] = (),
+    bodies: tuple[BodyPlan, ...] = (),
 ) -> Plan:
     """Returns the plan, not verified yet.
 
     Args:
       labels: HLO parameter name to the user's name.
-      loops: the schedules that the module has already.
+      loops, bodies: the schedules and the plans that the module has already.
 
     Raises:
       TierCapacityError: when what is off the device does not fit where it is put.
     """
-    plan = _assemble(found, budget, labels, loops, ())
+    plan = _assemble(found, budget, labels, loops, bodies, ())
     machine = found.posed.machine
     host = machine.tier(found.posed.link.source)
     stored = _stored_bytes(found.posed.module, plan, host.name, machine)
@@ -57,7 +62,7 @@ def assemble(
         return plan
     if not found.posed.evictions or len(tiers.off_device_tiers(machine)) == 1:
         raise TierCapacityError(machine.name, host.name, stored, host.capacity_bytes)
-    return _assemble(found, budget, labels, loops, _tiers(found, plan, host.name))
+    return _assemble(found, budget, labels, loops, bodies, _tiers(found, plan, host.name))
 
 
 def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> dict[str, int]:
@@ -122,6 +127,7 @@ def _assemble(
     budget: int,
     labels: Mapping[str, str],
     loops: tuple[LoopSchedule, ...],
+    bodies: tuple[BodyPlan, ...],
     away: Sequence[str],
 ) -> Plan:
     posed, choice = found.posed, found.choice
@@ -200,6 +206,7 @@ def _assemble(
         prediction=prediction,
         device_tier=device,
         loops=loops,
+        bodies=bodies,
         edits=found.edited,
         decisions=found.decisions,
         labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
@@ -221,7 +228,7 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     loops are opened, where there are any."""
     machine = posed.machine
     events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
-    if plan.loops:
+    if plan.loops or plan.bodies:
         module = rewrite.rewrite(posed.module, plan, custom_calls=False)
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)

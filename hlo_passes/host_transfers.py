@@ -7,9 +7,10 @@
                 done  = async-done(start)
 
 Every asynchronous pair that carries bytes between host and device memory is one, in the
-entry, in the bodies of loops and in what is called, but for the copies of whole arguments
-(`host_copies`). XLA:TPU writes ``dynamic-slice-start`` and the like, XLA:GPU a fusion of one
-such instruction as ``fusion-start``; both are an ``async-start`` that wraps a computation.
+entry, in the bodies of loops and in what is called, but for the copies of whole arguments, of
+the entry (`host_copies`) and of bodies (`bodies`). XLA:TPU writes ``dynamic-slice-start`` and the
+like, XLA:GPU a fusion of one such instruction as ``fusion-start``; both are an ``async-start``
+that wraps a computation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from hlo_passes.async_chains import dones_of
+from hlo_passes.bodies import copies_of_bodies
 from hlo_passes.host_copies import host_copies
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.machine import Machine
@@ -49,7 +51,7 @@ def host_transfers(module: Module, machine: Machine) -> Mapping[int, tuple[HostT
     A start without a done of its own in the same computation is left out. O(instructions).
     """
     host = next((t.name for t in machine.tiers if t.memory_space == HOST_MEMORY_SPACE), None)
-    managed = {copy.start.id for copy in host_copies(module)}
+    managed = {copy.start.id for copy in host_copies(module)} | copies_of_bodies(module)
     moved = moves(module, machine, traffic(module))
     found: dict[int, tuple[HostTransfer, ...]] = {}
     for computation in module.computations.values():

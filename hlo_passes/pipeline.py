@@ -13,6 +13,8 @@ from hlo_passes import (
     assembling,
     assignment,
     barriers,
+    bodies,
+    body_plans,
     budget_bound,
     call_graph,
     cost,
@@ -71,6 +73,8 @@ PASSES = (
     Pass("loop-schedule", loop_schedule.schedule_loops, "the ticks of the transfers in loops"),
     Pass("loop-rewrite", loop_rewrite.rewrite_loops, "loop bodies with their transfers there"),
     Pass("verify-loops", verify.verify_loops, "the transfers of loops at their ticks"),
+    Pass("bodies", bodies.fetching_bodies, "bodies that bring whole weights, as programs"),
+    Pass("body-plans", body_plans.Bodies, "bodies planned as the entry is, and written"),
     # Analyses.
     Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
     Pass("live-ranges", live_ranges.compute_live_ranges, "when each buffer is live"),
@@ -128,11 +132,13 @@ def choose_stay(
       MemoryBudgetError: when no choice keeps to the budget.
     """
     module, _ = _order_loops(_sunk(module), machine)
-    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
-    stay = fitting.choose_stay(posed, budget, slots)
-    if stay is None:
-        raise fitting.budget_error(posed, budget, slots)
-    return frozenset(m.parameter for m in posed.movables if m.buffer in stay)
+    found = body_plans.Bodies(module, machine, slots)
+    posed = problem.pose(found.least, machine, host_parameters, sliced_parameters)
+    for numbers, beyond in found.stay(budget, posed):
+        stay = fitting.choose_stay(problem.staying(posed, numbers), budget - beyond, slots)
+        if stay is not None:
+            return numbers | {m.parameter for m in posed.movables if m.buffer in stay}
+    raise fitting.budget_error(posed, budget, slots)
 
 
 @collection_paused()
@@ -151,6 +157,7 @@ def least_budget(
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
     module, _ = _order_loops(_sunk(module), machine)
+    module = body_plans.Bodies(module, machine, slots).least
     posed = problem.pose(module, machine, host_parameters, sliced_parameters)
     return fitting.least_budget(posed, slots)[0]
 
@@ -180,7 +187,8 @@ def plan_module(
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
-      `sink.sink_weight_work`, `loop_rewrite.rewrite_loops` and `edits.apply`. That those
+      `sink.sink_weight_work`, `loop_rewrite.rewrite_loops`, `body_plans.write_bodies` and
+      `edits.apply`. That those
       compute the same `rewrite_module` proves, of what is handed to XLA.
 
     Raises:
@@ -190,14 +198,21 @@ def plan_module(
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
     ordered, loops = _order_loops(_sunk(module), machine)
-    posed = problem.pose(ordered, machine, host_parameters, sliced_parameters)
-    found = fitting.fit(posed, budget, slots, search_s)
-    if found is None:
-        raise fitting.budget_error(posed, budget, slots)
-    plan = assembling.assemble(found, budget, labels or {}, loops)
     verify.verify_loops(ordered, loops)
-    verify.verify_plan(found.posed.module, plan, machine)
-    return plan
+    in_loops = body_plans.Bodies(ordered, machine, slots, labels)
+    least = problem.pose(in_loops.least, machine, host_parameters, sliced_parameters)
+    for written, plans in in_loops.within(budget, least):
+        posed = (
+            least
+            if written is in_loops.least
+            else problem.pose(written, machine, host_parameters, sliced_parameters)
+        )
+        found = fitting.fit(posed, budget, slots, search_s)
+        if found is not None:
+            plan = assembling.assemble(found, budget, labels or {}, loops, plans)
+            verify.verify_plan(found.posed.module, plan, machine)
+            return plan
+    raise fitting.budget_error(least, budget, slots)
 
 
 @collection_paused()
@@ -218,7 +233,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
             raise UnreachableTierError(machine.name, far, link.source, t.buffer)
     ordered = loop_rewrite.rewrite_loops(_sunk(module), plan.loops, machine)
     verify.verify_loops(ordered, plan.loops)
-    edited = edits.apply(ordered, plan.edits)
+    edited = edits.apply(body_plans.write_bodies(ordered, plan.bodies), plan.edits)
     rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
     verify.verify_equivalent(module, rewritten)
     verify.verify_schedule(edited, plan, rewritten)

@@ -17,7 +17,8 @@ it, so ``live_range.end`` is the tick after that instruction. All ranges are hal
 
 What stands in loops, and what the entry fetches or stores by the slice, is scheduled
 computation by computation, each with ticks of its own (`LoopSchedule`). `LoopStreams` says
-which arrays of the user's program these are slices of.
+which arrays of the user's program these are slices of. A body that brings whole weights has a
+plan of its own, as if it were the entry (`BodyPlan`).
 
 `Edits` say what else is done to the entry before transfers are placed in it: the order of
 its compute, what is computed twice, and which temporaries leave the device for a while. The
@@ -41,7 +42,7 @@ from typing import Any, Literal, NamedTuple
 from hlo_passes.errors import PlanFormatError
 from hlo_passes.units import format_bytes, format_seconds
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 LogicalTime = int
 
@@ -429,6 +430,8 @@ class Preparation:
       hosted: those of them that live on the host.
       hosted_results: results of scans that do: the path to the scan's equation, and their number.
       depth, share: of rings, as in `LoopStreams`.
+      hosted_inside: flat numbers of those that loops bring whole, in each iteration.
+      nested: whether also loops inside loops do.
       argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
@@ -447,10 +450,37 @@ class Preparation:
     hosted_results: tuple[tuple[tuple[int, ...], int], ...]
     depth: int
     share: float
+    hosted_inside: tuple[int, ...] = ()
+    nested: bool = False
     argument_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     donors: tuple[tuple[int, int], ...] = ()
     forms: tuple[tuple[int, str | None, str | None, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BodyPlan:
+    """The plan of a loop's body that brings whole weights from the host in every iteration.
+
+    Attributes:
+      computation: the body's HLO name.
+      loop: HLO name of the ``while`` that runs it.
+      executions: how often it runs in a step; a loop of unknown count is counted once.
+      arguments: parameter numbers of the weights in `plan`, and in the module.
+      plan: of the body as a program of its own (`bodies.fetching_bodies`): a step of it is an
+        iteration, its budget and its bytes are without what else the module holds meanwhile.
+    """
+
+    computation: str
+    loop: str
+    executions: int
+    arguments: tuple[tuple[int, int], ...]
+    plan: Plan
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it moves in a step of the module."""
+        return self.executions * self.plan.moved_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -467,6 +497,7 @@ class Plan:
       fences: the orders that must hold for the plan to be right.
       device_tier: name of the tier that the program computes in.
       loops: the transfers in loop bodies, and those of the entry that move no whole argument.
+      bodies: the plans of bodies that bring whole weights, callees first.
       streams: what was decided about loops over stacks, before XLA saw the program.
       left_alone: why an argument that a loop reads cannot be streamed, and one that is donated
         or not offered cannot be moved, by the user's path.
@@ -491,6 +522,7 @@ class Plan:
     prediction: Prediction
     device_tier: str = "hbm"
     loops: tuple[LoopSchedule, ...] = ()
+    bodies: tuple[BodyPlan, ...] = ()
     streams: tuple[LoopStreams, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -522,7 +554,8 @@ class Plan:
     def moved_bytes(self) -> int:
         """Bytes that a step moves between tiers."""
         loops = sum(loop.moved_bytes for loop in self.loops)
-        return loops + sum(t.size for t in self.transfers)
+        bodies = sum(body.moved_bytes for body in self.bodies)
+        return loops + bodies + sum(t.size for t in self.transfers)
 
     @property
     def fingerprint(self) -> str:
@@ -555,30 +588,7 @@ class Plan:
         if document.get("version") != FORMAT_VERSION:
             raise PlanFormatError("version", document.get("version"), str(FORMAT_VERSION))
         try:
-            return cls(
-                module_fingerprint=_str(document, "module_fingerprint"),
-                machine=_str(document, "machine"),
-                budget_bytes=int(document["budget_bytes"]),
-                placements=tuple(_record(Placement, p) for p in document["placements"]),
-                allocations=tuple(_record(Allocation, a) for a in document["allocations"]),
-                slots=tuple(map(_slot, document["slots"])),
-                transfers=tuple(_record(Transfer, t) for t in document["transfers"]),
-                fences=tuple(
-                    Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
-                    for f in document["fences"]
-                ),
-                prediction=_record(Prediction, document["prediction"]),
-                device_tier=_str(document, "device_tier"),
-                loops=tuple(map(_loop, document["loops"])),
-                streams=tuple(map(_streams, document["streams"])),
-                left_alone=document["left_alone"],
-                compiler_options=document["compiler_options"],
-                edits=_edits(document["edits"]),
-                decisions=tuple(_record(Decision, d) for d in document["decisions"]),
-                labels=document["labels"],
-                provenance=document["provenance"],
-                preparation=_preparation(document["preparation"]),
-            )
+            return _plan(document)
         except PlanFormatError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -598,6 +608,40 @@ class Plan:
           PlanFormatError: as `from_json`.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _plan(document: dict[str, Any]) -> Plan:
+    return Plan(
+        module_fingerprint=_str(document, "module_fingerprint"),
+        machine=_str(document, "machine"),
+        budget_bytes=int(document["budget_bytes"]),
+        placements=tuple(_record(Placement, p) for p in document["placements"]),
+        allocations=tuple(_record(Allocation, a) for a in document["allocations"]),
+        slots=tuple(map(_slot, document["slots"])),
+        transfers=tuple(_record(Transfer, t) for t in document["transfers"]),
+        fences=tuple(
+            Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
+            for f in document["fences"]
+        ),
+        prediction=_record(Prediction, document["prediction"]),
+        device_tier=_str(document, "device_tier"),
+        loops=tuple(map(_loop, document["loops"])),
+        bodies=tuple(map(_body, document["bodies"])),
+        streams=tuple(map(_streams, document["streams"])),
+        left_alone=document["left_alone"],
+        compiler_options=document["compiler_options"],
+        edits=_edits(document["edits"]),
+        decisions=tuple(_record(Decision, d) for d in document["decisions"]),
+        labels=document["labels"],
+        provenance=document["provenance"],
+        preparation=_preparation(document["preparation"]),
+    )
+
+
+def _body(document: dict[str, Any]) -> BodyPlan:
+    arguments = tuple((int(k), int(n)) for k, n in document["arguments"])
+    plan = _plan(document["plan"])
+    return _record(BodyPlan, {**document, "arguments": arguments, "plan": plan})
 
 
 def _preparation(document: dict[str, Any] | None) -> Preparation | None:
@@ -678,6 +722,7 @@ def _record[
         Allocation,
         Slot,
         Transfer,
+        BodyPlan,
         LoopTransfer,
         LoopSchedule,
         LoopStack,

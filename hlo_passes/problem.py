@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -192,6 +192,15 @@ def pose(
         link_floor_s(module, machine).get(queue_of(link), 0.0),
         sliced,
     )
+
+
+def staying(problem: Problem, parameters: Collection[int]) -> Problem:
+    """Returns the problem with these arguments, by number, on the device."""
+    left = tuple(m for m in problem.movables if m.parameter not in parameters)
+    shapes = {p.parameter_number: p.shape for p in problem.module.entry.parameters}
+    more = sum(shapes[n].byte_size for n in parameters)
+    boundary = replace(problem.boundary, arguments=problem.boundary.arguments + more)
+    return replace(problem, movables=left, boundary=boundary) if parameters else problem
 
 
 def _tables(ranges: LiveRanges, machine: Machine) -> int | None:

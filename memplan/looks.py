@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds
 from memplan.streams.hosting import Hosting
+from memplan.streams.programs import Path
 from memplan.streams.records import record_streams
 
 # The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
@@ -110,19 +112,48 @@ class Looks:
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
-        for ring in self._rings(budget):
-            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
-                break  # One slot more was no better.
+        for inside, nested in self._inside(budget):
             try:
-                if ring is None:
-                    look = self._look_at(self._without_rings, budget, options)
-                else:
-                    look = self._look_with_rings(*ring, budget, options)
+                look = self._look_with_loops(inside, nested, budget, options)
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
-            if best is None or look.is_faster_than(best):
-                best = look
+            best = look if best is None or look.is_faster_than(best) else best
+            if best.is_hidden:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best
+
+    def _look_with_loops(
+        self,
+        inside: frozenset[int],
+        nested: bool,
+        budget: int,
+        options: Mapping[str, Any] | None,
+    ) -> Look:
+        """The fastest plan with such rings as are tried, when loops bring `inside` whole."""
+        best: Look | None = None
+        failure: MemoryBudgetError | None = None
+        for ring in self._rings(budget):
+            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
+                break  # One slot more was no better.
+            everything = replace(
+                self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
+            )
+            try:
+                if ring is None:
+                    # Where a ring's slots and loops take more than they save, the entry's own
+                    # temporaries can still be evicted and recomputed.
+                    stacks = self._placing.streams.stacks
+                    look = self._look_at(everything.without(stacks), budget, options)
+                else:
+                    look = self._look_with_rings(everything, budget, options)
+            except MemoryBudgetError as error:
+                failure = min(failure or error, error, key=lambda e: e.least)
+                continue
+            best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break
         if best is None:
@@ -170,22 +201,33 @@ class Looks:
         size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
         return (None, *rings) if size <= _SMALL_STACKS * budget else (*rings, None)
 
-    @property
-    def _without_rings(self) -> Hosting:
-        """All that may live on the host does, but for stacks. Where a ring's slots and loops take
-        more than they save, the entry's own temporaries can still be evicted and recomputed."""
-        everything = self._placing.everything(*_RINGS[0])
-        return everything.without(self._placing.streams.stacks)
+    def _inside(self, budget: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """The arguments that loops are to bring in each iteration, and whether also loops inside
+        loops: at first none, then outermost loops, where what a loop reads may be there for all of
+        it; then all that can."""
+        found = self._placing.streams.read_by_loops
+        inside = frozenset(found) & self._placing.candidates
+        read = Counter[Path](), Counter[Path]()
+        for n in inside:
+            for of, begin in zip(read, (0, 1), strict=True):
+                loops = {loop for nest in found[n] for loop in nest[begin:]}
+                of.update(dict.fromkeys(loops, self._lowering.sizes[n]))
+        largest, largest_nested = (max(of.values(), default=0) for of in read)
+        if not inside or largest < budget:
+            yield frozenset(), False
+        if inside and largest_nested < budget:
+            yield inside, False
+        if inside and largest_nested:
+            yield inside, True
 
     def _look_with_rings(
-        self, depth: int, share: float, budget: int, options: Mapping[str, Any] | None
+        self, everything: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Look:
         """Plans with such rings, and as many stacks on the device as are worth it.
 
         What a stack on the device takes is known beforehand but for packing, so that it may be
         more than there is room for.
         """
-        everything = self._placing.everything(depth, share)
         program, module = self._capture(everything, options)
         if not self._placing.streams.rings(everything):
             return self._look_at(everything, budget, options)
@@ -284,7 +326,11 @@ class Looks:
             streams=record_streams(self._placing.streams, hosting, paths, self._placing.stack_size),
             left_alone=self._placing.left_alone,
             compiler_options={
-                **(self._placing.ring_options if self._placing.streams.rings(hosting) else {}),
+                **(
+                    self._placing.ring_options
+                    if self._placing.has_transfers_in_loops(hosting)
+                    else {}
+                ),
                 **{k: str(v) for k, v in (options or {}).items()},
             },
         )

@@ -98,13 +98,16 @@ class Placing:
         rings = self.streams.rings(
             hosting if scheduled else replace(hosting, depth=0), self.orders(layouts)
         )
+        opened = self.streams.opened(hosting)
+        has_loops = bool(rings or opened)
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self.lowering.target.platform != "gpu"
         run = streamed(
             # Without rings loops that were made for them would be in the way.
-            self.streams.jaxpr if rings else self._jaxpr,
+            self.streams.jaxpr if has_loops else self._jaxpr,
             rings,
-            whole=hosting.arguments - self.streams.stacks.keys(),
+            opened=opened,
+            whole=hosting.arguments - hosting.inside - self.streams.stacks.keys(),
             donated=self.streams.donated,
             tied=tied,
         )
@@ -112,7 +115,7 @@ class Placing:
             run,
             layouts,
             hosted=hosting.arguments,
-            options=self.ring_options if rings and scheduled else {},
+            options=self.ring_options if has_loops and scheduled else {},
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.
         numbers = program.arguments.parameters
@@ -136,6 +139,8 @@ class Placing:
             hosted_results=tuple(sorted(hosting.results)),
             depth=hosting.depth,
             share=hosting.share,
+            hosted_inside=tuple(sorted(hosting.inside)),
+            nested=hosting.nested,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors.items()),
@@ -144,8 +149,12 @@ class Placing:
 
     @property
     def ring_options(self) -> Mapping[str, str]:
-        """The XLA options that a program with streamed loops is compiled with."""
+        """The XLA options that a program whose loops bring something is compiled with."""
         return _RING_OPTIONS.get(self.lowering.target.platform, {})
+
+    def has_transfers_in_loops(self, hosting: Hosting) -> bool:
+        """Whether loops bring, or store, anything in their iterations."""
+        return bool(self.streams.rings(hosting) or self.streams.opened(hosting))
 
     def everything(self, depth: int, share: float) -> Hosting:
         """All that may live on the host does."""
@@ -154,14 +163,14 @@ class Placing:
         return Hosting(self.candidates, residuals, depth, share)
 
     def on_host(self, program: Program, hosting: Hosting) -> tuple[list[int], list[int]]:
-        """Parameter numbers of the arguments on the host that come to the device whole, and
-        of those that come by the slice."""
+        """Parameter numbers of the arguments on the host that the entry brings to the device
+        whole, and of those that loops bring. (On CPU these are read where they are.)"""
         numbers = program.arguments.parameters
         hosted = sorted(n for n in hosting.arguments if n in numbers)
-        stacks = self.streams.stacks
+        in_loops = self.streams.stacks.keys() | hosting.inside
         return (
-            [numbers[n] for n in hosted if n not in stacks],
-            [numbers[n] for n in hosted if n in stacks],
+            [numbers[n] for n in hosted if n not in in_loops],
+            [numbers[n] for n in hosted if n in in_loops],
         )
 
     def stack_size(self, source: Source) -> int:

@@ -31,7 +31,8 @@ class Followed:
       reordered: ids of a smallest set of transfers that would have to move for the order of
         all starts and dones to be the plan's.
       loop_transfers, loops_missing, loops_reordered: the same of the transfers in
-        ``Plan.loops``, called ``<computation>/<start_name>``.
+        ``Plan.loops``, called ``<computation>/<start_name>``, and of those in ``Plan.bodies``,
+        called ``<computation>/<id>``.
     """
 
     transfers: int
@@ -61,7 +62,24 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
       VerificationError: when `final` has no schedule.
     """
     check_scheduled(final)
-    events = [e for i in final.entry.instructions if (e := event_of(i)) is not None]
+    missing, moved = _follow_entry(plan, final.entry)
+    loops = _follow_loops(plan, final)
+    return Followed(
+        len(plan.transfers) - len(missing),
+        missing,
+        moved,
+        sum(len(loop.transfers) for loop in plan.loops)
+        + sum(len(body.plan.transfers) for body in plan.bodies)
+        - len(loops.missing),
+        loops.missing,
+        loops.reordered,
+    )
+
+
+def _follow_entry(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids of the transfers that an entry, or a body planned as one, does not have, and of
+    those that stand elsewhere."""
+    events = [e for i in entry.instructions if (e := event_of(i)) is not None]
     started = {e.index for e in events if e.kind == "start"}
     present = started & {e.index for e in events if e.kind == "done"}
     missing = tuple(t.id for t in plan.transfers if t.id not in present)
@@ -69,21 +87,12 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
     # Dones of one tick wait for each other: their order makes no difference.
     ranks = [issue_rank(plan, e)[: 3 if e.kind == "start" else 2] for e in planned]
     kept = _longest_ascent(ranks)
-    moved = {e.index for k, e in enumerate(planned) if k not in kept}
-    loops = _follow_loops(plan, final)
-    return Followed(
-        len(plan.transfers) - len(missing),
-        missing,
-        tuple(sorted(moved)),
-        sum(len(loop.transfers) for loop in plan.loops) - len(loops.missing),
-        loops.missing,
-        loops.reordered,
-    )
+    return missing, tuple(sorted({e.index for k, e in enumerate(planned) if k not in kept}))
 
 
 class _FollowedLoops(NamedTuple):
-    """Of the transfers in ``Plan.loops`` those that the executable does not have, and those
-    that stand elsewhere, each as ``<computation>/<start_name>``."""
+    """Of the transfers in loops those that the executable does not have, and those that stand
+    elsewhere, by name (`Followed`)."""
 
     missing: tuple[str, ...]
     reordered: tuple[str, ...]
@@ -99,6 +108,14 @@ def _follow_loops(plan: Plan, final: Module) -> _FollowedLoops:
             absent, moved = _follow(halves, n, loop)
             missing += (f"{loop.computation}/{t.start_name}" for t in absent)
             reordered += (f"{loop.computation}/{t.start_name}" for t in moved)
+    named = {c.name: c for c in final.computations.values()}
+    for body in plan.bodies:
+        lost: Sequence[int] = [t.id for t in body.plan.transfers]
+        elsewhere: Sequence[int] = ()
+        if body.computation in named:
+            lost, elsewhere = _follow_entry(body.plan, named[body.computation])
+        missing += (f"{body.computation}/{n}" for n in lost)
+        reordered += (f"{body.computation}/{n}" for n in elsewhere)
     return _FollowedLoops(tuple(missing), tuple(reordered))
 
 

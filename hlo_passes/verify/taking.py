@@ -114,8 +114,11 @@ class Taking:
         kind = fusion.proto.fusion_kind
         # What XLA:TPU fuses to a convolution or product reads its other operands so, too.
         if kind in ("kInput", "kLoop") or (kind == "kOutput" and self._tpu):
+            # In fusions of XLA:TPU bitcasts pass elements on, too: it gives such a fusion's result
+            # the place of a loop's state that the fusion reads.
+            passing = ("tuple", "bitcast") if self._tpu else ("tuple",)
             return all(
-                u.opcode == "tuple" or self._is_elementwise(u, n)
+                u.opcode in passing or self._is_elementwise(u, n)
                 for u, n in _reached(parameter, users)
             )
         root = body.root

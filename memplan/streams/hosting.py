@@ -45,23 +45,40 @@ class Hosting:
       arguments: flat numbers of arguments, stacks or not.
       results: stacked results of scans.
       depth, share: of every ring, see `Stream`.
+      inside: those of the arguments that come whole in each iteration of the loops that read
+        them; the others come before such a loop, and stay for all of it.
+      nested: also in each iteration of loops inside loops.
     """
 
     arguments: frozenset[int]
     results: frozenset[Result] = frozenset()
     depth: int = 2
     share: float = 1.0
+    inside: frozenset[int] = frozenset()
+    nested: bool = False
 
     @classmethod
     def of(cls, preparation: Preparation) -> Hosting:
         """The choice of a plan."""
         results = frozenset(Result(path, n) for path, n in preparation.hosted_results)
-        return cls(frozenset(preparation.hosted), results, preparation.depth, preparation.share)
+        return cls(
+            frozenset(preparation.hosted),
+            results,
+            preparation.depth,
+            preparation.share,
+            frozenset(preparation.hosted_inside),
+            preparation.nested,
+        )
 
     def without(self, sources: Collection[Source]) -> Hosting:
         """The same with `sources` on the device."""
         kept = frozenset(sources)
-        return replace(self, arguments=self.arguments - kept, results=self.results - kept)
+        return replace(
+            self,
+            arguments=self.arguments - kept,
+            results=self.results - kept,
+            inside=self.inside - kept,
+        )
 
 
 class Streams:
@@ -76,6 +93,8 @@ class Streams:
       sources: all arguments and stacked results, by what they are.
       stacks: those of them that can be streamed.
       replaced_by: a donated argument among them to the result that takes its place.
+      read_by_loops: an argument that loops read whole, and may bring in each iteration, to the
+        loops around each place where it is read, the outermost first.
       left_alone: why an argument that a loop of the program reads cannot be streamed.
     """
 
@@ -131,6 +150,12 @@ class Streams:
         written = find_uses(counted).stacks
         in_loops = {s.source for s in written if s.is_in_loop}
         self.left_alone = {n: r for n, r in arguments.items() if r and n in in_loops}
+        self.read_by_loops = {
+            n: frozenset(found[n].read_in)
+            for n in candidates
+            if n in found and n not in self.donated and self._is_read_by_loops(found[n])
+        }
+        self.left_alone = {n: r for n, r in self.left_alone.items() if n not in self.read_by_loops}
         streamed: set[Source] = {n for n, reason in arguments.items() if not reason}
         streamed |= set(self.replaced_by.values())
         streamed |= {
@@ -139,6 +164,20 @@ class Streams:
             if isinstance(s.source, Result) and s.scans and not s.returned and not reasons[s.source]
         }
         self.stacks: dict[Source, Stack] = {s: found[s] for s in found if s in streamed}
+
+    def _is_read_by_loops(self, argument: Stack) -> bool:
+        """Whether loops can bring an argument in each iteration. Where stacks are
+        streamed in such a loop by the slice, or in one inside that reads it, it comes before."""
+        if not argument.read_in or not argument.is_kept or argument.taken:
+            return False
+        ringed = {scan[:n] for s in self.sources.values() for scan in s.scans for n in _ends(scan)}
+        return all(
+            not self._takes_stacks(loops[0]) and not ringed.intersection(loops[1:])
+            for loops in argument.read_in
+        )
+
+    def _takes_stacks(self, loop: Path) -> bool:
+        return any(loop in stack.scans for stack in self.sources.values())
 
     def residuals(self, smallest: int) -> frozenset[Result]:
         """What scans leave for other scans, of at least `smallest` bytes."""
@@ -152,6 +191,12 @@ class Streams:
         """The results of scans that go to the host."""
         replaced = {self.replaced_by[a] for a in hosting.arguments if a in self.replaced_by}
         return hosting.results | replaced
+
+    def opened(self, hosting: Hosting) -> frozenset[Path]:
+        """The loops that bring whole arguments in each iteration under a choice."""
+        found = (self.read_by_loops[n] for n in hosting.inside & self.read_by_loops.keys())
+        nests = frozenset[tuple[Path, ...]]().union(*found)
+        return frozenset(p for loops in nests for p in (loops if hosting.nested else loops[:1]))
 
     def rings(
         self, hosting: Hosting, orders: Mapping[Source, Order] | None = None
@@ -183,6 +228,11 @@ class Streams:
             if isinstance(source, Result) and order[-1] == 0 and not lies_in_rows(order):
                 made[source.path][source.number] = order
         return {p: replace(r, taken=taken[p], made=made[p]) for p, r in rings.items()}
+
+
+def _ends(path: Path) -> range:
+    """Where the paths of what is around it end, its own included."""
+    return range(1, len(path) + 1)
 
 
 def stack_bytes(stack: Stack) -> int:

@@ -5,6 +5,8 @@ again, in order, on values of which some are on the host:
 
   - a `scan` that takes a stack from the host, or gives one that is to go there, becomes a
     ring (see `ring`);
+  - a loop that is opened brings what it reads whole in each iteration: XLA leaves a copy from
+    the host where it is, and the planner finds a place for it in the body;
   - an equation around such a scan (another loop, remat, shard_map, a branch) is run the same
     way inside, and gets its operands where they are;
   - a reshape that only splits a leading axis is done where the array is;
@@ -73,6 +75,7 @@ def streamed(
     jaxpr: Jaxpr,
     streams: Mapping[Path, Stream],
     *,
+    opened: Collection[Path] = (),
     whole: Collection[int] = (),
     donated: Collection[int] = (),
     tied: bool = True,
@@ -82,6 +85,7 @@ def streamed(
     Args:
       streams: the scans that are streamed, where an operand of theirs is on the host or a
         result is to go there.
+      opened: the loops that bring whole arguments from the host in each iteration.
       whole: numbers of the arguments that come to the device as they are, whatever reads them.
       donated: numbers of the arguments whose memory the results may take.
       tied: see `Ring`.
@@ -90,7 +94,7 @@ def streamed(
 
     def function(*args: Any) -> list[Any]:
         placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
-        return _Rewrite(streams, tied).run(jaxpr, placed, (), owned)
+        return _Rewrite(streams, opened, tied).run(jaxpr, placed, (), owned)
 
     return function
 
@@ -101,10 +105,13 @@ def scope_of(path: Path) -> str:
 
 
 class _Rewrite:
-    def __init__(self, streams: Mapping[Path, Stream], tied: bool) -> None:
+    def __init__(
+        self, streams: Mapping[Path, Stream], opened: Collection[Path], tied: bool
+    ) -> None:
         self.streams = streams
         self.tied = tied
-        self.around = {path[:n] for path in streams for n in range(1, len(path) + 1)}
+        paths = (*streams, *opened)
+        self.around = {path[:n] for path in paths for n in range(1, len(path) + 1)}
 
     def run(
         self,
@@ -161,10 +168,10 @@ class _Rewrite:
         read = (v for eqn in eqns for v in _variables(eqn))
         taken = [v for v in dict.fromkeys(read) if v not in made]
         given = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= end]
-        for v in taken:
-            values[v] = _on_device(values[v])
         part = _between(jaxpr, taken, eqns, given)
-        results = jaxpr_as_fun(part)(*(values[v] for v in taken))
+        # A copy of its own for each such part: what is on the host stays there for a later loop.
+        operands = [_on_device(values[v]) for v in taken]
+        results = jaxpr_as_fun(part)(*operands)
         values.update(zip(given, results, strict=True))
 
     def _around(self, eqn: JaxprEqn, args: list[Any], path: Path) -> list[Any]:
@@ -219,6 +226,7 @@ class _Rewrite:
                 tuple(args[first:]),
                 length=scan.length,
                 reverse=scan.reverse,
+                unroll=scan.unroll,
             )
             return [*carry, *stacks]
         taken, made = stream.taken, stream.made

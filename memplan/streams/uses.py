@@ -61,6 +61,10 @@ class Stack:
       whole: what else is done with it, a sentence each; it can be streamed when there is
         nothing.
       returned: which results of the program it is.
+      read_in: the loops around each place where something else is done with it in a loop, the
+        outermost first.
+      is_kept: whether such a loop only reads it: its condition does not, and it hands it on to
+        nobody.
       is_in_loop: whether each iteration of a loop reads it.
     """
 
@@ -69,6 +73,8 @@ class Stack:
     taken: list[Taken] = field(default_factory=list[Taken])
     whole: list[str] = field(default_factory=list[str])
     returned: list[int] = field(default_factory=list[int])
+    read_in: list[tuple[Path, ...]] = field(default_factory=list[tuple[Path, ...]])
+    is_kept: bool = True
     is_in_loop: bool = False
 
     @property
@@ -109,6 +115,7 @@ class _Finder:
         self.scans: dict[Path, Scan] = {}
         # Where in the source the innermost equation around is; those of jax itself have no place.
         self.around = ""
+        self.loops: tuple[Path, ...] = ()
 
     def program(
         self, jaxpr: Jaxpr, sources: dict[Var, list[Source]], path: Path, runs: int
@@ -142,6 +149,7 @@ class _Finder:
                 stack = self.stacks[source]
                 if path:
                     stack.whole.append("handed on by the program inside a loop or call")
+                    stack.is_kept = False
                 else:
                     stack.returned.append(k)
 
@@ -168,11 +176,14 @@ class _Finder:
                         if reason == "indexed":
                             reason = index_in_words(self.jaxpr, path)
                         stack.whole.append(f"{reason} at {where}")
-        outside, self.around = self.around, where
+                        stack.is_kept &= not is_loop
+                        stack.read_in += [self.loops] if self.loops else []
+        outside, self.around = (self.around, self.loops), where
+        self.loops += (path,) if is_loop else ()
         for program, found in zip(inner, below, strict=True):
             times = decoded.length if isinstance(decoded, equations.Scan) else 1
             self.program(program.jaxpr, found, (*path, *program.step), runs * times)
-        self.around = outside
+        self.around, self.loops = outside
 
 
 def _role(eqn: JaxprEqn, k: int) -> int | str:

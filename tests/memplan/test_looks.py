@@ -26,7 +26,9 @@ class Seen:
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Seen]) -> Any:
     monkeypatch.setattr(
-        looks.Looks, "_look_with_rings", lambda _self, *ring_and_more: seen[ring_and_more[:2]]
+        looks.Looks,
+        "_look_with_rings",
+        lambda _self, everything, *_: seen[everything.depth, everything.share],
     )
     monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
