@@ -112,6 +112,7 @@ class Placing:
             run,
             layouts,
             hosted=hosting.arguments,
+            hosted_results=self.streams.returned(hosting) if rings else (),
             options=self.ring_options if rings and scheduled else {},
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.

@@ -154,6 +154,10 @@ class Streams:
         replaced = {self.replaced_by[a] for a in hosting.arguments if a in self.replaced_by}
         return hosting.results | replaced
 
+    def returned(self, hosting: Hosting) -> frozenset[int]:
+        """The results of the program, by flat number, that are on the host."""
+        return frozenset(k for r in self.stored(hosting) for k in self.sources[r].returned)
+
     def rings(
         self, hosting: Hosting, orders: Mapping[Source, Order] | None = None
     ) -> dict[Path, Stream]:
