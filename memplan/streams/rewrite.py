@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ from memplan.streams.orders import (
 )
 from memplan.streams.programs import CALLS, REMATS, Path, Program, programs
 from memplan.streams.ring import DEVICE, HOST, Ring, run
+from memplan.streams.turning import Turn, as_it_was, as_turned
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def streamed(
     *,
     whole: Collection[int] = (),
     donated: Collection[int] = (),
+    turned: Mapping[int, Turn] = MappingProxyType({}),
+    turned_results: Mapping[int, Turn] = MappingProxyType({}),
     tied: bool = True,
 ) -> Callable[..., list[Any]]:
     """Returns a function of the flat arguments of `jaxpr` that runs it.
@@ -79,6 +83,7 @@ def streamed(
         result is to go there.
       whole: numbers of the arguments that come to the device as they are, whatever reads them.
       donated: numbers of the arguments whose memory the results may take.
+      turned, turned_results: those that the function has otherwise than `jaxpr`.
       tied: see `Ring`.
     """
     program = Program(jaxpr.jaxpr, tuple(jaxpr.consts), 0)
@@ -86,7 +91,9 @@ def streamed(
 
     def function(*args: Any) -> list[Any]:
         placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
-        return _Rewrite(streams, tied).run(program, placed, (), owned)
+        placed = [as_turned(a, turned.get(n)) for n, a in enumerate(placed)]
+        results = _Rewrite(streams, tied).run(program, placed, (), owned)
+        return [as_it_was(r, turned_results.get(k)) for k, r in enumerate(results)]
 
     return function
 

@@ -127,8 +127,13 @@ class _Finder:
         for var, found in sources.items():
             for source in found:
                 self.stacks.setdefault(source, Stack(source, var.aval))
+        apart = _taken_apart(jaxpr)
         for n, eqn in enumerate(jaxpr.eqns):
             here = (*path, n)
+            if eqn.primitive.name == "transpose" and eqn.outvars[0] in apart:
+                (seen,) = eqn.invars
+                for source in sources.get(seen, ()) if isinstance(seen, Var) else ():
+                    self.stacks[source].is_in_loop = True
             if splits_leading_axis(eqn):
                 (seen,) = eqn.invars
                 sources[eqn.outvars[0]] = sources.get(seen, []) if isinstance(seen, Var) else []
@@ -179,6 +184,13 @@ class _Finder:
             repeated = runs * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             self.program(program.jaxpr, found, (*path, *program.step), repeated)
         self.around = outside
+
+
+def _taken_apart(jaxpr: Jaxpr) -> set[Var]:
+    """What scans of a program take apart."""
+    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    stacks = (a for eqn in scans for a in eqn.invars[sum(xla.scan_operands(eqn.params)) :])
+    return {a for a in stacks if isinstance(a, Var)}
 
 
 def _role(eqn: JaxprEqn, k: int) -> str:
