@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -240,9 +240,15 @@ class Reverse:
 
 @dataclass(frozen=True)
 class ShardingConstraint:
-    """Lies so on the devices."""
+    """Lies so on the devices, but along dimensions that are left to the compiler.
+
+    Attributes:
+      is_plain: it says nothing of the layout in memory.
+    """
 
     sharding: Sharding
+    unconstrained: frozenset[int]
+    is_plain: bool
 
 
 @dataclass(frozen=True)
@@ -250,6 +256,13 @@ class Squeeze:
     """Without those dimensions, of one element each."""
 
     dimensions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Of each dimension of the result the one of the operand."""
+
+    permutation: tuple[int, ...]
 
 
 type Decoded = (
@@ -272,6 +285,7 @@ type Decoded = (
     | Reverse
     | ShardingConstraint
     | Squeeze
+    | Transpose
 )
 
 type _Parameters = Mapping[str, Any]
@@ -351,8 +365,11 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "scan": _scan,
     "scatter": lambda p: _scatter(p, replaces=True),
     "shard_map": _shard_map,
-    "sharding_constraint": lambda p: ShardingConstraint(p["sharding"]),
+    "sharding_constraint": lambda p: ShardingConstraint(
+        p["sharding"], frozenset(p["unconstrained_dims"]), p["layout"] is None
+    ),
     "squeeze": lambda p: Squeeze(tuple(p["dimensions"])),
+    "transpose": lambda p: Transpose(tuple(p["permutation"])),
     "while": _while,
     **dict.fromkeys((f"scatter-{kind}" for kind in ("add", "max", "min", "mul", "sub")), _scatter),
     **dict.fromkeys(
@@ -447,6 +464,13 @@ def with_shape(eqn: JaxprEqn, shape: Sequence[int]) -> JaxprEqn:
     return _with(eqn, **{key: tuple(shape)}) if key else eqn
 
 
+def with_sharding(
+    constraint: JaxprEqn, sharding: Sharding, unconstrained: Collection[int]
+) -> JaxprEqn:
+    """A constraint to another sharding."""
+    return _with(constraint, sharding=sharding, unconstrained_dims=frozenset(unconstrained))
+
+
 def within(eqn: JaxprEqn, *around: JaxprEqn) -> JaxprEqn:
     """An equation in the scopes of the equations that were around it, the outermost first."""
     scopes = [e.source_info.name_stack for e in (*around, eqn)]
@@ -491,6 +515,11 @@ def as_broadcast(like: JaxprEqn, shape: Sequence[int], dimensions: Sequence[int]
 def as_squeeze(like: JaxprEqn, dimension: int) -> JaxprEqn:
     """Takes a dimension of one element away."""
     return _as(like, primitives.squeeze_p, dimensions=(dimension,))
+
+
+def as_transpose(like: JaxprEqn, permutation: Sequence[int]) -> JaxprEqn:
+    """Puts dimensions in another order, as `Transpose` has it."""
+    return _as(like, primitives.transpose_p, permutation=tuple(permutation))
 
 
 def as_reverse(like: JaxprEqn, dimension: int) -> JaxprEqn:

@@ -8,6 +8,7 @@ loops over stacks are looked at with rings of different depth, and the fastest p
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
@@ -15,8 +16,16 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from hlo_passes import cost, inject, pipeline
-from hlo_passes.errors import HostResultsError, MemoryBudgetError, OrderedEffectsError
+from hlo_passes.equations import Path
+from hlo_passes.errors import (
+    HostResultsError,
+    MemoryBudgetError,
+    MemplanError,
+    OrderedEffectsError,
+)
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.reader import read_module
@@ -24,7 +33,6 @@ from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds
 from memplan.streams.hosting import Hosting
-from memplan.streams.programs import Path
 from memplan.streams.records import record_streams
 
 # The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
@@ -43,6 +51,8 @@ _SEARCH_SHARE = 0.05
 
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
+
+_log = logging.getLogger("memplan")
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,9 @@ class Looks:
     def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
         """Returns the fastest plan found for `budget` bytes, or for all that the device has.
 
+        A ring that fails is dropped: where the checker or XLA refuses what was made of it, the log
+        says so, and the others are tried.
+
         Args:
           options: XLA options, beside those given to ``jit``.
 
@@ -104,6 +117,7 @@ class Looks:
           MemoryBudgetError: when none was found.
           OrderedEffectsError: when the program has ordered effects.
           HostResultsError: on CPU, when ``out_shardings`` ask for host memory.
+          MemplanError, jax.errors.JaxRuntimeError: of the first ring, when all were dropped.
         """
         if self._placing.program.arguments.ordered_effects:
             raise OrderedEffectsError(self._lowering.traced.fun_name)
@@ -136,6 +150,7 @@ class Looks:
         """The fastest plan with such rings as are tried, when loops bring `inside` whole."""
         best: Look | None = None
         failure: MemoryBudgetError | None = None
+        dropped: list[Exception] = []
         for ring in self._rings(budget):
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 break  # One slot more was no better.
@@ -153,12 +168,16 @@ class Looks:
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
+            except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                slots = 0 if ring is None else ring[0]
+                _log.warning("a plan with rings of %d slots was dropped: %s", slots, error)
+                dropped.append(error)
+                continue
             best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break
         if best is None:
-            assert failure is not None
-            raise failure
+            raise failure or dropped[0]
         return best
 
     def resident(self, options: Mapping[str, Any] | None) -> Look:

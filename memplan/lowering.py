@@ -11,14 +11,14 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
@@ -121,14 +121,21 @@ class Lowering:
 
     def result_sharding(self, k: int) -> Any:
         """Where the flat result `k` is; None where only XLA will say."""
+        asked = self._asked_of_results[k]
+        if asked is not None:
+            return asked
+        return self.program.replicated() if self.program.arguments.device_count == 1 else None
+
+    @functools.cached_property
+    def _asked_of_results(self) -> list[Any]:
+        """What ``out_shardings`` say of each flat result; None where they say nothing."""
         asked = self.function.jit_options.get("out_shardings")
-        leaf = jax.tree.leaves(
+        leaves = jax.tree.leaves(
             jax.tree.broadcast(asked, self.traced.out_info, is_leaf=lambda s: s is None),
             is_leaf=lambda s: s is None,
-        )[k]
-        if isinstance(leaf, Sharding):
-            return leaf
-        return self.program.replicated() if self.program.arguments.device_count == 1 else None
+        )
+        mesh = self.program.arguments.mesh
+        return [NamedSharding(mesh, s) if isinstance(s, PartitionSpec) else s for s in leaves]
 
     def lower(
         self,
@@ -137,6 +144,7 @@ class Lowering:
         *,
         donors: Mapping[int, int] | None = None,
         hosted: frozenset[int] = frozenset(),
+        hosted_results: Collection[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Program:
         """Lowers a function of the flat arguments as the user's is lowered.
@@ -145,6 +153,7 @@ class Lowering:
           layouts: of the arguments and results.
           donors: of results, the arguments whose place they take, by flat number.
           hosted: the arguments that are on the host.
+          hosted_results: the results that `run` gives on the host.
           options: of XLA, beside the user's.
         """
 
@@ -160,8 +169,8 @@ class Lowering:
         given = {k: v for k, v in self.function.jit_options.items() if k in _PASSED_ON}
         if None in told_by_jax.arguments.values():
             given["in_shardings"] = _left_to_xla(args, told_by_jax)
-        if told_by_jax.results:
-            given["out_shardings"] = self._out_shardings(told_by_jax, donors or {})
+        if told_by_jax.results or (hosted_results and given.get("out_shardings") is not None):
+            given["out_shardings"] = self._out_shardings(told_by_jax, donors or {}, hosted_results)
         merged = {**self.compiler_options, **(options or {})}
         jitted = jax.jit(
             placed,
@@ -191,12 +200,19 @@ class Lowering:
         """Of XLA, as the user gave them to ``jit``."""
         return dict(self.function.jit_options.get("compiler_options") or {})
 
-    def _out_shardings(self, layouts: Layouts, donors: Mapping[int, int]) -> Any:
+    def _out_shardings(
+        self, layouts: Layouts, donors: Mapping[int, int], hosted: Collection[int]
+    ) -> Any:
         leaves: list[Any] = []
-        for k in range(self.out_tree.num_leaves):
-            sharding = self.result_sharding(k)
+        for k, asked in enumerate(self._asked_of_results):
+            sharding = asked
             if k in layouts.results:
-                sharding = self.sharding(donors[k]) if k in donors else sharding
+                sharding = self.sharding(donors[k]) if k in donors else self.result_sharding(k)
+            # A sharding says where a result lies across devices, and of their memories the device's
+            # where the user named none.
+            if k in hosted and sharding is not None:
+                sharding = sharding.with_memory_kind(HOST_MEMORY_KIND)
+            if k in layouts.results:
                 sharding = Format(as_jax_has_it(layouts.results[k]), sharding)
             leaves.append(sharding)
         return jax.tree.unflatten(self.out_tree, leaves)

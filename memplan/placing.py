@@ -36,6 +36,7 @@ from memplan.products import Form, Inner, Product, find_forms, products, with_fo
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
 from memplan.streams.rewrite import streamed
+from memplan.streams.turning import order_as_it_was, order_of_turned
 from memplan.streams.uses import Result, Source
 
 # Weights below this share of all arguments, and below this many bytes, stay on the device:
@@ -109,12 +110,16 @@ class Placing:
             opened=opened,
             whole=hosting.arguments - hosting.inside - self.streams.stacks.keys(),
             donated=self.streams.donated,
+            turned=self.streams.turned if rings else {},
+            turned_results=self.streams.turned_results if rings else {},
             tied=tied,
         )
         program = self._lower(
             run,
             layouts,
+            donors=self._donors_beside(hosting),
             hosted=hosting.arguments,
+            hosted_results=self.streams.returned(hosting) if rings else (),
             options=self.ring_options if has_loops and scheduled else {},
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.
@@ -143,7 +148,7 @@ class Placing:
             nested=hosting.nested,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
-            donors=tuple(self._donors.items()),
+            donors=tuple(self._donors_beside(hosting).items()),
             forms=tuple((numbers[k], f.left, f.right, f.in_rows) for k, f in self.forms.items()),
         )
 
@@ -181,19 +186,22 @@ class Placing:
         return stack_bytes(self.streams.stacks[source]) // self.program.arguments.device_count
 
     def orders(self, layouts: Layouts) -> dict[Source, Order]:
-        """How the dimensions of the program's stacks lie, where that is known."""
+        """How the dimensions of the program's stacks lie, as it takes them, where that is known."""
         streams = self.streams
         replaced: dict[Source, Source] = {made: n for n, made in streams.replaced_by.items()}
         found: dict[Source, Order] = {}
         for source, stack in streams.sources.items():
             argument = replaced.get(source, source)
             if isinstance(argument, int):
-                order = layouts.arguments.get(argument, self._usual_orders.get(argument))
+                order, turn = self._usual_orders.get(argument), streams.turned.get(argument)
+                order = layouts.arguments.get(argument, order and order_as_it_was(order, turn))
             else:
-                given = (layouts.results[k] for k in stack.returned if k in layouts.results)
-                order = next(given, self._usual_order(stack.aval.dtype, stack.aval.shape))
+                k = next((k for k in stack.returned if k in layouts.results), -1)
+                turn = streams.turned_results.get(k)
+                usual = self._usual_order(stack.aval.dtype, stack.aval.shape)
+                order = layouts.results.get(k, usual and order_as_it_was(usual, turn))
             if order is not None:
-                found[source] = order
+                found[source] = order_of_turned(order, turn)
         return found
 
     # --- from here on: how ----------------------------------------------------------------
@@ -231,7 +239,7 @@ class Placing:
         stay = {n: "it is donated, and written while it would be away" for n in self._donated}
         if self.lowering.function.options.offload is not None:
             stay |= {n: "no pattern of offload= names it" for n in self._movable - self._may_move}
-        found = self.streams.left_alone | stay
+        found = stay | self.streams.left_alone
         return {self.lowering.paths[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property
@@ -239,12 +247,15 @@ class Placing:
         """The program's stacks."""
         found = self.program.arguments.shardings
         specs = {n: s.spec for n, s in found.items() if isinstance(s, NamedSharding)}
+        sharded = {n: [d for d, axes in enumerate(s) if axes is not None] for n, s in specs.items()}
         return Streams(
             self._jaxpr,
             self._may_move,
             [n for n, info in enumerate(self.lowering.arguments) if info.donated],
-            sharded=[n for n, spec in specs.items() if len(spec) and spec[0] is not None],
+            sharded=sharded,
             order_of=self._usual_order if self.lowering.target.platform == "tpu" else None,
+            # The others transpose an array on the host where no byte would have to move.
+            can_turn=self.lowering.target.platform == "tpu",
         )
 
     @functools.cached_property
@@ -262,13 +273,27 @@ class Placing:
         return self._may_move & (self.streams.donated - replaced)
 
     def _lower(self, run: Callable[..., list[Any]], layouts: Layouts, **given: Any) -> Program:
-        return self.lowering.lower(run, layouts, donors=self._donors, **given)
+        given.setdefault("donors", self._donors)
+        return self.lowering.lower(run, layouts, **given)
 
     @property
     def _donors(self) -> Mapping[int, int]:
         if self._preparation is not None:
             return dict(self._preparation.donors)
         return self.layouts.donors if self.layouts is not None else {}
+
+    def _donors_beside(self, hosting: Hosting) -> Mapping[int, int]:
+        """With the stacks that are turned for rings."""
+        if self._preparation is not None or not self.streams.rings(hosting):
+            return self._donors
+        return {**self._donors, **{k: n for n, k in self._turned_places.items()}}
+
+    @property
+    def _turned_places(self) -> Mapping[int, int]:
+        """Of turned arguments, the results that take their place."""
+        streams = self.streams
+        made = {n: streams.sources[r].returned for n, r in streams.replaced_by.items()}
+        return {n: k for n, ks in made.items() if n in streams.turned for k in ks}
 
     # --- layouts --------------------------------------------------------------------------
 
@@ -337,12 +362,26 @@ class Placing:
         if self._preparation is not None:
             laid_out = self._preparation.argument_layouts, self._preparation.result_layouts
             return Layouts(*map(dict, laid_out))
+        turned = self._layouts_of_turned(hosting)
         if self.layouts is None:
-            return Layouts()
+            return turned
         streamed = hosting.arguments and hosting.arguments & self.streams.stacks.keys()
         if not streamed:
-            return self.layouts.chosen
-        return self.layouts.without(streamed) | self._layouts_of_streamed.only(streamed)
+            return self.layouts.chosen | turned
+        return self.layouts.without(streamed) | self._layouts_of_streamed.only(streamed) | turned
+
+    def _layouts_of_turned(self, hosting: Hosting) -> Layouts:
+        """Of stacks whose layers are not on their leading axis, where there are rings: with the
+        layers outermost, so that each is one piece of memory."""
+        if hosting == Hosting(frozenset()) or not self.streams.rings(hosting):
+            return Layouts()
+        arguments = {
+            n: order_as_it_was(order, turn)
+            for n, turn in self.streams.turned.items()
+            if n in self.streams.stacks and (order := self._usual_orders.get(n)) is not None
+        }
+        places = self._turned_places
+        return Layouts(arguments, {places[n]: arguments[n] for n in places if n in arguments})
 
     @functools.cached_property
     def _layouts_of_streamed(self) -> Chosen:
@@ -369,13 +408,16 @@ class Placing:
 
     @functools.cached_property
     def _usual_orders(self) -> dict[int, Order | None]:
-        """Of the arguments that loops take apart, as jax has them."""
+        """Of the arguments that loops take apart, as jax has them; of turned ones, as it has them
+        turned."""
         taken = [n for n, stack in self.streams.sources.items() if stack.taken]
-        return {
-            n: self._usual_order(info.dtype, self.lowering.sharding(n).shard_shape(info.shape))
-            for n, info in enumerate(self.lowering.arguments)
-            if n in taken
-        }
+        found: dict[int, Order | None] = {}
+        for n, info in enumerate(self.lowering.arguments):
+            if n in taken:
+                shape, turn = self.lowering.sharding(n).shard_shape(info.shape), self.streams.turned
+                shape = tuple(shape[d] for d in turn.get(n, range(len(shape))))
+                found[n] = self._usual_order(info.dtype, shape)
+        return found
 
     def _usual_order(self, dtype: Any, shape: Sequence[int]) -> Order | None:
         if len(shape) < 2 or jnp.issubdtype(dtype, jax.dtypes.extended):

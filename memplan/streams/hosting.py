@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from memplan.streams.programs import inline_calls
 from memplan.streams.regions import Limits
 from memplan.streams.rewrite import Stream
 from memplan.streams.slicing import slice_elementwise
+from memplan.streams.turning import Turned, turn_stacks
 from memplan.streams.uses import Result, Source, Stack, find_uses
 
 
@@ -88,7 +90,9 @@ class Streams:
       jaxpr: the program, equal to the one given: loops that index stacks by their counter are
         scans over them (see `counted`), calls around scans are gone, elementwise work on the
         candidates is done in scans (see `slicing`), and of these those that need no loop of
-        their own are parts of others (see `fusion`).
+        their own are parts of others (see `fusion`). It takes and gives stacks with their layers
+        on the leading axis (see `turning`).
+      turned, turned_results: how, by flat number, those that have them on another one.
       scans: all of them.
       sources: all arguments and stacked results, by what they are.
       stacks: those of them that can be streamed.
@@ -104,25 +108,31 @@ class Streams:
         candidates: Collection[int],
         donated: Collection[int],
         *,
-        sharded: Collection[int] = (),
+        sharded: Mapping[int, Collection[int]] = MappingProxyType({}),
         order_of: OrderOf | None = None,
+        can_turn: bool = True,
     ) -> None:
         """
         Args:
           candidates: flat numbers of the arguments that may live on the host.
           donated: those of the arguments whose memory results may take.
-          sharded: those whose leading axis is divided among devices.
+          sharded: by number, the axes of arguments that are divided among devices.
           order_of: of a target that keeps arrays in tiles, as TPUs do.
+          can_turn: whether the target sees an array on the host as another one of the same bytes.
         """
         self.donated = frozenset(donated)
         places = _places(jaxpr, self.donated & frozenset(candidates))
         counted = inline_calls(count_loops(jaxpr))
+        counted, self.turned, self.turned_results = (
+            turn_stacks(counted) if can_turn else Turned(counted, {}, {})
+        )
+        divided = {n for n, axes in sharded.items() if self.turned.get(n, (0,))[0] in axes}
         sliced = slice_elementwise(
             counted,
             frozenset(candidates),
             frozenset(places.values()),
-            unsplittable=frozenset(sharded),
-            unsplittable_results=frozenset(places[n] for n in sharded if n in places),
+            unsplittable=frozenset(divided),
+            unsplittable_results=frozenset(places[n] for n in divided if n in places),
             limits=Limits(order_of=order_of),
         )
         self.jaxpr = fuse_maps(sliced.jaxpr)
@@ -139,8 +149,10 @@ class Streams:
             arguments[n] = reasons[n] or ("it is returned" if found[n].returned else "")
             if arguments[n] or n not in self.donated:
                 continue
-            made = returned.get(places.get(n, -1))
-            if not isinstance(made, Result):
+            place = places.get(n, -1)
+            made = returned.get(place)
+            lies_alike = self.turned.get(n) == self.turned_results.get(place)
+            if not isinstance(made, Result) or not lies_alike:
                 arguments[n] = "it is donated, and no scan makes what takes its place"
             elif not reasons[made]:
                 self.replaced_by[n] = made
@@ -197,6 +209,10 @@ class Streams:
         found = (self.read_by_loops[n] for n in hosting.inside & self.read_by_loops.keys())
         nests = frozenset[tuple[Path, ...]]().union(*found)
         return frozenset(p for loops in nests for p in (loops if hosting.nested else loops[:1]))
+
+    def returned(self, hosting: Hosting) -> frozenset[int]:
+        """The results of the program, by flat number, that are on the host."""
+        return frozenset(k for r in self.stored(hosting) for k in self.sources[r].returned)
 
     def rings(
         self, hosting: Hosting, orders: Mapping[Source, Order] | None = None

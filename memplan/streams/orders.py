@@ -53,7 +53,7 @@ def seen_in_rows(stack: Any, order: Order | None) -> Any:
 
 def seen_as_it_was(stack: Any, order: Order | None) -> Any:
     """The stack again."""
-    return stack if order is None else lax.transpose(stack, _inverse(order[::-1]))
+    return stack if order is None else lax.transpose(stack, inverse(order[::-1]))
 
 
 def slice_in_rows(array: Any, order: Order | None) -> Any:
@@ -81,5 +81,5 @@ def _of_slice(order: Order | None) -> Any:
     return None if order is None else tuple(d - 1 for d in order[:-1])
 
 
-def _inverse(permutation: Order) -> Order:
+def inverse(permutation: Order) -> Order:
     return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ from memplan.streams.orders import (
     slice_in_rows,
 )
 from memplan.streams.ring import DEVICE, HOST, Ring, run
+from memplan.streams.turning import Turn, as_it_was, as_turned
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def streamed(
     opened: Collection[Path] = (),
     whole: Collection[int] = (),
     donated: Collection[int] = (),
+    turned: Mapping[int, Turn] = MappingProxyType({}),
+    turned_results: Mapping[int, Turn] = MappingProxyType({}),
     tied: bool = True,
 ) -> Callable[..., list[Any]]:
     """Returns a function of the flat arguments of `jaxpr` that runs it.
@@ -88,13 +92,16 @@ def streamed(
       opened: the loops that bring whole arguments from the host in each iteration.
       whole: numbers of the arguments that come to the device as they are, whatever reads them.
       donated: numbers of the arguments whose memory the results may take.
+      turned, turned_results: those that the function has otherwise than `jaxpr`.
       tied: see `Ring`.
     """
     owned = frozenset(jaxpr.invars[n] for n in donated)
 
     def function(*args: Any) -> list[Any]:
         placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
-        return _Rewrite(streams, opened, tied).run(jaxpr, placed, (), owned)
+        placed = [as_turned(a, turned.get(n)) for n, a in enumerate(placed)]
+        results = _Rewrite(streams, opened, tied).run(jaxpr, placed, (), owned)
+        return [as_it_was(r, turned_results.get(k)) for k, r in enumerate(results)]
 
     return function
 

@@ -129,8 +129,13 @@ class _Finder:
         for var, found in sources.items():
             for source in found:
                 self.stacks.setdefault(source, Stack(source, var.aval))
+        apart = _taken_apart(jaxpr)
         for n, eqn in enumerate(jaxpr.eqns):
             here = (*path, n)
+            if eqn.primitive.name == "transpose" and eqn.outvars[0] in apart:
+                (seen,) = eqn.invars
+                for source in sources.get(seen, ()) if isinstance(seen, Var) else ():
+                    self.stacks[source].is_in_loop = True
             if splits_leading_axis(eqn):
                 (seen,) = eqn.invars
                 sources[eqn.outvars[0]] = sources.get(seen, []) if isinstance(seen, Var) else []
@@ -184,6 +189,18 @@ class _Finder:
             times = decoded.length if isinstance(decoded, equations.Scan) else 1
             self.program(program.jaxpr, found, (*path, *program.step), runs * times)
         self.around, self.loops = outside
+
+
+def _taken_apart(jaxpr: Jaxpr) -> set[Var]:
+    """What scans of a program take apart."""
+    scans = ((eqn, decode(eqn)) for eqn in jaxpr.eqns)
+    stacks = (
+        a
+        for eqn, scan in scans
+        if isinstance(scan, equations.Scan)
+        for a in eqn.invars[scan.first_stack :]
+    )
+    return {a for a in stacks if isinstance(a, Var)}
 
 
 def _role(eqn: JaxprEqn, k: int) -> int | str:

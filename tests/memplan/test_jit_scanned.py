@@ -219,6 +219,28 @@ def test_a_training_step_streams_weights_residuals_and_the_update(target: str):
     assert compiled.plan.moved_bytes == 2 * LAYERS * (3 * 1024 * 1024 + 4 * 4096 * 1024)
 
 
+def momentum(state: tuple[jax.Array, jax.Array], x: jax.Array) -> Any:
+    weights, m = state
+    kept = jax.checkpoint(layer)
+    gradient = jax.grad(lambda w: jnp.square(lax.scan(kept, x, w)[0]).mean())(weights)
+    m = 0.9 * m + gradient
+    return weights - 0.1 * m, m
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_out_shardings_leave_it_to_the_plan_in_which_memory_donated_state_is(target: str):
+    machine = topology(target)
+    weights, x = shapes(1024, 512)
+    options: dict[str, Any] = {"machine": machine, "hbm": "24MiB", "donate_argnums": 0}
+    free = memplan.jit(momentum, **options).lower((weights, weights), x).compile()
+    bound = memplan.jit(momentum, out_shardings=machine.sharding(), **options)
+    compiled = bound.lower((weights, weights), x).compile()
+    assert compiled.hosting == free.hosting
+    assert {0, 1} <= compiled.hosting.arguments
+    assert compiled.device_bytes == free.device_bytes <= 24 << 20
+    assert compiled.memory_analysis().host_output_size_in_bytes == 2 * 2 * weights.size
+
+
 @pytest.mark.parametrize(
     ("target", "hbm"),
     [

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 import memplan.api as memplan
 import memplan.looks as looks
+from hlo_passes.errors import VerificationError
 from tests.memplan.chains import HALF, activations, chain, weights
 
 
@@ -24,12 +26,16 @@ class Seen:
     is_hidden = looks.Look.is_hidden
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Seen]) -> Any:
-    monkeypatch.setattr(
-        looks.Looks,
-        "_look_with_rings",
-        lambda _self, everything, *_: seen[everything.depth, everything.share],
-    )
+def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) -> Any:
+    """The look that is taken, where these, or errors, come of the rings."""
+
+    def look(_self: Any, everything: Any, *_: Any) -> Any:
+        found = seen[everything.depth, everything.share]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
     monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     return lowered._looks.look(HALF, None)
@@ -44,3 +50,26 @@ def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_tak
 def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
     slow, fast, same = Seen(2, 0.9, 0.7), Seen(1, 0.8, 0.7), Seen(2, 0.795, 0.7)
     assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
+
+
+REFUSALS = [
+    VerificationError("loop ring_3", "slot 1 is written while layer 2 reads it"),
+    jax.errors.JaxRuntimeError("INTERNAL: no such slice"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_ring_that_is_refused_is_dropped_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: Exception
+):
+    other = Seen(1, 0.9, 0.7)
+    assert chosen(monkeypatch, {(2, 1.0): refusal, (1, 1.0): other}) is other
+    (record,) = caplog.records
+    assert record.name == "memplan"
+    assert record.getMessage() == f"a plan with rings of 2 slots was dropped: {refusal}"
+
+
+def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(VerificationError) as raised:
+        chosen(monkeypatch, dict(zip([(2, 1.0), (1, 1.0)], REFUSALS, strict=True)))
+    assert raised.value is REFUSALS[0]

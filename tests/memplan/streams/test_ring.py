@@ -104,7 +104,9 @@ def run_streamed(
     assert stacks
     assert rings
     assert any(ring.taken for ring in rings.values()) == turned
-    run = streamed(streams.jaxpr, rings)
+    run = streamed(
+        streams.jaxpr, rings, turned=streams.turned, turned_results=streams.turned_results
+    )
 
     @jax.jit
     def on_host(*leaves: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Training steps as trainers write them, under ``memplan.jit``: where the state is, and where its
+layers are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import memplan.api as memplan
+from memplan.topologies import topology
+
+LAYERS = 8
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        init, width = nn.initializers.normal(0.02), x.shape[-1]
+        up = self.param("up", init, (width, 2 * width), jnp.float32)
+        down = self.param("down", init, (2 * width, width), jnp.float32)
+        return x + jnp.tanh(x @ up) @ down, None
+
+
+class Net(nn.Module):
+    """Layers whose parameters are stacked on an axis."""
+
+    axis: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        return layers(name="layers")(x, None)[0]
+
+
+def state(axis: int, width: int) -> TrainState:
+    net, x = Net(axis), jnp.ones((1, width))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    params = net.init(jax.random.key(0), x)
+    return TrainState.create(apply_fn=net.apply, params=params, tx=optimizer)
+
+
+def loss(params: Any, state: TrainState, x: jax.Array) -> jax.Array:
+    return jnp.square(state.apply_fn(params, x)).mean()
+
+
+def train(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+    value, gradients = jax.value_and_grad(loss)(state.params, state, x)
+    return state.apply_gradients(grads=gradients), value
+
+
+def lowered(step: Callable[..., Any], target: str, hbm: str, axis: int, **options: Any) -> Any:
+    shaped = jax.eval_shape(lambda: state(axis, 1024))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    machine = topology(target)
+    planned = memplan.jit(step, hbm=hbm, machine=machine, donate_argnums=0, **options)
+    return planned.lower(shaped, x)
+
+
+@pytest.mark.tpu
+def test_layers_on_another_axis_are_streamed_as_those_on_the_first():
+    found = {}
+    for axis in (0, 1):
+        shardings = topology("v5e").sharding()
+        step = lowered(train, "v5e", "60MiB", axis, out_shardings=shardings)
+        compiled = step.compile()
+        assert compiled.device_bytes <= 60 << 20
+        assert compiled.followed.loops_missing == ()
+        memory = compiled.memory_analysis()
+        hosted = memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes
+        found[axis] = (compiled.device_bytes, compiled.plan.moved_bytes, *hosted)
+        layers_outermost = {(2, 0, 1)} if axis else set()
+        layouts = compiled.layouts
+        assert {*layouts.arguments.values(), *layouts.results.values()} == layers_outermost
+        assert step.left_alone == {}
+    assert found[1] == found[0]
+    assert found[0][2] == found[0][3] == 3 * 2 * LAYERS * 2 * 1024**2 * 4
+
+
+@pytest.mark.gpu
+def test_where_the_layers_cannot_be_turned_the_reason_is_that_they_are_transposed():
+    reasons = lowered(train, "h200", "1GiB", 1).left_alone
+    assert set(reasons) == {f"state.params.params.layers.{name}" for name in ("up", "down")}
+    assert all(why.startswith("read whole by transpose at") for why in reasons.values())
