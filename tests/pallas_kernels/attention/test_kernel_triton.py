@@ -27,6 +27,7 @@ from pallas_kernels.errors import NotSupportedError
 from pallas_kernels.targets import target_of
 from tests.pallas_kernels.attention import cases_triton
 from tests.pallas_kernels.isolated import run
+from tests.sweeps import slow_but
 
 A100 = target_of("cuda", "NVIDIA A100-SXM4-80GB")
 CAUSAL = Problem(1, 512, 512, 8, 2, 128, "bfloat16", Band(None, 0), 128**-0.5)
@@ -108,7 +109,7 @@ def test_results_and_gradients(case):
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
 def test_types_with_tensor_cores(dtype: str):
     run(cases_triton.types, dtype=dtype)
 
