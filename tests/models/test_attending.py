@@ -17,7 +17,7 @@ from models.configs import TINY, TINY_MOE
 from models.sharding import weight_shardings
 from tests.models.drawn import initial, jitted
 
-CONFIG = dataclasses.replace(TINY, dtype=jnp.float32)
+CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 FUSED = dataclasses.replace(CONFIG, attention="fused")
 
 
