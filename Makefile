@@ -75,10 +75,10 @@ $(READY): $(BUILT_FROM)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	  || { python="$$(.ci/find-python)" && "$$python" -m venv --clear $(VENV); }
 	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda]' \
-	  || { echo "memplan: setting up without the TPU and GPU compilers"; \
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda,triton]' \
+	  || { echo "memplan: setting up without the compilers of TPU, GPU and Triton"; \
 	       $(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'; }
 	@$(BIN)/python -c 'from importlib.util import find_spec as f; \
 	  [print("memplan:", p, "has no package here; tests of that compiler are skipped") \
-	   for p in ("libtpu", "jax_cuda13_plugin") if f(p) is None]'
+	   for p in ("libtpu", "jax_cuda13_plugin", "triton") if f(p) is None]'
 	@touch $@

@@ -46,6 +46,10 @@ TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
+SLOW_ON_GPU = [
+    *TARGETS[:2],
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
 
 
 def machine_of(target: str) -> str | None:
@@ -68,7 +72,7 @@ def test_xla_reports_no_more_than_the_budget(target: str):
     assert bool(on_cpu) == (target == "cpu")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_the_least_budget_of_the_error_works(target: str):
     machine = machine_of(target)
     lowered = memplan.jit(chain, hbm="1MiB", machine=machine).lower(*wide())
@@ -117,7 +121,7 @@ def scanned(stacked: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_a_budget_that_needs_scanned_layers_streamed(target: str):
     stacked = jax.ShapeDtypeStruct((6, 512, 512), jnp.float32)
     x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
@@ -556,7 +560,7 @@ def many_small(x: Any, scales: list[Any]) -> Any:
     return jax.numpy.cumsum(x, 0)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_a_plan_is_made_for_what_xla_takes_by_itself(target: str):
     """XLA:TPU holds all temporaries of so small a program in VMEM, and the planner cannot know."""
     shape = jax.ShapeDtypeStruct

@@ -28,7 +28,7 @@ def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 def shapes() -> tuple[list[list[jax.ShapeDtypeStruct]], jax.ShapeDtypeStruct]:
     weight = jax.ShapeDtypeStruct((2048, 8, 128), jnp.bfloat16)
-    return [[weight] * 3] * 8, jax.ShapeDtypeStruct((4, 1024, 2048), jnp.bfloat16)
+    return [[weight] * 3] * 4, jax.ShapeDtypeStruct((1, 1024, 2048), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_kernels_see_the_device_that_is_not_there(machine: str, generation: str)
 
 @pytest.mark.tpu
 def test_attention_is_planned_around() -> None:
-    step = memplan.jit(layers, hbm="80MiB", machine=memplan.topology("v6e"))
+    step = memplan.jit(layers, hbm="40MiB", machine=memplan.topology("v6e"))
     compiled = step.lower(*shapes()).compile()
     assert compiled.plan is not None
     # The weights are streamed past kernels, whose time the planner knows.
     assert compiled.plan.transfers
     report = compiled.memory_analysis()
-    assert report.temp_size_in_bytes < 80 << 20
+    assert report.temp_size_in_bytes < 40 << 20
     text = compiled.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 8
+    assert text.count('custom_call_target="tpu_custom_call"') == 4
     assert "attention_forward" in text
 
 
@@ -82,10 +82,10 @@ def test_gradients_of_packed_sequences_compile(batch: int, is_64_bit: bool) -> N
 
 @pytest.mark.tpu
 def test_what_is_not_materialised_is_not_held() -> None:
-    """The scores alone would be 512 MiB."""
+    """The scores alone would be 128 MiB."""
     machine = memplan.topology("v6e")
     plain = functools.partial(attention, causal=True, implementation="xla")
-    q = jax.ShapeDtypeStruct((4, 2048, 8, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 2048, 8, 128), jnp.bfloat16)
     temps = [
         memplan.jit(f, machine=machine)
         .lower(q, q, q)
@@ -94,8 +94,8 @@ def test_what_is_not_materialised_is_not_held() -> None:
         .temp_size_in_bytes
         for f in (functools.partial(attention, causal=True), plain)
     ]
-    assert temps[0] <= 64 << 20
-    assert temps[1] >= 128 << 20
+    assert temps[0] <= 16 << 20
+    assert temps[1] >= 32 << 20
 
 
 # --- decoding -----------------------------------------------------------------------------
@@ -114,6 +114,11 @@ ONE_DEVICE = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("v6e", marks=[pytest.mark.tpu, pytest.mark.slow]),
     pytest.param("h200", marks=pytest.mark.gpu),
+]
+SLOW_ON_GPU = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("v6e", marks=[pytest.mark.tpu, pytest.mark.slow]),
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
 ]
 
 
@@ -167,7 +172,7 @@ def test_decoders_on_a_mesh_run_the_kernel(shape: tuple[int, int]) -> None:
     assert spaces_read_by_kernels(compiled)
 
 
-@pytest.mark.parametrize("machine", ONE_DEVICE)
+@pytest.mark.parametrize("machine", SLOW_ON_GPU)
 def test_decoders_are_planned_around(machine: str) -> None:
     compiled = decode(llama, machine, hbm="42MiB")
     assert compiled.plan.transfers
@@ -201,12 +206,12 @@ def test_what_is_on_the_host_is_brought_to_the_kernel(machine: str) -> None:
 
     q = jax.ShapeDtypeStruct((8, 1, 8, 128), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
-    step = memplan.jit(layers, hbm="80MiB", machine=topology)
-    compiled = step.lower(q, [(cache, cache)] * 6, lengths).compile()
+    step = memplan.jit(layers, hbm="40MiB", machine=topology)
+    compiled = step.lower(q, [(cache, cache)] * 3, lengths).compile()
     assert compiled.plan.transfers
     assert compiled.followed.exactly
     kernels = spaces_read_by_kernels(compiled)
-    assert len(kernels) == 6
+    assert len(kernels) == 3
     assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
-    # 6 pairs of 32 MiB.
-    assert compiled.memory_analysis().host_argument_size_in_bytes >= 112 << 20
+    # 3 pairs of 32 MiB.
+    assert compiled.memory_analysis().host_argument_size_in_bytes >= 56 << 20

@@ -145,7 +145,7 @@ def with_activations(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.A
     return lax.scan(lambda x, w: (layer(x, w)[0], x), x, weights)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", slow_but([AxisType.Explicit], [AxisType.Explicit, AxisType.Auto]))
 @pytest.mark.parametrize("program", [with_activations, jax.grad(loss)], ids=["made", "gradient"])
 def test_the_mesh_is_named_in_the_types_or_not(program: Any, kind: AxisType):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
@@ -187,7 +187,7 @@ def test_weights_that_stay_are_updated_in_place(target: str):
     assert memory.alias_size_in_bytes == memory.argument_size_in_bytes == 2 * weights.size
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 @pytest.mark.parametrize("program", [forward, by_index])
 def test_two_slots_hide_the_weights_of_all_layers(program: Any, target: str):
     # As many rows as keep either device busy for longer than a layer's weights travel.
@@ -275,7 +275,7 @@ def test_stacks_that_the_tpu_cannot_slice_are_left_alone():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float64])
+@pytest.mark.parametrize("dtype", slow_but([jnp.float64], [jnp.complex64, jnp.float64]))
 def test_the_tpu_makes_two_of_numbers_of_64_bits(dtype: Any):
     with jax.enable_x64(True):
         weights, x = shapes(256, 16, dtype)

@@ -35,6 +35,10 @@ ONE_DEVICE = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
+SLOW_ON_GPU = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
 FOUR_DEVICES = [
     pytest.param("v5e:2x2", marks=pytest.mark.tpu),
     pytest.param("h200:4", marks=pytest.mark.gpu),
@@ -61,7 +65,7 @@ def test_a_machine_that_is_not_here(name: str):
         step.place(*abstract())
 
 
-@pytest.mark.parametrize("name", ONE_DEVICE)
+@pytest.mark.parametrize("name", SLOW_ON_GPU)
 def test_a_program_with_a_plan_names_the_lines_that_it_comes_from(name: str):
     def scanned(stacked: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
@@ -88,7 +92,7 @@ def test_arguments_that_are_bound_to_one_device_are_streamed():
     assert compiled.followed.exactly
 
 
-@pytest.mark.parametrize("name", ONE_DEVICE)
+@pytest.mark.parametrize("name", SLOW_ON_GPU)
 def test_host_memory_that_is_asked_for_is_the_plans_to_give(name: str):
     host = topologies.topology(name).sharding().with_memory_kind("pinned_host")
     options: dict[str, Any] = {"hbm": 3 * WEIGHT_BYTES, "machine": name}

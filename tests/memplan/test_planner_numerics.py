@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,7 @@ from hlo_passes.selection import Terms, select
 from memplan.replaying import max_difference, replay
 from memplan.topologies import topology
 from models.corpus import CORPUS
+from tests.sweeps import slow_but
 
 # A rounding to bf16, in units in the last place of f32: operands of matmuls are rounded.
 _BF16_ULP = 2**16
@@ -83,15 +85,14 @@ def check(name: str, target: str, what: Forced) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["evict", *(pytest.param(w, marks=pytest.mark.slow) for w in ("recompute", "reorder"))],
+    ("name", "what"),
+    slow_but(
+        [("vit-train", "evict")],
+        product(
+            ["llama-train", "moe-train", "vit-train", "dit-train", "unet-train", "adam"],
+            ["evict", "recompute", "reorder"],
+        ),
+    ),
 )
-def test_a_llama_step_for_tpu(tpu_compiler: None, what: Forced) -> None:
-    check("llama-train", "v5e", what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["evict", "recompute", "reorder"])
-@pytest.mark.parametrize("name", ["moe-train", "vit-train", "dit-train", "unet-train", "adam"])
 def test_every_training_step_for_tpu(tpu_compiler: None, name: str, what: Forced) -> None:
     check(name, "v5e", what)

@@ -64,7 +64,7 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, jax.Array]:
 
 
 @pytest.mark.parametrize("program", [attend, scanned, gradients, branches, jax.jit(attend)])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_forms_change_no_number(program: Callable[..., Any], data: st.DataObject):
     jaxpr = jax.make_jaxpr(program)(*arguments())

@@ -23,6 +23,14 @@ def build[Model: nnx.Module](
     )
 
 
+@functools.cache
+def initial[Model: nnx.Module](
+    kind: Callable[..., Model], config: Any
+) -> tuple[nnx.GraphDef[Model], nnx.State]:
+    """A model as training begins with it."""
+    return nnx.split(nnx.jit(lambda: kind(config, rngs=nnx.Rngs(0)))())
+
+
 def by_name(params: nnx.State) -> dict[str, np.ndarray]:
     """The parameters in float64, by their path with dots."""
     return {

@@ -15,9 +15,9 @@ from models import dit, llama, moe, scanned, training, vit
 from models.attending import cached_attention, fused_attention
 from models.configs import TINY, TINY_MOE
 from models.sharding import weight_shardings
-from tests.models.drawn import jitted
+from tests.models.drawn import initial, jitted
 
-CONFIG = dataclasses.replace(TINY, dtype=jnp.float32)
+CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 FUSED = dataclasses.replace(CONFIG, attention="fused")
 
 
@@ -28,8 +28,7 @@ def tokens(batch: int = 2) -> jax.Array:
 @pytest.mark.parametrize("model", [llama.Llama, scanned.ScannedLlama])
 def test_decoders(model: Any) -> None:
     plain, fused = (
-        jitted(llama.forward)(*nnx.split(model(config, rngs=nnx.Rngs(0))), tokens())
-        for config in (CONFIG, FUSED)
+        jitted(llama.forward)(*initial(model, config), tokens()) for config in (CONFIG, FUSED)
     )
     np.testing.assert_allclose(fused, plain, atol=1e-5)
 
@@ -58,9 +57,7 @@ def by_token(cache: llama.Cache) -> list[jax.Array]:
 def test_a_prompt_then_tokens(model: Any, init_cache: Any, config: Any, at_once: int) -> None:
     prompt, rest = tokens()[:, :10], tokens()[:, 10:]
     fused = dataclasses.replace(config, attention="fused")
-    (graphdef, params), (plain, _) = (
-        nnx.split(model(c, rngs=nnx.Rngs(0))) for c in (fused, config)
-    )
+    (graphdef, params), (plain, _) = (initial(model, c) for c in (fused, config))
     whole = jitted(llama.forward)(graphdef, params, tokens())
     step = jitted(llama.decode_step)
     logits, cache = jitted(llama.prefill)(graphdef, params, prompt, init_cache(fused, 2, 24))
@@ -106,7 +103,7 @@ def test_a_cache_is_that_of_its_attention(model: Any, other: Any, function: Any)
 def test_gradients() -> None:
     found = []
     for config in (CONFIG, FUSED):
-        graphdef, params = nnx.split(scanned.ScannedLlama(config, rngs=nnx.Rngs(0)))
+        graphdef, params = initial(scanned.ScannedLlama, config)
         gradient = jax.jit(jax.grad(lambda p, g=graphdef: training.loss_fn(g, p, tokens())))(params)
         found.append(jax.tree.leaves(gradient))
     for some, other in zip(*found, strict=True):
@@ -116,10 +113,8 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_decoders_on_a_mesh(shape: tuple[int, int]) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("fsdp", "model"))
-    expected = jitted(llama.forward)(
-        *nnx.split(scanned.ScannedLlama(CONFIG, rngs=nnx.Rngs(0))), tokens()
-    )
-    graphdef, params = nnx.split(scanned.ScannedLlama(FUSED, rngs=nnx.Rngs(0), mesh=mesh))
+    expected = jitted(llama.forward)(*initial(scanned.ScannedLlama, CONFIG), tokens())
+    graphdef, params = initial(partial(scanned.ScannedLlama, mesh=mesh), FUSED)
     placed = jax.device_put(params, weight_shardings(params, mesh))
     found = jax.jit(llama.forward, static_argnums=0)(graphdef, placed, tokens())
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -131,8 +126,7 @@ def test_decoding_on_a_mesh(shape: tuple[int, int], batch: int) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("fsdp", "model"))
     found = []
     for config, split in ((CONFIG, None), (FUSED, mesh)):
-        model = scanned.ScannedLlama(config, rngs=nnx.Rngs(0), mesh=split)
-        graphdef, params = nnx.split(model)
+        graphdef, params = initial(partial(scanned.ScannedLlama, mesh=split), config)
         cache = scanned.init_cache(config, batch, 24)
         if split is not None:
             params = jax.device_put(params, weight_shardings(params, mesh))
@@ -166,9 +160,7 @@ def test_vision_transformer() -> None:
     config = vit.TINY_VIT
     plain, fused = (
         jitted(vit.forward)(
-            *nnx.split(
-                vit.VisionTransformer(dataclasses.replace(config, attention=kind), rngs=nnx.Rngs(0))
-            ),
+            *initial(vit.VisionTransformer, dataclasses.replace(config, attention=kind)),
             images[:, : config.image_size, : config.image_size],
         )
         for kind in ("plain", "fused")
@@ -181,7 +173,7 @@ def test_diffusion_transformer() -> None:
     found = []
     for kind in ("plain", "fused"):
         config = dataclasses.replace(dit.TINY_DIT, attention=kind, dtype=jnp.float32)
-        graphdef, params = nnx.split(dit.DiffusionTransformer(config, rngs=nnx.Rngs(0)))
+        graphdef, params = initial(dit.DiffusionTransformer, config)
         # Gates start at zero: what attention computes would not be seen.
         params = jax.tree.map(lambda x: x + 0.01 * jnp.ones_like(x), params)
         found.append(jitted(dit.loss_fn)(graphdef, params, batch))

@@ -16,6 +16,7 @@ import models.scanned as scanned
 from models.configs import CONFIGS, TINY
 from models.sharding import TOKENS, gathered, named, weight_shardings
 from models.training import TrainOptions, abstract_state, init_state, train_step
+from tests.models.drawn import initial
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 
@@ -44,7 +45,7 @@ def specs(name: str, mesh: AbstractMesh) -> dict[str, P]:
 
 
 def build() -> tuple[nnx.State, jax.Array]:
-    params = nnx.state(scanned.ScannedLlama(CONFIG, rngs=nnx.Rngs(0)))
+    params = initial(scanned.ScannedLlama, CONFIG)[1]
     rng = np.random.default_rng(1)
     return params, jnp.asarray(rng.integers(CONFIG.vocab_size, size=(4, 9)), jnp.int32)
 

@@ -23,6 +23,7 @@ from models.training import (
     rounded,
     train_step,
 )
+from tests.models.drawn import initial
 from tests.sweeps import slow_but
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
@@ -38,7 +39,7 @@ def _full_precision():
 def build(
     config: LlamaConfig, remat: scanned.Remat = "none"
 ) -> tuple[nnx.GraphDef[scanned.ScannedLlama], nnx.State]:
-    return nnx.split(scanned.ScannedLlama(config, rngs=nnx.Rngs(0), remat=remat))
+    return initial(functools.partial(scanned.ScannedLlama, remat=remat), config)
 
 
 @functools.cache
@@ -193,7 +194,7 @@ def test_wide_parameters_are_rounded_where_they_are_used():
 def test_an_abstract_state_is_what_a_built_one_is(clip_norm: float | None, param_dtype):
     options = TrainOptions(clip_norm=clip_norm)
     config = dataclasses.replace(TINY, dtype=param_dtype)
-    state = init_state(nnx.split(scanned.ScannedLlama(config, rngs=nnx.Rngs(0)))[1], options)
+    state = init_state(build(config)[1], options)
     abstract = abstract_state(TINY, options, param_dtype=param_dtype)
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, abstract)

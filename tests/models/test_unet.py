@@ -11,7 +11,7 @@ from flax import nnx
 
 import models.unet as unet
 from models.unet import TINY_UNET
-from tests.models.drawn import below, build, by_name, losses
+from tests.models.drawn import below, build, by_name, initial, losses
 
 F32 = dataclasses.replace(TINY_UNET, dtype=jnp.float32)
 
@@ -89,14 +89,14 @@ def test_forward():
 
 
 def test_every_pixel_gets_a_score_for_every_class():
-    graphdef, params = nnx.split(unet.UNet(TINY_UNET, rngs=nnx.Rngs(0)))
+    graphdef, params = initial(unet.UNet, TINY_UNET)
     logits = jax.eval_shape(functools.partial(unet.forward, graphdef), params, draw_images(2, 16))
     assert (logits.shape, logits.dtype) == ((2, 16, 16, TINY_UNET.num_classes), jnp.float32)
 
 
 @pytest.mark.slow
 def test_training_lowers_the_loss():
-    graphdef, params = nnx.split(unet.UNet(TINY_UNET, rngs=nnx.Rngs(0)))
+    graphdef, params = initial(unet.UNet, TINY_UNET)
     images = draw_images(2, 16)
     labels = (images[..., 0] > 0).astype(jnp.int32)
     found = losses(functools.partial(unet.loss_fn, graphdef), params, (images, labels), steps=20)

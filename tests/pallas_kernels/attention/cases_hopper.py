@@ -155,9 +155,14 @@ def _delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
 
 def by_reference(problem: Problem, a: Arrays) -> dict[str, np.ndarray]:
     nowhere: Any = None
-    out, lse = reference.attend(problem, a.q, a.k, a.v, a.segments)
-    rest = (a.q, a.k, a.v, a.segments, lse, _delta(out, a.d_out), a.d_out)
-    return _named(out, lse, *reference.backward(problem, nowhere, *rest))
+
+    @jax.jit
+    def results(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
+        out, lse = reference.attend(problem, q, k, v, segments)
+        rest = (q, k, v, segments, lse, _delta(out, d_out), d_out)
+        return out, lse, *reference.backward(problem, nowhere, *rest)
+
+    return _named(*results(a.q, a.k, a.v, a.d_out, a.segments))
 
 
 def by_kernels(case: Case, a: Arrays) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -80,11 +81,7 @@ class Case:
     def check(self, dma: str) -> None:
         """Both kernels, by the rule."""
         q, k, v, d_out, ids = self.arrays()
-        exact = self._exact(q, k, v, d_out, ids)
-        out, lse = reference.attend(self.problem, q, k, v, ids)
-        # Both sides get the gradient of lse as well: it is a part of delta.
-        delta = jnp.einsum("bthd,bthd->bht", _f32(out), _f32(d_out)) - 0.25
-        near = reference.backward(self.problem, TARGET, q, k, v, ids, lse, delta, d_out)
+        exact, (out, lse, delta, near) = _exact(self), _near(self)
         with interpreted(dma):
             found_out, found_lse = kernel_tpu.forward(
                 self.problem, self.forward, Launch(self.cores, VMEM, 0), q, k, v, ids
@@ -111,20 +108,41 @@ class Case:
         for name, some, other in zip(("d_q", "d_k", "d_v"), found, near, strict=True):
             compare(name, some, other, exact[name])
 
-    def _exact(self, q: Any, k: Any, v: Any, d_out: Any, ids: Any) -> dict[str, Any]:
+
+@cache
+def _exact(case: Case) -> dict[str, Any]:
+    """Results and gradients in float64."""
+
+    @jax.jit
+    def results(ids: Any, d_out: Any, *qkv: Any) -> tuple[Any, ...]:
         def loss(q: Any, k: Any, v: Any) -> Any:
-            out, lse = reference.attend(self.problem, q, k, v, ids, jnp.float64)
-            return (out * doubled(d_out)).sum() + 0.25 * jnp.where(jnp.isinf(lse), 0, lse).sum()
+            out, lse = reference.attend(case.problem, q, k, v, ids, jnp.float64)
+            total = (out * d_out).sum() + 0.25 * jnp.where(jnp.isinf(lse), 0, lse).sum()
+            return total, (out, lse)
 
-        def doubled(x: Any) -> Any:
-            return jnp.asarray(np.asarray(x, np.float64))
+        gradients, results = jax.grad(loss, (0, 1, 2), has_aux=True)(*qkv)
+        return *results, *gradients
 
-        with jax.enable_x64(True):
-            wide = (doubled(q), doubled(k), doubled(v))
-            out, lse = reference.attend(self.problem, *wide, ids, jnp.float64)
-            gradients = jax.grad(loss, (0, 1, 2))(*wide)
-        named = zip(("d_q", "d_k", "d_v"), gradients, strict=True)
-        return {"out": out, "lse": lse, **dict(named)}
+    *narrow, ids = case.arrays()
+    with jax.enable_x64(True):
+        q, k, v, d_out = (jnp.asarray(np.asarray(x, np.float64)) for x in narrow)
+        found = results(ids, d_out, q, k, v)
+    return dict(zip(("out", "lse", "d_q", "d_k", "d_v"), found, strict=True))
+
+
+@cache
+def _near(case: Case) -> tuple[Any, ...]:
+    """In the kernel's own precision: output, log-sum-exp, delta, and the gradients."""
+
+    @jax.jit
+    def results(q: Any, k: Any, v: Any, d_out: Any, ids: Any) -> tuple[Any, ...]:
+        out, lse = reference.attend(case.problem, q, k, v, ids)
+        # Both sides get the gradient of lse as well: it is a part of delta.
+        delta = jnp.einsum("bthd,bthd->bht", _f32(out), _f32(d_out)) - 0.25
+        gradients = reference.backward(case.problem, TARGET, q, k, v, ids, lse, delta, d_out)
+        return out, lse, delta, gradients
+
+    return results(*case.arrays())
 
 
 def compare(name: str, found: Any, near: Any, exact: Any) -> None:

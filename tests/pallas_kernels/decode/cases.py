@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode import reference
 from pallas_kernels.decode.problem import Cache, Problem
 
 GARBAGE = (-1, -(2**31), 2**31 - 1, 10**6)
@@ -117,6 +118,11 @@ def make(
         scales(),
     )
     return Case(problem, jnp.asarray(q).astype(dtype), cache)
+
+
+def same_dtype(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of the reference, in the types that the kernels have."""
+    return jax.jit(reference.attend, static_argnums=0)(case.problem, case.q, case.cache)
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:

@@ -14,9 +14,10 @@ from pallas_kernels.decode.shapes import SHAPES, Shape
 from pallas_kernels.targets import target_of
 from tests.pallas_kernels.decode import interpreted_gpu
 from tests.pallas_kernels.isolated import run
+from tests.sweeps import slow_but
 
 H200 = target_of("cuda", "NVIDIA H200")
-QUICK = ("llama3-8b-8k-int8-page32", "gemma2-9b-8k-window", "gpt2-1k")
+QUICK = ("llama3-8b-8k-int8-page32", "gemma2-9b-8k-window")
 
 
 @pytest.mark.parametrize("what", ["masks", "types", "rows"])
@@ -118,13 +119,6 @@ def call(options: dict[str, Any], positional: Any, named: Any) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but(QUICK, [shape.name for shape in SHAPES]))
 def test_compiles(name: str) -> None:
     is_clean(next(shape for shape in SHAPES if shape.name == name))
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_every_shape_compiles(shape: Shape) -> None:
-    is_clean(shape)

@@ -56,6 +56,9 @@ def interpreted(problem: Problem, config: Config, dma_execution_mode: Any, *give
         return jax.jit(lambda *a: kernel_tpu.stream(problem, config, *a))(*given)
 
 
+_forward = jax.jit(reference.forward, static_argnums=(0, 1, 5))
+
+
 def check(problem: Problem, config: Config, mode: str) -> None:
     x, w, scales = arrays(problem)
     here = replace(problem, on_host=False)
@@ -63,9 +66,8 @@ def check(problem: Problem, config: Config, mode: str) -> None:
         wide_x, wide_w = jnp.asarray(x, jnp.float64), jnp.asarray(w, jnp.float64)
         factors = None if scales is None else jnp.asarray(scales, jnp.float64)
         out64 = replace(here, out_dtype="float64")
-        exact = reference.forward(out64, CPU, wide_x, wide_w, factors, accumulate=jnp.float64)
-        exact = np.asarray(exact)
-    same_type = np.asarray(reference.forward(here, CPU, x, w, scales), np.float64)
+        exact = np.asarray(_forward(out64, CPU, wide_x, wide_w, factors, jnp.float64))
+    same_type = np.asarray(_forward(here, CPU, x, w, scales), np.float64)
     found = np.asarray(interpreted(problem, config, mode, x, w, scales), np.float64)
     error, allowed = abs(found - exact).max(), 2 * abs(same_type - exact).max() + 1e-4
     assert error <= allowed, f"{problem}, {config}, {mode}: {error} > {allowed}"
