@@ -42,9 +42,11 @@ def test_the_judge_sees_a_block_taken_for_another():
 
 
 def test_a_failure_is_a_row():
-    cells = matching._cells(matching.Row("edit", "program", "cpu", "none", failure="too slow"))
-    assert cells[-1] == "too slow"
-    assert len(cells) == len(matching._table([]).columns)
+    failed = {"edit": "changes", "target": "cpu", "failure": "too slow"}
+    table, _ = matching.EXPERIMENT.tables([failed])
+    (cells,) = table.rows
+    assert "too slow" in cells
+    assert len(cells) == len(table.columns)
 
 
 def test_what_another_environment_compiles_is_found():
