@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def _rows(rows: Rows) -> Iterator[Row]:
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise app.UsageError(f"expected a GPU, found {device.device_kind}")
-    links = rows.of({"kind": "links"}, _links)
+    # A plan that another XLA carries out is another case.
+    plugin = version("jax-cuda13-plugin")
+    links = rows.of({"kind": "links", "plugin": plugin}, _links)
     yield links
     machine = _with_link(
         load_machine(device.device_kind), links["from_host_gb_s"] * 1e9, links["to_host_gb_s"] * 1e9
@@ -76,15 +79,16 @@ def _rows(rows: Rows) -> Iterator[Row]:
     for workload in FLAGS.workload:
         # Run where its arrays are needed, once.
         plain = functools.cache(lambda w=workload: _plain(w))
-        own = {"kind": "own", "workload": workload}
+        own = {"kind": "own", "plugin": plugin, "workload": workload}
         yield rows.of(own, lambda plain=plain: _attempt(lambda: plain().row))
         for n in FLAGS.budget:
-            case = {"kind": "plan", "workload": workload, "percent": n}
+            case = {"kind": "plan", "plugin": plugin, "workload": workload, "percent": n}
             yield rows.of(
                 case, lambda n=n, plain=plain: _attempt(lambda: _within(plain(), n, machine, links))
             )
     if FLAGS.beyond is not None:
-        case = {"kind": "beyond", "workload": FLAGS.beyond, "budget": parse_bytes(FLAGS.hbm)}
+        case = {"kind": "beyond", "plugin": plugin, "workload": FLAGS.beyond}
+        case |= {"budget": parse_bytes(FLAGS.hbm)}
         case |= {"batch": FLAGS.batch, "tokens": FLAGS.tokens}
         yield rows.of(case, lambda: _attempt(lambda: _beyond(case, machine)))
 
@@ -388,7 +392,7 @@ _COLUMNS = (
         Column(heading, right=True)
         for heading in (
             *("budget", "in use less XLA's report", "moved", "evictions", "recomputes"),
-            *("plain jax", "memplan", "ratio", "predicted", "serial"),
+            *("plain jax", "memplan", "ratio", "predicted", "ratio predicted", "serial"),
             *("XLA's own schedule", "in", "results"),
         )
     ),
@@ -405,10 +409,9 @@ _BEYOND_COLUMNS = (
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
     plans = [row for row in rows if row["kind"] == "plan"]
-    note = "".join(
-        f"{row['workload']}: {row['failure']}\n" for row in rows if "failure" in row
-    ).strip()
-    yield Table("Programs of the corpus", _COLUMNS, tuple(map(_cells, _done(plans))), note)
+    for plugin in dict.fromkeys(row["plugin"] for row in plans):
+        found = tuple(_cells(row) for row in plans if row["plugin"] == plugin)
+        yield Table(f"Programs of the corpus, XLA of {plugin}", _COLUMNS, found)
     for row in _done(row for row in rows if row["kind"] == "beyond"):
         title = f"{row['workload']}, {row['batch']} × {row['tokens']} tokens"
         host = format_bytes(row["on_host"])
@@ -428,7 +431,12 @@ def _done(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    if "failure" in row:
+        named = (row["workload"], f"{row['percent']} %")
+        return (*named, *["–"] * (len(_COLUMNS) - 3), row["failure"].partition("\n")[0])
     other = row.get("unscheduled", {})
+    # What plain jax is predicted to take.
+    plain_s = row["predicted_compute_s"] - row["predicted_recompute_s"]
     return (
         row["workload"],
         f"{row['percent']} %",
@@ -440,6 +448,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_seconds(row["step_s"]),
         f"{row['step_s'] / row['plain_s']:.2f}",
         format_seconds(row["predicted_s"]),
+        f"{row['predicted_s'] / plain_s:.2f}",
         f"{row['serial_s'] / row['plain_s']:.2f}",
         format_seconds(other["step_s"]) if "step_s" in other else "–",
         f"{other['total'] / row['plain_total']:.0%}" if "total" in other else "–",
