@@ -348,8 +348,34 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     cells = tuple(c for row in found for c in _cells(row, len(columns)))
     return [
         Table("Instructions found again", columns, cells),
+        _summary(found),
         _speed_table([row for row in rows if row["edit"] == "speed"]),
     ]
+
+
+def _summary(rows: Iterable[Row]) -> Table:
+    """Of each edit the least and the greatest of all programs, by target."""
+    found: dict[tuple[str, str], dict[str, list[Pair]]] = {}
+    for row in rows:
+        for pair in (Pair(**fields) for fields in row.get("pairs", ())):
+            of_edit = found.setdefault((pair.edit, pair.metadata), {})
+            of_edit.setdefault(pair.target, []).append(pair)
+    targets = [t for t in TARGETS if any(t in of for of in found.values())]
+    cells = (
+        (*edit, *(_range(of.get(target, ())) for target in targets)) for edit, of in found.items()
+    )
+    columns = map(Column, ("edit", "metadata", *targets))
+    return Table("Least and greatest precision / recall", tuple(columns), tuple(cells))
+
+
+def _range(pairs: Sequence[Pair]) -> str:
+    def ends(shares: Iterable[float]) -> str:
+        texts = [f"{share:.4f}" for share in sorted(shares)]
+        return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+
+    if not pairs:
+        return ""
+    return f"{ends(p.precision for p in pairs)} / {ends(p.recall for p in pairs)}"
 
 
 def _cells(row: Row, width: int) -> Iterator[tuple[str, ...]]:
