@@ -3,7 +3,7 @@
     python -m experiments.attention_bench [--only causal] [--json bench.jsonl] [--tune rows.json]
     python -m experiments.attention_bench --platform tpu
 
-Each line is one problem by one contender, all in one run, side by side: cuDNN through
+Each row is one problem by all contenders, in one run, side by side: cuDNN through
 `jax.nn.dot_product_attention`, tokamax where it is installed, on a TPU jax's splash attention, and
 each implementation of `pallas_kernels` that takes the problem. They are timed in turns
 (`memplan.kernels.timing`): medians of what the GPU's profiler (CUPTI) counts for the kernels of a
@@ -11,7 +11,7 @@ call; where there is none, of calls that follow one another, waited for together
 pairs of query and key that see each other: 4 a pair and width of the head forward, 2.5 times as
 many backward. Decode attention is measured in bytes/s of keys and values, beside a copy in the same
 run. Results are compared with the first contender's that runs. What one contender cannot do does
-not end the others, and each problem's lines are written as soon as it is done.
+not end the others.
 
 `--tune` measures the configurations of the same problems afterwards (`experiments.autotune`), and
 writes rows that `pallas_kernels.tuned.using` reads. With ``--platform cpu`` everything is small and
@@ -20,25 +20,25 @@ the times mean nothing: it tells whether all of it runs.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import app, flags
 
 from experiments import autotune, kernel_programs
+from experiments.running import FLAGS, Experiment, Row, Rows
+from hlo_passes.units import format_seconds
 from memplan.kernels import search_gpu
 from memplan.kernels.autotune import first_line, measured
 from memplan.kernels.timing import Call, Timer, device_seconds, in_turns
+from memplan.report.tables import Column, Table
 from pallas_kernels.attention.api import IMPLEMENTATIONS, attention, problem_of
 from pallas_kernels.attention.problem import Problem as AttentionProblem
 from pallas_kernels.decode.api import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
@@ -172,35 +172,21 @@ def difference(found: Any, expected: Any) -> float:
     return max(one(a, b) for a, b in pairs)
 
 
-class Out:
-    """Lines on the terminal, and as JSON in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def write(self, text: str, **record: Any) -> None:
-        """A line, and what it says."""
-        print(text, flush=True)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-
-def compare(problem: Problem, out: Out, timer: Timer = device_seconds) -> None:
-    """Forward and backward by each contender."""
+def compare(problem: Problem, phase: str, timer: Timer = device_seconds) -> Row:
+    """Forward or backward by each contender."""
     *qkv, d_out = problem.arrays()
-    flops = problem.flops()
-    for phase, work in (("forward", flops), ("backward", 2.5 * flops)):
-        calls: dict[str, Call] = {}
-        for name, function in contenders(problem):
-            try:
-                calls[name] = _forward(function, qkv)
-                if phase == "backward":
-                    calls[name] = _backward(function, qkv, d_out)
-            except Exception as error:  # Whatever one cannot do, the others are still compared.
-                del calls[name]
-                _failed(out, problem.name, phase, name, error)
-        _lines(out, problem.name, phase, calls, timer, Rate(work, "TFLOP/s", 1e12))
+    calls: dict[str, Call] = {}
+    failed: dict[str, Row] = {}
+    for name, function in contenders(problem):
+        try:
+            call = _forward(function, qkv)
+            if phase == "backward":
+                call = _backward(function, qkv, d_out)
+            calls[name] = call
+        except Exception as error:  # Whatever one cannot do, the others are still compared.
+            failed[name] = {"error": first_line(error)}
+    work = problem.flops() * (1 if phase == "forward" else 2.5)
+    return {"by": {**failed, **_compared(calls, timer, work)}}
 
 
 def _forward(function: Callable[..., Any], qkv: Sequence[jax.Array]) -> Call:
@@ -213,66 +199,27 @@ def _backward(function: Callable[..., Any], qkv: Sequence[jax.Array], d_out: jax
     return Call(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out))
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What a call does, for its rate.
+def _compared(calls: dict[str, Call], timer: Timer, work: float) -> dict[str, Row]:
+    """Of each contender seconds, its rate, and how far it is off the first that runs.
 
-    Attributes:
-      work: FLOPs or bytes.
-      unit, unit_size: of the rate, on the terminal.
-      limit: of the rate, measured in the same run: a copy's bytes/s.
+    Args:
+      work: of a call, in FLOPs or bytes.
     """
-
-    work: float
-    unit: str
-    unit_size: float
-    limit: float | None = None
-
-    def said(self, per_s: float) -> str:
-        share = "" if self.limit is None else f" {per_s / self.limit:6.1%} of a copy"
-        return f"{per_s / self.unit_size:7.1f} {self.unit}{share}"
-
-
-def _lines(
-    out: Out,
-    problem: str,
-    phase: str,
-    calls: dict[str, Call],
-    timer: Timer,
-    rate: Rate,
-) -> None:
-    """A line for each contender: its rate, and how far it is off the first that runs."""
+    found: dict[str, Row] = {}
     first: tuple[float, Any] | None = None
     for name, taken in in_turns(calls, timer).items():
         if isinstance(taken, Exception):
-            _failed(out, problem, phase, name, taken)
+            found[name] = {"error": first_line(taken)}
             continue
-        found = calls[name]()
-        first = first or (taken, found)
-        off, per_s = difference(found, first[1]), rate.work / taken
-        wrong = "  WRONG" if off > _TOLERANCE else ""
-        out.write(
-            f"{_start(problem, phase, name)} {1e3 * taken:9.3f} ms {rate.said(per_s)}"
-            f" {first[0] / taken:5.2f} x  off by {off:.1e}{wrong}",
-            problem=problem,
-            phase=phase,
-            by=name,
-            seconds=taken,
-            rate=per_s,
-            of_limit=None if rate.limit is None else per_s / rate.limit,
-            of_first=first[0] / taken,
-            off=off,
-        )
-
-
-def _failed(out: Out, problem: str, phase: str, name: str, error: Exception) -> None:
-    reason = first_line(error)
-    line = f"{_start(problem, phase, name)} {reason}"
-    out.write(line, problem=problem, phase=phase, by=name, error=reason)
-
-
-def _start(problem: str, phase: str, name: str) -> str:
-    return f"{problem:40s} {phase:8s} {name:16s}"
+        result = calls[name]()
+        first = first or (taken, result)
+        found[name] = {
+            "seconds": taken,
+            "rate": work / taken,
+            "of_first": first[0] / taken,
+            "off": difference(result, first[1]),
+        }
+    return found
 
 
 def copy_rate(size: int, timer: Timer = device_seconds) -> float:
@@ -283,12 +230,10 @@ def copy_rate(size: int, timer: Timer = device_seconds) -> float:
     return 2 * size / timer(call)
 
 
-def decode(shape: DecodeShape, copied: float, out: Out, timer: Timer = device_seconds) -> None:
-    """Decode attention of full sequences, pages shuffled."""
+def decode(shape: DecodeShape, timer: Timer = device_seconds) -> Row:
+    """Decode attention of full sequences, pages shuffled, by each contender."""
     (q, k, _, _), arrays = shape.abstract()
-    whole = 2 * k.size * k.dtype.itemsize
-    if whole > _CACHE_BYTES:
-        return
+    whole = cache_bytes(shape)
     keys = jax.random.split(jax.random.key(0), 4)
     query = jax.random.normal(keys[0], q.shape, q.dtype)
     cache = [jax.random.normal(key, k.shape, jnp.bfloat16).astype(k.dtype) for key in keys[1:3]]
@@ -310,45 +255,76 @@ def decode(shape: DecodeShape, copied: float, out: Out, timer: Timer = device_se
         )
         for name in _ours(DECODE_IMPLEMENTATIONS)
     }
-    _lines(out, shape.name, "decode", calls, timer, Rate(read, "GB/s", 1e9, copied))
+    return {"by": _compared(calls, timer, read)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="a part of the names of what to measure")
-    parser.add_argument("--json", type=Path, help="append the lines, as JSON")
-    parser.add_argument("--tune", type=Path, metavar="ROWS", help="measure configurations, too")
-    parser.add_argument("--platform", default="cuda", choices=("cuda", "tpu", "cpu"))
-    options = parser.parse_args()
-    is_real = options.platform != "cpu"
-    jax.config.update("jax_platforms", f"{options.platform},cpu" if is_real else "cpu")
-    device = jax.devices()[0]
-    if is_real and device.platform == "cpu":
-        sys.exit("found neither a GPU nor a TPU: --platform cpu tries whether it runs")
-    out = Out(options.json)
-    versions = {name: version(name) for name in ("jax", "jaxlib", "tokamax") if find_spec(name)}
-    copied = copy_rate(_COPY_BYTES if is_real else 1 << 20)
-    out.write(
-        f"{device.device_kind}, {versions}, copy {copied / 1e9:.0f} GB/s",
-        device=device.device_kind,
-        versions=versions,
-        copy_bytes_per_s=copied,
-    )
-    problems = [p for p in (PROBLEMS if is_real else SMALL) if options.only in p.name]
+def cache_bytes(shape: DecodeShape) -> int:
+    """Of keys and values."""
+    (_, k, _, _), _ = shape.abstract()
+    return 2 * k.size * k.dtype.itemsize
+
+
+def _define() -> None:
+    flags.DEFINE_string("only", "", "a part of the names of what to measure")
+    flags.DEFINE_string("tune", None, "file of rows: measure configurations, too")
+    flags.DEFINE_enum("platform", "cuda", ["cuda", "tpu", "cpu"], "what to measure on")
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    is_real = FLAGS.platform != "cpu"
+    jax.config.update("jax_platforms", f"{FLAGS.platform},cpu" if is_real else "cpu")
+    if is_real and jax.devices()[0].platform == "cpu":
+        raise app.UsageError("found neither a GPU nor a TPU: --platform cpu tries whether it runs")
+    problems = [p for p in (PROBLEMS if is_real else SMALL) if FLAGS.only in p.name]
     shapes = DECODE_SHAPES if is_real else SMALL_DECODE
-    shapes = [s for s in shapes if options.only in f"{s.name} decode"]
+    shapes = [s for s in shapes if FLAGS.only in f"{s.name} decode"]
+    size = _COPY_BYTES if is_real else 1 << 20
+    yield rows.of({"problem": "copy", "phase": "copy"}, lambda: {"rate": copy_rate(size)})
     for problem in problems:
-        compare(problem, out)
-    for shape in shapes:
-        decode(shape, copied, out)
-    if options.tune is not None:
+        for phase in ("forward", "backward"):
+            case = {"problem": problem.name, "phase": phase}
+            yield rows.of(case, lambda p=problem, phase=phase: compare(p, phase))
+    for shape in (s for s in shapes if cache_bytes(s) <= _CACHE_BYTES):
+        yield rows.of({"problem": shape.name, "phase": "decode"}, lambda s=shape: decode(s))
+    if FLAGS.tune is not None:
         kernels = ((search, p.of_kernels()) for p in problems for search in autotune.ATTENTION)
         caches = ((search_gpu.DECODE, kernel_programs.decode_problem_of(s)) for s in shapes)
         method = measured(search_gpu.versions())
-        autotune.run((*kernels, *caches), method, options.tune)
+        autotune.run((*kernels, *caches), method, Path(FLAGS.tune))
 
+
+_COLUMNS = (
+    *map(Column, ("problem", "phase", "by")),
+    *(Column(h, right=True) for h in ("time", "rate", "of a copy", "over the first", "off by")),
+    Column(""),
+)
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    copied = next((row["rate"] for row in rows if row["phase"] == "copy"), None)
+    cells = (
+        (row["problem"], row["phase"], name, *_cells(row["phase"], found, copied))
+        for row in rows
+        for name, found in row.get("by", {}).items()
+    )
+    note = "" if copied is None else f"A copy: {copied / 1e9:.0f} GB/s."
+    return [Table("Attention", _COLUMNS, tuple(cells), note)]
+
+
+def _cells(phase: str, found: Row, copied: float | None) -> Iterator[str]:
+    if "error" in found:
+        yield from (*["–"] * 5, found["error"])
+        return
+    is_decode = phase == "decode"
+    yield format_seconds(found["seconds"])
+    yield f"{found['rate'] / 1e9:.1f} GB/s" if is_decode else f"{found['rate'] / 1e12:.1f} TFLOP/s"
+    yield f"{found['rate'] / copied:.1%}" if is_decode and copied else "–"
+    yield f"{found['of_first']:.2f} x"
+    yield f"{found['off']:.1e}"
+    yield "WRONG" if found["off"] > _TOLERANCE else ""
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

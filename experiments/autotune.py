@@ -12,15 +12,16 @@ again. All that was tried is printed, with why it lost.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 
 from experiments import kernel_programs
+from experiments.running import FLAGS, command
 from memplan.kernels import search_gpu
 from memplan.kernels.autotune import Method, NoCandidateError, Search, measured, table, tune
 from pallas_kernels.attention.shapes import SHAPES, Shape
@@ -65,22 +66,21 @@ def run(jobs: Iterable[Job], method: Method, rows: Path, again: bool = False) ->
         print("\n".join(table(trials)), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--measure", action="store_true", help="on the GPU that is here")
-    parser.add_argument("--only", default="", help="a part of the names of shapes")
-    parser.add_argument("--kernel", default="", help="a part of the names of kernels")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows to write")
-    parser.add_argument("--again", action="store_true", help="also what the file has already")
-    options = parser.parse_args()
+def _define() -> None:
+    flags.DEFINE_bool("measure", False, "on the GPU that is here")
+    flags.DEFINE_string("only", "", "a part of the names of shapes")
+    flags.DEFINE_string("kernel", "", "a part of the names of kernels")
+    flags.DEFINE_string("rows", str(ROWS), "the file of rows to write")
+    flags.DEFINE_bool("again", False, "also what the file has already")
+
+
+def main(_: Sequence[str]) -> None:
     method = search_gpu.by_evidence()
-    if options.measure:
+    if FLAGS.measure:
         jax.config.update("jax_platforms", "cuda,cpu")
         method = measured(search_gpu.versions())
-    run(jobs(options.only, options.kernel), method, options.rows, options.again)
+    run(jobs(FLAGS.only, FLAGS.kernel), method, Path(FLAGS.rows), FLAGS.again)
 
 
 if __name__ == "__main__":
-    main()
+    command(main, _define)

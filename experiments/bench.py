@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from experiments import dispatch, dumps, planning_time
 
-
-def main() -> None:
-    dispatch.main([])
-    planning_time.main([])
-    dumps.main([])
-
-
 if __name__ == "__main__":
-    main()
+    for module in (dispatch, planning_time, dumps):
+        module.EXPERIMENT.run()

@@ -8,15 +8,15 @@ least budget that the error names, and what comes of asking for that.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from experiments.running import Experiment, Row, Rows
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
-from memplan.compare import view_planned
+from memplan.compare import compared, view_planned
 from memplan.executable import device_bytes
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.workloads import decode
 
@@ -39,45 +39,66 @@ _COLUMNS = (
 )
 
 
-def main() -> None:
-    rows = tuple(row for target in TARGETS for row in _sweep(target))
-    title = f"{MODEL} decode, batch {BATCH}, cache {CACHE_LENGTH}: budgets as shares of XLA's own"
-    write_tables([Table(title, _COLUMNS, rows)], sys.stdout)
+def _rows(rows: Rows) -> Iterator[Row]:
+    for target in TARGETS:
+        own = rows.of({"target": target, "asked": "own"}, lambda t=target: _own(t))
+        yield own
+        for share in SHARES:
+            row = _row(rows, target, f"{share:.0%}", int(own["total"] * share))
+            yield row
+            if "least" in row:
+                yield _row(rows, target, "least", row["least"])
 
 
-def _sweep(target: str) -> Iterator[tuple[str, ...]]:
+def _row(rows: Rows, target: str, asked: str, budget: int) -> Row:
+    case = {"target": target, "asked": asked, "budget": budget}
+    return rows.of(case, lambda: measure(target, budget))
+
+
+def _own(target: str) -> Row:
+    """What XLA takes by itself."""
     fun, args = decode(MODEL, batch=BATCH, cache_length=CACHE_LENGTH)
     free = jit(fun, hbm="1TiB", machine=topology(target), donate_argnames="cache")
-    own = device_bytes(free.lower(*args).compile(), 0)
-    for share in SHARES:
-        try:
-            yield _row(target, f"{share:.0%}", int(own * share))
-        except MemoryBudgetError as error:
-            refused = (target, f"{share:.0%}", str(int(own * share)), f"least {error.least}")
-            yield (*refused, *["–"] * (len(_COLUMNS) - len(refused)))
-            yield _row(target, "least", error.least)
+    return {"total": device_bytes(free.lower(*args).compile(), 0)}
 
 
-def _row(target: str, asked: str, budget: int) -> tuple[str, ...]:
+def measure(target: str, budget: int) -> Row:
+    """What becomes of a budget: figures, or the least one that would do."""
     fun, args = decode(MODEL, batch=BATCH, cache_length=CACHE_LENGTH)
     step = jit(fun, hbm=budget, machine=topology(target), donate_argnames="cache")
-    compiled = step.lower(*args).compile()
-    view = view_planned(compiled, topology(target).machine)
-    assert view.clock is not None
+    try:
+        compiled = step.lower(*args).compile()
+    except MemoryBudgetError as error:
+        return {"least": error.least}
+    found = compared(view_planned(compiled, topology(target).machine))
+    rounds = max(1, len(compiled.rounds))
+    return {**found, "total": compiled.device_bytes, "compilations": rounds}
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    title = f"{MODEL} decode, batch {BATCH}, cache {CACHE_LENGTH}: budgets as shares of XLA's own"
+    found = (row for row in rows if row["asked"] != "own")
+    return [Table(title, _COLUMNS, tuple(map(_cells, found)))]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    asked = (row["target"], row["asked"], str(row["budget"]))
+    if "least" in row:
+        return (*asked, f"least {row['least']}", *["–"] * (len(_COLUMNS) - 4))
     return (
-        target,
-        asked,
-        str(budget),
-        str(compiled.device_bytes),
-        "yes" if compiled.device_bytes <= budget else "NO",
-        format_bytes(view.moved_bytes),
-        "–" if view.overlapped is None else f"{view.overlapped:.1%}",
-        f"{view.clock.link_s / view.clock.step_time_s:.1%}",
-        format_seconds(view.clock.step_time_s),
-        format_seconds(view.clock.lower_bound_s),
-        str(max(1, len(compiled.rounds))),
+        *asked,
+        str(row["total"]),
+        "yes" if row["total"] <= row["budget"] else "NO",
+        format_bytes(row["moved"]),
+        "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
+        f"{row['link_busy']:.1%}",
+        format_seconds(row["step_s"]),
+        format_seconds(row["bound_s"]),
+        str(row["compilations"]),
     )
 
 
+EXPERIMENT = Experiment(_rows, _tables)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

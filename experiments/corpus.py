@@ -1,7 +1,7 @@
 """Which programs can be planned for which budget, and at what price?
 
     python -m experiments.corpus [--target v5e --target h200 --target cpu] [--workload vit-train]
-        [--budget 75 50] [--least] [--json corpus.jsonl [--resume]]
+        [--budget 75 50] [--least] [--json corpus.jsonl [--resume | --show]] [--plot corpus.svg]
 
 Every program of `models.corpus` is compiled as XLA has it, then within shares of the device
 bytes of that, by the target's own compiler; nothing is run. With ``--budget`` and no number it
@@ -14,31 +14,27 @@ does for it up to its scheduler.
 
 A budget that cannot be kept shows the least one that the planner names, and with ``--least``
 whether a program compiled for that keeps to it. Each compilation has a process and a time
-limit of its own: one that fails is a row that says so. ``--json`` writes a line a result as
-it comes; with ``--resume`` what stands there is not measured again, and with ``--show`` nothing
-is, and the tables are of what stands there.
+limit of its own: one that fails is a row that says so. ``--plot`` draws steps and their bounds
+against budgets.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
 import jax
+from absl import flags
 
 from experiments.isolated import Failure, isolated
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes import inject
 from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import MemoryBudgetError
@@ -50,7 +46,7 @@ from hlo_passes.timeline import schedule_events, simulate
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
 from memplan.looks import Look, Looks
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.corpus import CORPUS
 
@@ -158,108 +154,47 @@ class Settings:
     timeout_s: float
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
-    settings = Settings(options.small, options.least, options.timeout)
-    log = Log(options.json, options.resume or options.show)
-    pairs = [(w, t) for t in options.target or TARGETS for w in options.workload or CORPUS]
-    if options.show:
-        found = list(log.known(pairs, options.budget))
-    else:
-        with ThreadPoolExecutor(options.jobs) as pool:
-            sweeps = [pool.submit(_sweep, *pair, options.budget, settings, log) for pair in pairs]
-            found = [sweep.result() for sweep in sweeps]
-    owns = [own for own, _ in found]
-    points = [(own, point) for own, of in found for point in of]
-    compared = [_point_table(points), _summary(points)] if points else []
-    write_tables([_own_table(owns), *compared], sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_string("target", list(TARGETS), "topologies")
+    flags.DEFINE_multi_enum("workload", list(CORPUS), list(CORPUS), "of `models.corpus`")
+    flags.DEFINE_multi_integer("budget", list(PERCENTS), "percent of what XLA takes; may be none")
+    flags.DEFINE_bool("small", False, "the small size of each program")
+    flags.DEFINE_bool("least", False, "try the least budgets named")
+    flags.DEFINE_integer("jobs", 1, "compilations at once")
+    flags.DEFINE_float("timeout", 900.0, "seconds for each")
 
 
-class Log:
-    """Results as JSON lines.
-
-    Args:
-      path: of the file; None keeps nothing.
-      resume: take what is in it for measured; otherwise it is written anew.
-    """
-
-    def __init__(self, path: Path | None, resume: bool) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._known: dict[tuple[Any, ...], Own | Point] = {}
-        if path is None:
-            return
-        if resume and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                result = _decoded(json.loads(line))
-                self._known[_key(result)] = result
-        else:
-            path.write_text("", encoding="utf-8")
-
-    def known(
-        self, pairs: Iterable[tuple[str, str]], percents: Iterable[int]
-    ) -> Iterator[tuple[Own, list[Point]]]:
-        """Of each workload and target what is known."""
-        wanted = sorted(percents, reverse=True)
-        for pair in pairs:
-            own = self._known.get(pair)
-            if isinstance(own, Own):
-                points = (self._known.get((*pair, percent)) for percent in wanted)
-                yield own, [point for point in points if isinstance(point, Point)]
-
-    def measured[Result: (Own, Point)](
-        self, wanted: Result, measure: Callable[[], Result]
-    ) -> Result:
-        """What is known of the case that `wanted` names, else what `measure` returns."""
-        known = self._known.get(_key(wanted))
-        if isinstance(known, type(wanted)):
-            return known
-        begin = time.monotonic()
-        result = measure()
-        seconds = format_seconds(time.monotonic() - begin)
-        with self._lock:
-            print(f"{_key(result)}: {seconds} {result.failure}", file=sys.stderr, flush=True)
-            if self._path is not None:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-        return result
-
-
-def _key(result: Own | Point) -> tuple[Any, ...]:
-    percent = (result.percent,) if isinstance(result, Point) else ()
-    return (result.workload, result.target, *percent)
-
-
-def _decoded(document: dict[str, Any]) -> Own | Point:
-    if "percent" not in document:
-        return Own(**document)
-    tried = document["least_works"]
-    return Point(**{**document, "least_works": None if tried is None else tuple(tried)})
+def _rows(rows: Rows) -> Iterator[Row]:
+    settings = Settings(FLAGS.small, FLAGS.least, FLAGS.timeout)
+    pairs = [(w, t) for t in FLAGS.target for w in FLAGS.workload]
+    with ThreadPoolExecutor(FLAGS.jobs) as pool:
+        found = [pool.submit(_sweep, rows, *pair, FLAGS.budget, settings) for pair in pairs]
+        for sweep in found:
+            yield from sweep.result()
 
 
 def _sweep(
-    workload: str, target: str, percents: Sequence[int], settings: Settings, log: Log
-) -> tuple[Own, list[Point]]:
+    rows: Rows, workload: str, target: str, percents: Sequence[int], settings: Settings
+) -> list[Row]:
     """A program as XLA has it, then within each share of that."""
-    own = Own(workload, target)
-    own = log.measured(own, lambda: _attempt(own, settings, measure_own))
-    if own.failure:
-        return own, []
-    points = [Point(workload, target, p, budget=own.total * p // 100) for p in percents]
-    measured = (log.measured(p, lambda p=p: _attempt(p, settings, measure_point)) for p in points)
-    return own, list(measured)
+    case: Row = {"workload": workload, "target": target}
+    found = [rows.of(case, lambda: _found(measure_own, Own(**case), case, settings))]
+    own = Own(**found[0])
+    for percent in () if own.failure else percents:
+        point = Point(workload, target, percent, budget=own.total * percent // 100)
+        of = {**case, "percent": percent}
+        found.append(rows.of(of, lambda p=point, of=of: _found(measure_point, p, of, settings)))
+    return found
 
 
-def _attempt[Result: (Own, Point)](
-    wanted: Result, settings: Settings, measure: Callable[[Result, Settings], Result]
-) -> Result:
+def _found[Result: (Own, Point)](
+    measure: Callable[[Result, Settings], Result], wanted: Result, case: Row, settings: Settings
+) -> Row:
     """`wanted` measured in a process of its own, or with the reason why that failed."""
     result = isolated(measure, wanted, settings, timeout_s=settings.timeout_s)
-    return _with(wanted, failure=result.reason) if isinstance(result, Failure) else result
-
-
-def _with[Result: (Own, Point)](result: Result, **numbers: Any) -> Result:
-    return type(result)(**{**asdict(result), **numbers})
+    if isinstance(result, Failure):
+        result = replace(wanted, failure=result.reason)
+    return {name: value for name, value in asdict(result).items() if name not in case}
 
 
 def measure_own(wanted: Own, settings: Settings) -> Own:
@@ -269,7 +204,7 @@ def measure_own(wanted: Own, settings: Settings) -> Own:
     executable = lowered.unplanned()
     xla_s = time.process_time() - begin
     module, memory = read_module(executable), executable.memory_analysis()
-    return _with(
+    return replace(
         wanted,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -290,10 +225,10 @@ def measure_point(wanted: Point, settings: Settings) -> Point:
             compiled = lowered.compile()
     except MemoryBudgetError as error:
         tried = _try_least(wanted, error.least, settings) if settings.try_least else None
-        return _with(wanted, least=error.least, least_works=tried)
+        return replace(wanted, least=error.least, least_works=tried)
     compile_s = time.process_time() - begin
     machine = topology(wanted.target).machine
-    return _with(
+    return replace(
         wanted,
         total=compiled.device_bytes,
         step_time_s=_step_time_s(compiled.module, machine),
@@ -362,6 +297,29 @@ def _try_least(wanted: Point, least: int, settings: Settings) -> tuple[int, str]
 def _step_time_s(module: Module, machine: Machine) -> float:
     costs = instruction_costs(module, machine)
     return simulate(schedule_events(module, costs, machine), machine).step_time_s
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    points = _points(rows)
+    compared = [_point_table(points), _training_table(points), _summary(points)] if points else []
+    return [_own_table(_owns(rows)), *compared]
+
+
+def _owns(rows: Iterable[Row]) -> list[Own]:
+    return sorted((Own(**row) for row in rows if "percent" not in row), key=_place)
+
+
+def _points(rows: Sequence[Row]) -> list[tuple[Own, Point]]:
+    """Of each program, the largest budget first."""
+    owns = {(own.workload, own.target): own for own in _owns(rows)}
+    points = sorted((Point(**row) for row in rows if "percent" in row), key=_place)
+    return [(owns[point.workload, point.target], point) for point in points]
+
+
+def _place(result: Own | Point) -> tuple[int, ...]:
+    """Where it stands among all, in whichever order they were measured."""
+    percent = -result.percent if isinstance(result, Point) else 0
+    return TARGETS.index(result.target), [*CORPUS].index(result.workload), percent
 
 
 def _own_table(owns: Iterable[Own]) -> Table:
@@ -445,6 +403,30 @@ def _least_verdict(own: Own, point: Point) -> str:
     return f"{text}, does not work: {wrong}" if wrong else f"{text}, works"
 
 
+def _training_table(points: Iterable[tuple[Own, Point]]) -> Table:
+    """Programs against targets and shares below all: the step over XLA's, and its gap."""
+    found = {(p.workload, p.target, p.percent): (own, p) for own, p in points}
+    cases = [(t, n) for t in TARGETS for n in PERCENTS if n < 100]
+    programs = [w for w in CORPUS if w.endswith("-train")]
+    rows = (
+        (program, *(_training_cell(found.get((program, *case))) for case in cases))
+        for program in programs
+        if any((program, *case) in found for case in cases)
+    )
+    columns = (Column("step / XLA's (gap)"), *(Column(f"{t}, {n} %") for t, n in cases))
+    return Table("Training steps", columns, tuple(rows))
+
+
+def _training_cell(found: tuple[Own, Point] | None) -> str:
+    if found is None:
+        return ""
+    own, point = found
+    if not point.total:
+        return "failed" if point.failure else f"least {point.least / own.total:.0%}"
+    gap = "" if point.gap is None else f" ({point.gap:.1%})"
+    return f"{point.step_time_s / own.step_time_s:.3f}{gap}"
+
+
 def _summary(points: Sequence[tuple[Own, Point]]) -> Table:
     headings = (
         "points",
@@ -488,25 +470,31 @@ def _median(values: Iterable[float], form: str) -> str:
     return format(statistics.median(found), form) if found else "–"
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", action="append", metavar="NAME", help=f"of {TARGETS}")
-    parser.add_argument("--workload", action="append", choices=CORPUS, metavar="NAME")
-    parser.add_argument("--budget", nargs="*", type=int, default=PERCENTS, metavar="PERCENT")
-    parser.add_argument("--small", action="store_true", help="the small size of each program")
-    parser.add_argument("--least", action="store_true", help="try the least budgets named")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="keep what is in FILE")
-    parser.add_argument("--show", action="store_true", help="measure nothing, show FILE")
-    parser.add_argument("--jobs", type=int, default=1, help="compilations at once")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for each")
-    options = parser.parse_args(arguments)
-    if (options.resume or options.show) and options.json is None:
-        parser.error("--resume and --show need --json FILE")
-    return options
+def _plot(rows: Sequence[Row]) -> Any:
+    """A panel a target: steps over XLA's own, dotted what no plan undercuts."""
+    from matplotlib.figure import Figure
 
+    points = [(own, p) for own, p in _points(rows) if p.is_kept]
+    targets = list(dict.fromkeys(own.target for own, _ in points))
+    figure = Figure(figsize=(4 * len(targets), 4), layout="constrained")
+    panels = figure.subplots(1, len(targets), squeeze=False, sharey=True)[0]
+    for axes, target in zip(panels, targets, strict=True):
+        for color, workload in enumerate(CORPUS):
+            found = [(o, p) for o, p in points if (o.workload, o.target) == (workload, target)]
+            shares = [p.total / o.total for o, p in found]
+            steps = [p.step_time_s / o.step_time_s for o, p in found]
+            bounds = [p.bound_s / o.step_time_s for o, p in found]
+            style: dict[str, Any] = {"color": f"C{color % 10}", "lw": 1.2, "ms": 3}
+            axes.plot(shares, steps, "o-" if color < 10 else "s-", label=workload, **style)
+            axes.plot(shares, bounds, ":", **style)
+        axes.set(title=target, xlabel="device bytes / XLA's own", yscale="log")
+        axes.invert_xaxis()
+    panels[0].set_ylabel("step / XLA's own, predicted")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define, _plot)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -9,19 +9,19 @@ are on the host, and plain jax is given the same arrays on the device.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.units import format_seconds
 from memplan.api import jit
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 
 _TURNS, _CALLS = 31, 10
 
@@ -35,12 +35,13 @@ _COLUMNS = (
 )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--leaves", nargs="+", type=int, default=[10, 100, 1000])
-    options = parser.parse_args(arguments)
-    rows = tuple(_row(n) for n in options.leaves)
-    write_tables([Table("A call, without the program's own time", _COLUMNS, rows)], sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_integer("leaves", [10, 100, 1000], "arrays")
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    for n in FLAGS.leaves:
+        yield rows.of({"arrays": n}, lambda n=n: measure(n))
 
 
 def total(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
@@ -49,7 +50,8 @@ def total(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return x
 
 
-def _row(leaves: int) -> tuple[str, ...]:
+def measure(leaves: int) -> Row:
+    """Seconds of a call of each."""
     weights = [jnp.full((64, 64), n, jnp.float32) for n in range(leaves)]
     x = jnp.ones(())
     budget = sum(w.nbytes for w in weights) * 3 // 4
@@ -58,9 +60,9 @@ def _row(leaves: int) -> tuple[str, ...]:
     if planned.lower(*placed).compile().plan is None:
         raise AssertionError(f"{leaves} arrays: there is no plan")
     calls: dict[str, tuple[Callable[..., Any], Any]] = {
-        "jax": (jax.jit(total), (weights, x)),
-        "unplanned": (unplanned, (weights, x)),
-        "planned": (planned, placed),
+        "jax_s": (jax.jit(total), (weights, x)),
+        "unplanned_s": (unplanned, (weights, x)),
+        "planned_s": (planned, placed),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(_TURNS + 1):
@@ -68,16 +70,7 @@ def _row(leaves: int) -> tuple[str, ...]:
             taken = _waiting_s(function, args)
             if turn:  # The first one compiles.
                 seconds[name].append(taken)
-    median = {name: statistics.median(found) for name, found in seconds.items()}
-    return (
-        f"{leaves}",
-        format_seconds(median["jax"]),
-        *(
-            cell
-            for name in ("unplanned", "planned")
-            for cell in (format_seconds(median[name]), f"{median[name] / median['jax']:.2f}x")
-        ),
-    )
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def _waiting_s(function: Callable[..., Any], args: Any) -> float:
@@ -91,5 +84,19 @@ def _waiting_s(function: Callable[..., Any], args: Any) -> float:
     return taken / _CALLS
 
 
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    cells = tuple((f"{row['arrays']:,}", *_cells(row)) for row in rows)
+    return [Table("A call, without the program's own time", _COLUMNS, cells)]
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield format_seconds(row["jax_s"])
+    for name in ("unplanned_s", "planned_s"):
+        yield format_seconds(row[name])
+        yield f"{row[name] / row['jax_s']:.2f}x"
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -13,7 +13,6 @@ no difference.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import resource
 import subprocess
@@ -25,15 +24,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
-from experiments.isolated import Failure, isolated
+from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.steps import llama_step
 from experiments.synthetic import training_step_text
 from hlo_passes.dump import find_modules, largest_module
 from hlo_passes.units import format_seconds
 from hlo_passes.xla import hlo_proto_to_text, hlo_text_to_proto
 from memplan.api import jit
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.configs import TINY
 
@@ -52,41 +52,41 @@ _COLUMNS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="experiments.dumps", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--target", action="append", choices=("cpu", "h200", "v5e"))
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--instructions", type=int, nargs="*", default=[75_000])
-    options = parser.parse_args(arguments)
-    rows = [
-        *(_dumped_row(target, options.layers) for target in options.target or ("cpu", "h200")),
-        *map(_synthetic_row, options.instructions),
-    ]
-    write_tables([Table("Reading what XLA dumps", _COLUMNS, tuple(rows))], sys.stdout)
+def _define() -> None:
+    targets = ["cpu", "h200", "v5e"]
+    flags.DEFINE_multi_enum("target", ["cpu", "h200"], targets, "whose compiler dumps")
+    flags.DEFINE_integer("layers", 32, "of the step that it dumps")
+    flags.DEFINE_multi_integer("instructions", [75_000], "of the synthetic entries")
 
 
-def _dumped_row(target: str, layers: int) -> tuple[str, ...]:
+def _rows(rows: Rows) -> Iterator[Row]:
+    layers = FLAGS.layers
+    for target in FLAGS.target:
+        name = f"training step of {layers} layers, {target}"
+        yield rows.of({"module": name}, lambda t=target: _of_dumps(t, layers))
+    for n in FLAGS.instructions:
+        yield rows.of({"module": f"synthetic, {n:,}"}, lambda n=n: _of_texts(n))
+
+
+def _of_dumps(target: str, layers: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder, "before"), Path(folder, "after")
         for depth, path in ((layers, before), (layers + 1, after)):
-            failure = isolated(dump, target, depth, path, timeout_s=900)
-            if isinstance(failure, Failure):
-                return (f"{layers} layers, {target}", failure.reason, *["–"] * 6)
-        texts = [_text(path) for path in (before, after)]
-        return (f"training step of {layers} layers, {target}", *_measured(before, after, texts))
+            found = found_apart(dump, target, depth, path, timeout_s=900)
+            if found:
+                return found
+        return _measured(before, after, [_text(path) for path in (before, after)])
 
 
-def _synthetic_row(instructions: int) -> tuple[str, ...]:
+def _of_texts(instructions: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder, "before.hlo"), Path(folder, "after.hlo")
         before.write_text(training_step_text(instructions, "gpu"))
         after.write_text(training_step_text(instructions + _MORE, "gpu"))
-        texts = [path.read_text() for path in (before, after)]
-        return ("synthetic", *_measured(before, after, texts))
+        return _measured(before, after, [path.read_text() for path in (before, after)])
 
 
-def dump(target: str, layers: int, folder: Path) -> None:
+def dump(target: str, layers: int, folder: Path) -> Row:
     """Compiles a training step of a narrow decoder for `target`, and has XLA write down what it
     does into `folder`."""
     jax.config.update("jax_platforms", "cpu")
@@ -94,6 +94,7 @@ def dump(target: str, layers: int, folder: Path) -> None:
     step, args = llama_step(None, config=config, batch=8, length=128)
     lowered = jit(step, machine=topology(target), donate_argnames="state").lower(*args)
     lowered.unplanned({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+    return {}
 
 
 def _text(folder: Path) -> str:
@@ -101,22 +102,40 @@ def _text(folder: Path) -> str:
     return hlo_proto_to_text(largest_module(find_modules(folder)).read().to_bytes())
 
 
-def _measured(before: Path, after: Path, texts: Sequence[str]) -> Iterator[str]:
+def _measured(before: Path, after: Path, texts: Sequence[str]) -> Row:
     parses: list[float] = []
     for text in texts:
         begin = time.process_time()
         proto = hlo_text_to_proto(text)
         parses.append(time.process_time() - begin)
         del proto
-    inspect_s = _command_s("inspect", str(before))
-    diff_s = _command_s("diff", str(before), str(after))
-    yield f"{len(texts[0]) / 1e6:.1f} MB"
-    yield str(sum(" = " in line for line in texts[0].splitlines()))
-    yield format_seconds(parses[0])
-    yield format_seconds(inspect_s)
-    yield f"{inspect_s / parses[0]:.1f}"
-    yield format_seconds(diff_s)
-    yield f"{diff_s / sum(parses):.1f}"
+    return {
+        "text_bytes": len(texts[0]),
+        "instructions": sum(" = " in line for line in texts[0].splitlines()),
+        "parse_s": parses[0],
+        "inspect_s": _command_s("inspect", str(before)),
+        "parse_both_s": sum(parses),
+        "diff_s": _command_s("diff", str(before), str(after)),
+    }
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    return [Table("Reading what XLA dumps", _COLUMNS, tuple(map(_cells, rows)))]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if "failure" in row:
+        return (row["module"], row["failure"], *["–"] * (len(_COLUMNS) - 2))
+    return (
+        row["module"],
+        f"{row['text_bytes'] / 1e6:.1f} MB",
+        f"{row['instructions']:,}",
+        format_seconds(row["parse_s"]),
+        format_seconds(row["inspect_s"]),
+        f"{row['inspect_s'] / row['parse_s']:.1f}",
+        format_seconds(row["diff_s"]),
+        f"{row['diff_s'] / row['parse_both_s']:.1f}",
+    )
 
 
 def _command_s(*words: str) -> float:
@@ -129,5 +148,7 @@ def _command_s(*words: str) -> float:
     return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -7,7 +7,7 @@ LayerNorm ─► Linear ─► GeLU ─► Linear, and three projections ─► 
 mask, of 8 x 1,024 tokens in bfloat16, forward alone and with the gradients of all arguments;
 weights stored as they are multiplied (``[in, out]``), the other way round (``[out, in]``), and
 the latter with ``memplan.jit(layouts="all")``. Compiled by the real compilers; nothing is run.
-Two Markdown tables:
+Two tables:
 
     bytes   to and from HBM in a step, read + written: without fusions, as XLA compiled it, at the
             least (`hlo_passes.fusion_traffic`); what fusions of the pairs left would save, by why
@@ -19,20 +19,22 @@ Two Markdown tables:
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product, starmap
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 import memplan
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.fusion_pairs import PairReason, fusion_pairs
-from hlo_passes.fusion_traffic import HbmBytes, fusion_traffic
+from hlo_passes.fusion_traffic import fusion_traffic
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.units import format_bytes
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 
 type Cells = tuple[str, ...]
@@ -75,27 +77,22 @@ class Case(NamedTuple):
     backward: bool
     stored: Stored
 
-    @property
-    def cells(self) -> Cells:
-        way = "forward + backward" if self.backward else "forward"
-        return f"{self.program}, {self.model}", self.target, way
+
+def _define() -> None:
+    flags.DEFINE_multi_enum("programs", list(PROGRAMS), list(PROGRAMS), "which")
+    flags.DEFINE_multi_enum("models", list(MODELS), list(MODELS), "whose widths")
+    flags.DEFINE_multi_string("targets", ["v5e", "h200"], "topologies")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
-    options = parser.parse_args()
-    backward, stored = (False, True), get_args(Stored.__value__)
-    of_all = product(options.programs, options.models, options.targets, backward, stored)
-    modules = {case: compiled(case) for case in starmap(Case, of_all)}
-    of = ("program", "target", "", "weights")
-    headings = (*of, "without fusions", "as compiled", "at the least", "pairs left")
-    _write(headings, _merged((case, totals(module)) for case, module in modules.items()))
-    print()
-    headings = (*of, "saves", "array", "written by", "read by", "because")
-    _write(headings, _merged((c, row) for c, m in modules.items() for row in pairs_left(m)))
+def _rows(rows: Rows) -> Iterator[Row]:
+    ways = (False, True), get_args(Stored.__value__)
+    for case in starmap(Case, product(FLAGS.programs, FLAGS.models, FLAGS.targets, *ways)):
+        yield rows.of(case._asdict(), lambda case=case: measure(compiled(case)))
+
+
+def measure(module: Module) -> Row:
+    """Bytes of the first table, and rows of the second."""
+    return {**totals(module), "pairs": list(pairs_left(module))}
 
 
 def mlp(params: Any, x: jax.Array, *, transposed: bool) -> jax.Array:
@@ -172,37 +169,31 @@ def compiled(case: Case) -> Module:
     return step.lower(*((params, x, x) if case.backward else (params, x))).compile().module
 
 
-def totals(module: Module) -> Cells:
-    """Cells of the first table."""
+def totals(module: Module) -> Row:
+    """Bytes read and written, and what fusions would save, by the reason why there is none."""
     found = fusion_traffic(module)
     saved: Counter[PairReason] = Counter()
     for pair in fusion_pairs(module):
         saved[pair.reason] += pair.saved
-    left = ", ".join(
-        f"{reason} {format_bytes(n)}"
-        for reason, n in saved.most_common()
-        if n >= _WORTH_A_SUM * found.compiled.total
-    )
-    columns = (found.unfused, found.compiled, found.bound)
-    return *map(_read_and_written, columns), left or "none"
+    return {
+        "unfused": found.unfused,
+        "compiled": found.compiled,
+        "bound": found.bound,
+        "saves": dict(saved.most_common()),
+    }
 
 
-def pairs_left(module: Module) -> Iterator[Cells]:
-    """Cells of the second table, those that save most first."""
+def pairs_left(module: Module) -> Iterator[Row]:
+    """What stands in the second table, those that save most first."""
     saved: defaultdict[Cells, list[int]] = defaultdict(list)
     for p in fusion_pairs(module):
         # Of names of instructions nobody knows what they stand for.
         why = p.reason if p.reason in ("layout", "opaque") else f"{p.reason}: {p.why}"
         saved[str(p.shape), _called(p.producer), _called(p.consumer), why].append(p.saved)
     worth = _WORTH_A_ROW * fusion_traffic(module).compiled.total
-    for cells, sizes in sorted(saved.items(), key=lambda row: -sum(row[1])):
+    for what, sizes in sorted(saved.items(), key=lambda row: -sum(row[1])):
         if sum(sizes) >= worth:
-            times = f"{len(sizes)} pairs, " if len(sizes) > 1 else ""
-            yield times + format_bytes(sum(sizes)), *cells
-
-
-def _read_and_written(found: HbmBytes) -> str:
-    return f"{format_bytes(found.read)} + {format_bytes(found.written)}"
+            yield {"pairs": len(sizes), "saves": sum(sizes), "what": what}
 
 
 def _called(i: Instruction) -> str:
@@ -210,20 +201,47 @@ def _called(i: Instruction) -> str:
     return i.op_name.rpartition("/")[2] or i.opcode
 
 
-def _merged(rows: Iterable[tuple[Case, Cells]]) -> Iterator[Cells]:
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    of = (Column("program"), Column("target"), Column(""), Column("weights"))
+    bytes_ = [Column(c, right=True) for c in ("without fusions", "as compiled", "at the least")]
+    pairs = map(Column, ("array", "written by", "read by", "because"))
+    totals = _merged((row, _total_cells(row)) for row in rows)
+    left = {way: _merged(_pairs(rows, way == "backward")) for way in ("forward", "backward")}
+    columns = (*of, Column("saves", right=True), *pairs)
+    return [
+        Table("Bytes to and from HBM", (*of, *bytes_, Column("pairs left")), tuple(totals)),
+        *(Table(f"Pairs left, {way}", columns, tuple(cells)) for way, cells in left.items()),
+    ]
+
+
+def _pairs(rows: Sequence[Row], backward: bool) -> Iterator[tuple[Row, Cells]]:
+    for row in rows:
+        for pair in row["pairs"] if row["backward"] == backward else ():
+            times = f"{pair['pairs']} pairs, " if pair["pairs"] > 1 else ""
+            yield row, (times + format_bytes(pair["saves"]), *pair["what"])
+
+
+def _total_cells(row: Row) -> Cells:
+    worth = _WORTH_A_SUM * sum(row["compiled"])
+    left = [f"{reason} {format_bytes(n)}" for reason, n in row["saves"].items() if n >= worth]
+    columns = (row["unfused"], row["compiled"], row["bound"])
+    both = (f"{format_bytes(read)} + {format_bytes(written)}" for read, written in columns)
+    return *both, ", ".join(left) or "none"
+
+
+def _merged(rows: Iterable[tuple[Row, Cells]]) -> Iterator[Cells]:
     """One row for all ways to store the weights of which the same can be said."""
     found: defaultdict[tuple[Cells, Cells], list[str]] = defaultdict(list)
-    for case, cells in rows:
-        found[case.cells, cells].append(case.stored)
+    for row, cells in rows:
+        way = "forward + backward" if row["backward"] else "forward"
+        of = (f"{row['program']}, {row['model']}", row["target"], way)
+        found[of, cells].append(row["stored"])
     for (of, cells), stored in found.items():
         is_all = len(stored) == len(get_args(Stored.__value__))
         yield *of, "all" if is_all else "; ".join(stored), *cells
 
 
-def _write(headings: Cells, rows: Iterable[Cells]) -> None:
-    for cells in (headings, ("---",) * len(headings), *rows):
-        print("|", " | ".join(cells), "|")
-
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -7,36 +7,38 @@ python -m experiments.kernels --tune v6e             compiles blocks, writes tpu
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
+
+from absl import flags
 
 from experiments.kernel_splash import against_splash
 from experiments.kernel_tables import document
 from experiments.kernel_tuning import tune
+from experiments.running import FLAGS, command
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", nargs="+", metavar="CHIP", default=[])
-    parser.add_argument("--write", type=Path, metavar="FILE", help="of --shapes, the document")
-    parser.add_argument("--splash", nargs="+", metavar="CHIP", default=[])
-    parser.add_argument("--tune", nargs="+", metavar="CHIP", default=[])
-    options = parser.parse_args()
-    if options.shapes:
+def _define() -> None:
+    flags.DEFINE_multi_string("shapes", [], "chips for whose compilers all shapes are compiled")
+    flags.DEFINE_string("write", None, "file for the document of --shapes")
+    flags.DEFINE_multi_string("splash", [], "TPUs on which kernels are held against splash's")
+    flags.DEFINE_multi_string("tune", [], "TPUs whose rows of tpu_bundles.json are made anew")
+
+
+def main(_: Sequence[str]) -> None:
+    if FLAGS.shapes:
         lines = []
-        for line in document(options.shapes):
+        for line in document(FLAGS.shapes):
             print(line, flush=True)
             lines.append(line)
-        if options.write:
-            options.write.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    for chip in options.splash:
+        if FLAGS.write is not None:
+            Path(FLAGS.write).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    for chip in FLAGS.splash:
         print(f"\n{chip}\n")
         for row in against_splash(chip):
             print(row, flush=True)
-    tune(options.tune)
+    tune(FLAGS.tune)
 
 
 if __name__ == "__main__":
-    main()
+    command(main, _define)

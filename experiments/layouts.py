@@ -19,27 +19,23 @@ stacks streamed from the host. Columns:
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 from jax.experimental.layout import Format, Layout
 
-from experiments.isolated import Failure, isolated
 from experiments.layout_programs import PROGRAMS
+from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from hlo_passes import cost, inject, xla
 from hlo_passes.ir import Module
 from hlo_passes.layout_plan import converted, plan_layouts
 from hlo_passes.reader import read_module
-from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.executable import Executable, TopologyExecutable
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 
 WAYS = ("jax", "AUTO", "arguments", "all")
@@ -50,118 +46,72 @@ STREAMED = ("streamed, jax", "streamed, arguments")
 _UNLIMITED = "1TiB"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A program, compiled in one way.
+_ORDER = [*PROGRAMS]
 
-    Attributes:
-      program, target, way: which.
-      failure: why there is nothing.
-      converted, of_arguments: bytes, in a step, read and written.
-      inside: of `converted`, what other orders of what the program makes would save, if the
-        compiler's kernels took and gave what they do: predicted.
-      temp, arguments: bytes, as XLA reports them.
-      step_s: seconds of all kernels, predicted.
+
+def _define() -> None:
+    flags.DEFINE_multi_string("target", ["v5e", "h200"], "topologies")
+    flags.DEFINE_multi_enum("program", _ORDER, _ORDER, "which")
+    flags.DEFINE_float("timeout", 900.0, "seconds for each compilation")
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    for target in FLAGS.target:
+        for program in FLAGS.program:
+            for way in (*WAYS, *(STREAMED if program.startswith("attention") else ())):
+                case = {"program": program, "target": target, "way": way}
+                yield rows.of(case, lambda c=case: _measured(c))
+
+
+def _measured(case: Row) -> Row:
+    return found_apart(measure, *case.values(), timeout_s=FLAGS.timeout)
+
+
+def measure(program: str, target: str, way: str) -> Row:
+    """Compiles a program in one way.
+
+    Returns:
+      ``converted``, ``of_arguments``, and of those what other orders would save (``inside``), in
+      bytes that a step reads and writes; ``temp`` and ``arguments`` in bytes as XLA reports them;
+      ``step_s``, predicted seconds of all kernels.
     """
-
-    program: str
-    target: str
-    way: str
-    failure: str = ""
-    converted: int = 0
-    of_arguments: int = 0
-    inside: int = 0
-    temp: int = 0
-    arguments: int = 0
-    step_s: float = 0.0
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", nargs="+", default=["v5e", "h200"])
-    parser.add_argument("--program", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--timeout", type=float, default=900.0)
-    options = parser.parse_args(arguments)
-    wanted = [
-        Row(program, target, way)
-        for target in options.target
-        for program in options.program
-        for way in (*WAYS, *(STREAMED if program.startswith("attention") else ()))
-    ]
-    rows = list(_measured(wanted, options))
-    tables: list[Table] = []
-    for target in options.target:
-        of_target = [r for r in rows if r.target == target]
-        tables.append(Table(target, _COLUMNS, tuple(_lines(of_target))))
-        streamed = tuple(_streamed_lines(of_target))
-        tables.append(Table(f"{target}, streamed", _STREAMED_COLUMNS, streamed))
-    write_tables([t for t in tables if t.rows], sys.stdout)
-
-
-def _measured(wanted: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
-    path: Path | None = options.json
-    known: dict[tuple[str, str, str], Row] = {}
-    if path is not None and path.exists() and (options.resume or options.show):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = Row(**json.loads(line))
-            known[row.program, row.target, row.way] = row
-    elif path is not None:
-        path.write_text("", encoding="utf-8")
-    for row in wanted:
-        found = known.get((row.program, row.target, row.way))
-        if found is None and not options.show:
-            answer = isolated(measure, row, timeout_s=options.timeout)
-            found = _failed(row, answer) if isinstance(answer, Failure) else answer
-            print(found, file=sys.stderr, flush=True)
-            if path is not None:
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(found)) + "\n")
-        if found is not None:
-            yield found
-
-
-def _failed(row: Row, failure: Failure) -> Row:
-    return Row(row.program, row.target, row.way, failure.reason)
-
-
-def measure(wanted: Row) -> Row:
-    """Compiles a program in one way."""
     # An accelerator of this machine is neither needed nor taken.
     jax.config.update("jax_platforms", "cpu")
-    make, donated = PROGRAMS[wanted.program]
+    make, donated = PROGRAMS[program]
     fun, args = make()
-    if wanted.way in STREAMED:
-        return _streamed(fun, args, donated, wanted)
-    if wanted.way == "AUTO":
-        executable = _left_to_xla(fun, args, donated, wanted.target)
+    if way in STREAMED:
+        return _streamed(fun, args, donated, target, way)
+    if way == "AUTO":
+        executable = _left_to_xla(fun, args, donated, target)
         module = read_module(executable)
     else:
-        layouts: Any = None if wanted.way == "jax" else wanted.way
+        layouts: Any = None if way == "jax" else way
         step = jit(
             fun,
             hbm=_UNLIMITED,
-            machine=topology(wanted.target),
+            machine=topology(target),
             layouts=layouts,
             donate_argnames=donated,
         )
         executable = step.lower(*args).compile()
         module = executable.module
     memory = executable.memory_analysis()
-    row = _row(wanted, module)
-    return replace(row, temp=memory.temp_size_in_bytes, arguments=memory.argument_size_in_bytes)
+    return {
+        **_conversions(target, module),
+        "temp": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+    }
 
 
-def _streamed(fun: Any, args: Any, donated: str | None, wanted: Row) -> Row:
+def _streamed(fun: Any, args: Any, donated: str | None, target: str, way: str) -> Row:
     """Compiled up to XLA's scheduler, with rings of two slots."""
-    layouts: Any = "arguments" if wanted.way == STREAMED[1] else None
-    where = topology(wanted.target)
+    layouts: Any = "arguments" if way == STREAMED[1] else None
+    where = topology(target)
     step = jit(fun, hbm=_UNLIMITED, machine=where, layouts=layouts, donate_argnames=donated)
     placing = step.lower(*args).placing
     program = placing.placed(placing.everything(2, 1.0))
-    return _row(wanted, inject.capture(where.platform, program.stablehlo, program.compiler(None)))
+    module = inject.capture(where.platform, program.stablehlo, program.compiler(None))
+    return _conversions(target, module)
 
 
 def _left_to_xla(fun: Any, args: Any, donated: str | None, target: str) -> Executable:
@@ -178,70 +128,85 @@ def _left_to_xla(fun: Any, args: Any, donated: str | None, target: str) -> Execu
     return TopologyExecutable(xla.compile_for_topology(stablehlo, where.devices[:1], {}))
 
 
-def _row(wanted: Row, module: Module) -> Row:
+def _conversions(target: str, module: Module) -> Row:
     found, plan = converted(module), plan_layouts(module)
-    return replace(
-        wanted,
-        converted=sum(c.size for c in found),
-        of_arguments=sum(c.size for c in found if c.argument is not None),
+    return {
+        "converted": sum(c.size for c in found),
+        "of_arguments": sum(c.size for c in found if c.argument is not None),
         # Where padding is what is saved, more is converted.
-        inside=max(0, plan.bytes_before - plan.bytes_after),
-        step_s=cost.step_seconds(module, topology(wanted.target).machine),
+        "inside": max(0, plan.bytes_before - plan.bytes_after),
+        "step_s": cost.step_seconds(module, topology(target).machine),
+    }
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    """Programs of which the same is to be said share a row."""
+    brief = [way for way in WAYS if way != "arguments"]
+    headings = [f"converted, {way}" for way in WAYS]
+    headings += ["inside, all", *(f"{what}, {way}" for what in ("temp", "step") for way in brief)]
+    note = (
+        "MiB, in brackets those of arguments or slices of them; milliseconds. Inside: what other "
+        "orders of what the program makes would save."
+    )
+    return [
+        _table("What a step converts", headings, rows, WAYS, _cells, note),
+        _table("Streamed from the host", STREAMED, rows, STREAMED, _streamed_cells),
+    ]
+
+
+def _table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Row],
+    ways: Sequence[str],
+    cells: Callable[[Sequence[Row | None]], tuple[str, ...]],
+    note: str = "",
+) -> Table:
+    found: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["way"] in ways:
+            found[row["program"], row["target"]][row["way"]] = row
+    merged: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for program, target in sorted(found, key=lambda case: (_ORDER.index(case[0]), case[1])):
+        family, _, which = program.partition(" ")
+        by_way = found[program, target]
+        merged[family, target, *cells([by_way.get(way) for way in ways])].append(which)
+    lines = (
+        (f"{family} {', '.join(which)}".strip(), *rest) for (family, *rest), which in merged.items()
+    )
+    columns = (Column("program"), Column("target"), *(Column(h, right=True) for h in headings))
+    return Table(title, columns, tuple(lines), note)
+
+
+def _cells(found: Sequence[Row | None]) -> tuple[str, ...]:
+    jax_, auto, _, all_ = found
+    return (
+        *map(_converted, found),
+        _figure(all_, "inside", _mib),
+        *(_figure(row, "temp", _mib) for row in (jax_, auto, all_)),
+        *(_figure(row, "step_s", lambda s: f"{1e3 * s:.3g}") for row in (jax_, auto, all_)),
     )
 
 
-_COLUMNS = (
-    Column("program"),
-    *(Column(f"converted, {way}", right=True) for way in WAYS),
-    *(Column(f"of arguments, {way}", right=True) for way in WAYS),
-    Column("inside, all", right=True),
-    *(Column(f"temp, {way}", right=True) for way in WAYS),
-    *(Column(f"step, {way}", right=True) for way in WAYS),
-)
+def _streamed_cells(found: Sequence[Row | None]) -> tuple[str, ...]:
+    return tuple(map(_converted, found))
 
 
-_STREAMED_COLUMNS = (
-    Column("program"),
-    *(Column(f"converted, {way}", right=True) for way in STREAMED),
-    *(Column(f"of arguments, {way}", right=True) for way in STREAMED),
-)
+def _converted(row: Row | None) -> str:
+    own = _figure(row, "of_arguments", _mib)
+    return _figure(row, "converted", _mib) + (f" ({own})" if own not in ("0", "–") else "")
 
 
-def _streamed_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    for program in dict.fromkeys(row.program for row in rows if row.way in STREAMED):
-        found = {row.way: row for row in rows if row.program == program and not row.failure}
-        if found.keys() >= set(STREAMED):
-            both = [found[way] for way in STREAMED]
-            yield (
-                program,
-                *(format_bytes(row.converted) for row in both),
-                *(format_bytes(row.of_arguments) for row in both),
-            )
+def _figure(row: Row | None, name: str, write: Callable[[float], str]) -> str:
+    return "–" if row is None or row.get("failure") else write(row[name])
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    for program in dict.fromkeys(row.program for row in rows if row.way in WAYS):
-        by_way = {row.way: row for row in rows if row.program == program}
-        found = [by_way.get(way) for way in WAYS]
+def _mib(n: float) -> str:
+    mib = n / 2**20
+    return "0" if mib < 0.05 else f"{mib:,.1f}" if mib < 100 else f"{mib:,.0f}"
 
-        def cells(
-            name: str,
-            found: Sequence[Row | None] = found,
-            write: Callable[[Any], str] = format_bytes,
-        ) -> Iterator[str]:
-            for row in found:
-                lacks = row is None or row.failure
-                yield "–" if lacks else write(getattr(row, name))
 
-        yield (
-            program,
-            *cells("converted"),
-            *cells("of_arguments"),
-            *cells("inside", found[-1:]),
-            *cells("temp"),
-            *cells("step_s", write=format_seconds),
-        )
-
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

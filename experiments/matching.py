@@ -23,32 +23,31 @@ Precision is the share of right pairs among those found, recall that of those po
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
-from experiments.isolated import Failure, isolated
 from experiments.module_edits import rewritten, without_metadata
+from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.synthetic import training_step_text
 from hlo_passes.ir import Module
 from hlo_passes.matching import Matching, match_modules
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_seconds
 from memplan.api import jit
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.corpus import CORPUS
 
@@ -74,7 +73,7 @@ type Names = dict[int, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class Pair:
     """A pair of modules: what was done, and what came of it."""
 
     edit: str
@@ -85,35 +84,42 @@ class Row:
     precision: float = 0.0
     recall: float = 0.0
     seconds: float = 0.0
-    failure: str = ""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="experiments.matching", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--target", action="append", choices=TARGETS)
-    parser.add_argument("--workload", action="append", choices=list(CORPUS))
-    parser.add_argument("--speed", type=int, nargs="*", default=[10_000, 50_000])
-    parser.add_argument("--python", help="of an environment with another jax")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one target")
-    options = parser.parse_args(arguments)
-    rows: list[Row] = []
-    for target in options.target or TARGETS:
-        jobs: list[Any] = [(_rewritings, target, w) for w in options.workload or WORKLOADS]
-        jobs += [(_insertions, target), (_changes, target)]
-        jobs += [(_versions, target, options.python)] if options.python else []
-        for measure, *case in jobs:
-            found = isolated(measure, *case, timeout_s=options.timeout)
-            failed = [Row(measure.__name__, case[-1], target, "", failure=str(found))]
-            rows += failed if isinstance(found, Failure) else found
-            print(f"{measure.__name__} {case}", file=sys.stderr, flush=True)
-    write_tables([_table(rows), _speed_table(options.speed)], sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "whose compiler")
+    flags.DEFINE_multi_enum("workload", list(WORKLOADS), list(CORPUS), "of `models.corpus`")
+    flags.DEFINE_multi_integer("speed", [10_000, 50_000], "instructions; may be none")
+    flags.DEFINE_string("python", None, "of an environment with another jax")
+    flags.DEFINE_float("timeout", 300.0, "seconds for one row")
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    for target in FLAGS.target:
+        jobs: list[Any] = [(_rewritings, w) for w in FLAGS.workload]
+        jobs += [(_insertions,), (_changes,)]
+        jobs += [(_versions, FLAGS.python)] if FLAGS.python else []
+        for measure, *args in jobs:
+            # Which interpreter it was says nothing elsewhere: the row has its jax.
+            program = {"program": args[0]} if measure is _rewritings else {}
+            case = {"edit": measure.__name__.strip("_"), "target": target, **program}
+            yield rows.of(case, lambda m=measure, t=target, a=args: _found(m, t, *a))
+    for size in FLAGS.speed:
+        yield rows.of({"edit": "speed", "instructions": size}, lambda n=size: _speeds(n))
+
+
+def _found(measure: Callable[..., list[Pair]], *args: Any) -> Row:
+    return found_apart(_pairs, measure, *args, timeout_s=FLAGS.timeout)
+
+
+def _pairs(measure: Callable[..., list[Pair]], *args: Any) -> Row:
+    return {"pairs": [asdict(pair) for pair in measure(*args)]}
 
 
 # ── Rewritten ────────────────────────────────────────────────────────────────────────────
 
 
-def _rewritings(target: str, workload: str) -> list[Row]:
+def _rewritings(target: str, workload: str) -> list[Pair]:
     jax.config.update("jax_platforms", "cpu")
     fun, args = CORPUS[workload].small()
     step = jit(fun, hbm=None, machine=topology(target), donate_argnames=CORPUS[workload].donate)
@@ -125,7 +131,7 @@ def _rewritings(target: str, workload: str) -> list[Row]:
     ]
 
 
-def _rewriting(module: Module, permute: bool, metadata: str, workload: str, target: str) -> Row:
+def _rewriting(module: Module, permute: bool, metadata: str, workload: str, target: str) -> Pair:
     other, original = rewritten(module, seed=0, permute=permute)
     before = without_metadata(module) if metadata == "none" else module
     after = other if metadata == "both" else without_metadata(other)
@@ -133,7 +139,7 @@ def _rewriting(module: Module, permute: bool, metadata: str, workload: str, targ
     right = sum(original[b.id] == a.id for a, b in found.pairs)
     n = len(module.instructions)
     edit = "renamed, reordered" if permute else "renamed"
-    return Row(
+    return Pair(
         edit, workload, target, metadata, str(n), right / len(found.pairs), right / n, seconds
     )
 
@@ -147,8 +153,8 @@ def _timed(before: Module, after: Module) -> tuple[Matching, float]:
 # ── Compiled twice ───────────────────────────────────────────────────────────────────────
 
 
-def _insertions(target: str) -> list[Row]:
-    rows: list[Row] = []
+def _insertions(target: str) -> list[Pair]:
+    rows: list[Pair] = []
     for program in ("equal blocks", "blocks of different widths"):
         widths = _widths(program)
         plain = _compiled(target, widths)
@@ -167,7 +173,7 @@ def _insertions(target: str) -> list[Row]:
     return rows
 
 
-def _changes(target: str) -> list[Row]:
+def _changes(target: str) -> list[Pair]:
     program = "equal blocks"
     widths = _widths(program)
     plain = _compiled(target, widths)
@@ -183,7 +189,7 @@ def _changes(target: str) -> list[Row]:
     ]
 
 
-def _versions(target: str, python: str) -> list[Row]:
+def _versions(target: str, python: str) -> list[Pair]:
     program = "equal blocks"
     plain, same = _compiled(target, _widths(program)), [_same_tags(_TAGS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +227,7 @@ def _judged(
     after: Module,
     metadata: str,
     truths: Sequence[Mapping[str, str]],
-) -> Row:
+) -> Pair:
     """The row of two modules, by the truth that fits best.
 
     Args:
@@ -235,7 +241,7 @@ def _judged(
     pairs = [(a.id, original[b.id]) for a, b in found.pairs]
     judged = max((_score(before, after, names, pairs, tags) for tags in truths), key=sum)
     sizes = f"{len(before.instructions)}, {len(after.instructions)}"
-    return Row(edit, program, target, metadata, sizes, *judged, seconds)
+    return Pair(edit, program, target, metadata, sizes, *judged, seconds)
 
 
 def _names(module: Module) -> Names:
@@ -332,47 +338,88 @@ def _block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 # ── Tables ───────────────────────────────────────────────────────────────────────────────
 
 
-def _table(rows: Iterable[Row]) -> Table:
+def _tables(rows: Sequence[Row]) -> list[Table]:
     headings = ("instructions", "precision", "recall", "seconds")
     columns = (
         *map(Column, ("edit", "program", "target", "metadata")),
         *(Column(h, right=True) for h in headings),
     )
-    return Table("Instructions found again", columns, tuple(_cells(row) for row in rows))
+    found = [row for row in rows if row["edit"] != "speed"]
+    cells = tuple(c for row in found for c in _cells(row, len(columns)))
+    return [
+        Table("Instructions found again", columns, cells),
+        _summary(found),
+        _speed_table([row for row in rows if row["edit"] == "speed"]),
+    ]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    named = (row.edit, row.program, row.target, row.metadata, row.instructions)
-    if row.failure:
-        return (*named, "–", "–", row.failure)
-    return (
-        *named,
-        f"{row.precision:.4f}",
-        f"{row.recall:.4f}",
-        format_seconds(row.seconds),
+def _summary(rows: Iterable[Row]) -> Table:
+    """Of each edit the least and the greatest of all programs, by target."""
+    found: dict[tuple[str, str], dict[str, list[Pair]]] = {}
+    for row in rows:
+        for pair in (Pair(**fields) for fields in row.get("pairs", ())):
+            of_edit = found.setdefault((pair.edit, pair.metadata), {})
+            of_edit.setdefault(pair.target, []).append(pair)
+    targets = [t for t in TARGETS if any(t in of for of in found.values())]
+    cells = (
+        (*edit, *(_range(of.get(target, ())) for target in targets)) for edit, of in found.items()
     )
+    columns = map(Column, ("edit", "metadata", *targets))
+    return Table("Least and greatest precision / recall", tuple(columns), tuple(cells))
 
 
-def _speed_table(sizes: Iterable[int]) -> Table:
+def _range(pairs: Sequence[Pair]) -> str:
+    def ends(shares: Iterable[float]) -> str:
+        texts = [f"{share:.4f}" for share in sorted(shares)]
+        return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+
+    if not pairs:
+        return ""
+    return f"{ends(p.precision for p in pairs)} / {ends(p.recall for p in pairs)}"
+
+
+def _cells(row: Row, width: int) -> Iterator[tuple[str, ...]]:
+    if "failure" in row:
+        named = (row["edit"], row.get("program", ""), row["target"], row["failure"])
+        yield (*named, *["–"] * (width - len(named)))
+        return
+    for pair in (Pair(**fields) for fields in row["pairs"]):
+        yield (
+            *(pair.edit, pair.program, pair.target, pair.metadata, pair.instructions),
+            f"{pair.precision:.4f}",
+            f"{pair.recall:.4f}",
+            format_seconds(pair.seconds),
+        )
+
+
+def _speed_table(rows: Iterable[Row]) -> Table:
     columns = tuple(Column(h, right=True) for h in ("instructions", "renamed", "a layer more"))
     note = "Processor seconds, for two modules of so many instructions, without metadata."
-    rows = tuple(_speeds(size) for size in sizes)
-    return Table("Synthetic training steps", columns, rows, note)
+    cells = (
+        (f"{row['found']:,}", format_seconds(row["renamed_s"]), format_seconds(row["more_s"]))
+        for row in rows
+    )
+    return Table("Synthetic training steps", columns, tuple(cells), note)
 
 
 # Instructions of a synthetic module for each one of its entry.
 _OF_ENTRY = 2.7
 
 
-def _speeds(size: int) -> tuple[str, ...]:
+def _speeds(size: int) -> Row:
     entry = int(size / _OF_ENTRY)
     plain, more = (
         without_metadata(read_module(training_step_text(n, "tpu"))) for n in (entry, entry + 25)
     )
     renamed = rewritten(plain, seed=0, permute=True).module
-    seconds = (format_seconds(_timed(plain, other)[1]) for other in (renamed, more))
-    return (str(len(plain.instructions)), *seconds)
+    return {
+        "found": len(plain.instructions),
+        "renamed_s": _timed(plain, renamed)[1],
+        "more_s": _timed(plain, more)[1],
+    }
 
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

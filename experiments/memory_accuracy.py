@@ -12,11 +12,9 @@ that ends its process or takes too long is a line that says so, and a new proces
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,15 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.drawn_programs import DEVICES, draw, kind
 from experiments.isolated import Failure, Worker
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.memory import memory_usage
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from hlo_passes.xla import compile_for_topology
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import Topology, topology
 
 TARGETS = {
@@ -93,21 +93,35 @@ class Comparison:
         return others_are_equal and abs(self.error("temp")) <= allowed
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="experiments.memory_accuracy", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--target", action="append", choices=TARGETS)
-    parser.add_argument("--count", type=int, default=300, help="of programs")
-    parser.add_argument("--cache", type=Path, required=True, help="folder of modules and reports")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one compilation")
-    parser.add_argument("--worst", type=int, default=12, help="rows a target")
-    options = parser.parse_args(arguments)
-    options.cache.mkdir(parents=True, exist_ok=True)
-    for target in options.target or TARGETS:
-        reports = list(reported(target, range(options.count), options.cache, options.timeout))
-        compared = [compare(r, options.cache) for r in reports if not r.failure]
-        tables = [_summary(target, reports, compared), _worst(compared, options.worst)]
-        write_tables(tables, sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "whose compiler")
+    flags.DEFINE_integer("count", 300, "of programs")
+    flags.DEFINE_string("cache", None, "folder of modules and reports", required=True)
+    flags.DEFINE_float("timeout", 120.0, "seconds for one compilation")
+    flags.DEFINE_integer("worst", 12, "programs a target that are told one by one")
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    cache = Path(FLAGS.cache)
+    cache.mkdir(parents=True, exist_ok=True)
+    for target in FLAGS.target:
+        case = {"target": target, "count": FLAGS.count}
+        yield rows.of(case, lambda t=target: _measured(t, cache))
+
+
+def _measured(target: str, cache: Path) -> Row:
+    reports = list(reported(target, range(FLAGS.count), cache, FLAGS.timeout))
+    compared = [compare(r, cache) for r in reports if not r.failure]
+    seconds = sorted(c.report.compile_s for c in compared) or [0.0]
+    wrong = sorted((c for c in compared if not c.is_close), key=_relative_error, reverse=True)
+    return {
+        "compiled": len(compared),
+        "exact": sum(c.is_exact for c in compared),
+        "close": sum(c.is_close for c in compared),
+        "median_s": seconds[len(seconds) // 2],
+        "longest_s": seconds[-1],
+        "worst": [asdict(c) for c in wrong[: FLAGS.worst]],
+    }
 
 
 def reported(
@@ -181,26 +195,25 @@ def compare(report: Report, cache: Path) -> Comparison:
     return Comparison(report, *(getattr(usage, f"{size}_bytes") for size in SIZES))
 
 
-def _summary(target: str, reports: Sequence[Report], compared: Sequence[Comparison]) -> Table:
-    count = len(compared)
-    seconds = sorted(c.report.compile_s for c in compared) or [0.0]
-    rows = (
-        ("programs", str(count)),
-        ("refused by the compiler", str(len(reports) - count)),
-        ("exact", str(sum(c.is_exact for c in compared))),
-        ("close", str(sum(c.is_close for c in compared))),
-        (
-            "median, longest compilation",
-            ", ".join(map(format_seconds, (seconds[count // 2], seconds[-1]))),
-        ),
-    )
-    return Table(target, (Column(""), Column("", right=True)), rows)
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    headings = ("compiled", "refused", "exact", "close", "median compilation", "longest")
+    columns = (Column("target"), *(Column(h, right=True) for h in headings))
+    note = "Refused: what the compiler does not take, or not in time."
+    cells = tuple(map(_cells, rows))
+    return [Table("Predicted memory", columns, cells, note), *map(_worst, rows)]
 
 
-def _worst(compared: Iterable[Comparison], count: int) -> Table:
+def _cells(row: Row) -> tuple[str, ...]:
+    compiled = row["compiled"]
+    counts = (compiled, row["count"] - compiled, row["exact"], row["close"])
+    seconds = (row["median_s"], row["longest_s"])
+    return (row["target"], *map(str, counts), *map(format_seconds, seconds))
+
+
+def _worst(row: Row) -> Table:
     columns = ("program", "kind", "XLA's temp", "error", "error", *SIZES[:3])
-    wrong = sorted((c for c in compared if not c.is_close), key=_relative_error, reverse=True)
-    rows = tuple(
+    found = [Comparison(**{**c, "report": Report(**c["report"])}) for c in row["worst"]]
+    cells = (
         (
             str(c.report.number),
             kind(c.report.number),
@@ -209,17 +222,20 @@ def _worst(compared: Iterable[Comparison], count: int) -> Table:
             f"{c.error('temp') / max(1, c.report.temp):+.2%}",
             *(f"{c.error(size):+,} B" for size in SIZES[:3]),
         )
-        for c in wrong[:count]
+        for c in found
     )
-    return Table("Furthest off", tuple(Column(c, right=c != "kind") for c in columns), rows)
+    title = f"Furthest off, {row['target']}"
+    return Table(title, tuple(Column(c, right=c != "kind") for c in columns), tuple(cells))
 
 
 def _relative_error(c: Comparison) -> float:
     return max(abs(c.error(size)) / max(1, getattr(c.report, size)) for size in SIZES)
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
     # Before a process starts jax: the CPU stands for as many devices as a mesh has.
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    main()
+    EXPERIMENT.main()

@@ -14,17 +14,20 @@ hole. With ``--sources`` the scheduled modules of XLA's own tests (`xla_tests`) 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import lzma
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from absl import flags
 
 from experiments import plan_mutants
 from experiments.plan_mutants import Planned
+from experiments.running import FLAGS, Experiment, Row, Rows
 from experiments.symbolic import computations_of, outcomes
 from experiments.synthetic import training_step_text
 from experiments.xla_tests import find_texts, machine_of
@@ -42,7 +45,7 @@ from hlo_passes.proto import hlo_pb2
 from hlo_passes.reader import read_module
 from hlo_passes.verify import verify_equivalent
 from hlo_passes.verify.memory import Memory
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 
 # Larger modules are replayed too slowly for thousands of mutants.
 _INSTRUCTIONS = 600
@@ -57,54 +60,64 @@ _COLUMNS = ("rejected", "malformed", "told apart", "not told apart")
 _STEPS = (60, 160)
 
 type Subject = tuple[str, Module, Machine]
+type Judge = Callable[[Any, int, random.Random], Iterator[tuple[str, str, str]]]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("corpus", type=Path, help="folder of <program>.<target>.pb.xz")
-    parser.add_argument("--mutants", type=int, default=10_000, help="of modules")
-    parser.add_argument("--plans", type=int, default=10_000, help="mutants of plans")
-    parser.add_argument("--modules", type=int, help="at most so many")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sources", type=Path)
-    options = parser.parse_args(arguments)
-    found = [*itertools.islice(_subjects(options.corpus, options.sources), options.modules)]
+def _define() -> None:
+    flags.DEFINE_integer("mutants", 10_000, "of modules")
+    flags.DEFINE_integer("plans", 10_000, "mutants of plans")
+    flags.DEFINE_integer("modules", None, "at most so many")
+    flags.DEFINE_integer("seed", 0, "of what is drawn")
+    flags.DEFINE_string("sources", None, "a checkout of XLA")
+
+
+def _rows(rows: Rows, corpus: str) -> Iterator[Row]:
+    sources = None if FLAGS.sources is None else Path(FLAGS.sources)
+    found = [*itertools.islice(_subjects(Path(corpus), sources), FLAGS.modules)]
     plans = [(p.name, p) for subject in found for p in _plans(*subject)]
     rewritten = ((n, pipeline.rewrite_module(p.module, p.plan, p.machine)) for n, p in plans)
     modules = [(n, m) for n, m, _ in found] + [*rewritten]
     modules = [(n, m) for n, m in modules if len(m.instructions) <= _INSTRUCTIONS]
-    tables = [
-        _table("modules", modules, options.mutants, options.seed, judged),
-        _table("plans", plans, options.plans, options.seed, plan_mutants.judged),
-    ]
-    write_tables(tables, sys.stdout)
+    yield from _judged(rows, "modules", modules, FLAGS.mutants, judged)
+    yield from _judged(rows, "plans", plans, FLAGS.plans, plan_mutants.judged)
 
 
-def _table[T](
-    what: str,
-    subjects: Sequence[tuple[str, T]],
-    mutants: int,
-    seed: int,
-    judge: Callable[[T, int, random.Random], Iterator[tuple[str, str, str]]],
-) -> Table:
-    """How many mutants of each kind had which outcome."""
-    counted: Counter[tuple[str, str]] = Counter()
+def _judged(
+    rows: Rows, what: str, subjects: Sequence[tuple[str, Any]], mutants: int, judge: Judge
+) -> Iterator[Row]:
+    """How many mutants of each subject had which outcome, by kind."""
     for n, (name, subject) in enumerate(subjects):
         share = mutants * (n + 1) // len(subjects) - mutants * n // len(subjects)
-        for kind, outcome, how in judge(subject, share, random.Random(f"{seed} {name}")):
-            counted[kind, outcome] += 1
-            if outcome == "told apart":
-                print(f"{name}: {kind}: {how}", file=sys.stderr)
-        if share:
-            print(f"{n + 1} of {len(subjects)} {what}: {name}", file=sys.stderr, flush=True)
-    kinds = sorted({kind for kind, _ in counted})
-    rows = [(kind, *(str(counted[kind, c]) for c in _COLUMNS)) for kind in kinds]
-    totals = (str(sum(counted[k, c] for k in kinds)) for c in _COLUMNS)
-    title = f"{sum(counted.values())} mutants of {len(subjects)} {what}"
+        case = {"what": what, "subject": name, "mutants": share, "seed": FLAGS.seed}
+        pick = random.Random(f"{FLAGS.seed} {name}")
+        yield rows.of(case, lambda s=subject, n=share, p=pick: _counted(judge(s, n, p)))
+
+
+def _counted(outcomes: Iterator[tuple[str, str, str]]) -> Row:
+    counted: dict[str, Counter[str]] = defaultdict(Counter)
+    told_apart: list[str] = []
+    for kind, outcome, how in outcomes:
+        counted[kind][outcome] += 1
+        if outcome == "told apart":
+            told_apart.append(f"{kind}: {how}")
+            print(told_apart[-1], file=sys.stderr)
+    return {"outcomes": counted, "told_apart": told_apart}
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    return [_table(what, [r for r in rows if r["what"] == what]) for what in ("modules", "plans")]
+
+
+def _table(what: str, rows: Sequence[Row]) -> Table:
+    counted: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        for kind, of in row["outcomes"].items():
+            counted[kind].update(of)
+    all_ = sum(counted.values(), Counter[str]())
+    lines = [*sorted(counted.items()), ("all", all_)]
+    cells = tuple((kind, *(str(of[c]) for c in _COLUMNS)) for kind, of in lines)
     columns = (Column("changed"), *(Column(c, right=True) for c in _COLUMNS))
-    return Table(title, columns, (*rows, ("all", *totals)))
+    return Table(f"{all_.total()} mutants of {len(rows)} {what}", columns, cells)
 
 
 def _subjects(corpus: Path, sources: Path | None) -> Iterator[Subject]:
@@ -235,5 +248,7 @@ def mutant(
     return proto, what
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define, words=("CORPUS",))
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -11,24 +11,24 @@ so that a busy machine makes no difference.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from flax import nnx
 
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes import inject, pipeline
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models import llama
 from models.configs import LLAMA2_7B
@@ -60,18 +60,19 @@ _COLUMNS = (
 )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", default=["v5e"])
-    parser.add_argument("--layers", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    options = parser.parse_args(arguments)
-    rows = tuple(_row(t, n) for t in options.targets for n in options.layers)
-    write_tables(
-        [Table("Planning of a decoder of half the width of 7B", _COLUMNS, rows)], sys.stdout
-    )
+def _define() -> None:
+    flags.DEFINE_multi_string("targets", ["v5e"], "topologies")
+    flags.DEFINE_multi_integer("layers", [4, 8, 16, 32, 64], "of the decoder")
 
 
-def _row(target: str, layers: int) -> tuple[str, ...]:
+def _rows(rows: Rows) -> Iterator[Row]:
+    for target in FLAGS.targets:
+        for n in FLAGS.layers:
+            yield rows.of({"target": target, "layers": n}, lambda t=target, n=n: measure(t, n))
+
+
+def measure(target: str, layers: int) -> Row:
+    """Processor seconds of each phase, and of XLA by itself."""
     config = dataclasses.replace(HALF_AS_WIDE, num_layers=layers)
     graphdef, params = nnx.split(llama.abstract_model(config))
     cache = llama.abstract_cache(config, BATCH, CACHE_LENGTH)
@@ -90,17 +91,32 @@ def _row(target: str, layers: int) -> tuple[str, ...]:
     budget = unplanned.device_bytes // 2
     with _stopwatch() as seconds:
         planned = lower(budget).compile()
-    planning_s = sum(seconds.values())
+    return {
+        "instructions": len(planned.module.instructions),
+        "budget": budget,
+        **{f"{phase}_s": taken for phase, taken in seconds.items()},
+        "xla_s": xla_s,
+        "compilations": len(planned.rounds),
+    }
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    title = "Planning of a decoder of half the width of 7B"
+    return [Table(title, _COLUMNS, tuple(map(_cells, rows)))]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    seconds = [row[f"{phase}_s"] for phase in _PHASES]
     return (
-        target,
-        str(layers),
-        str(len(planned.module.instructions)),
-        format_bytes(budget),
-        *(format_seconds(seconds[phase]) for phase in _PHASES),
-        format_seconds(planning_s),
-        format_seconds(xla_s),
-        f"{planning_s / xla_s:.1%}",
-        str(len(planned.rounds)),
+        row["target"],
+        str(row["layers"]),
+        f"{row['instructions']:,}",
+        format_bytes(row["budget"]),
+        *map(format_seconds, seconds),
+        format_seconds(sum(seconds)),
+        format_seconds(row["xla_s"]),
+        f"{sum(seconds) / row['xla_s']:.1%}",
+        str(row["compilations"]),
     )
 
 
@@ -126,5 +142,7 @@ def _stopwatch() -> Generator[dict[str, float]]:
         yield seconds
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,7 +1,7 @@
 """Training steps that do not fit: what does memplan do beside what users do today?
 
     python -m experiments.policies [--steps llama] [--targets v5e h200]
-                                   [--results FILE] [--out docs/policies.svg]
+        [--json FILE [--resume | --show]] [--plot policies.svg]
 
 One step, compiled in every way of keeping less of it in device memory:
 
@@ -22,8 +22,8 @@ Columns:
     within it     least step of the others that take no more memory than this one (of memplan
                   that of any way without memplan)
 
-Each compilation is a process of its own; one that fails or takes too long is a row. With
-``--results`` what was found is kept in a file, one JSON line each, and not compiled again.
+Each compilation is a process of its own; one that fails or takes too long is a row. ``--plot``
+draws steps against device memory, and of each way a line below what it reaches.
 
 What XLA has of its own: ``xla_jf_rematerialization_percent_shared_memory_limit`` on TPU and
 ``xla_gpu_memory_limit_slop_factor`` on GPU set what its rematerialisation aims at, and an
@@ -32,19 +32,13 @@ executable comes of it also where it misses that.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import flags
 
-from experiments.isolated import Failure, isolated
-from experiments.scatter import Panel, Point, scatter
+from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.steps import STEPS, Policy
 from hlo_passes.errors import MemplanError
 from hlo_passes.machine import Machine
@@ -53,7 +47,7 @@ from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.executable import device_bytes
 from memplan.report.build import view_run
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 
 _POLICIES = jax.checkpoint_policies
@@ -108,133 +102,83 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """One compilation.
+def _define() -> None:
+    flags.DEFINE_multi_enum("steps", list(STEPS), list(STEPS), "which")
+    flags.DEFINE_multi_string("targets", ["v5e", "h200"], "topologies")
+    flags.DEFINE_float("timeout", 1800.0, "seconds for a compilation")
+    flags.DEFINE_bool("peers", False, "all ways but memplan's")
 
-    Attributes:
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    for step in FLAGS.steps:
+        for target in FLAGS.targets:
+            yield from _ways(rows, step, target)
+
+
+def _ways(rows: Rows, step: str, target: str) -> Iterator[Row]:
+    def row(
+        way: str, what: str, policy: str = "none", hbm: int | None = None, limit: int | None = None
+    ) -> Row:
+        run = {"step": step, "target": target, "policy": policy, "hbm": hbm, "limit": limit}
+        return rows.of(
+            {"way": way, "what": what, **run},
+            lambda: found_apart(compile_run, *run.values(), timeout_s=FLAGS.timeout),
+        )
+
+    alone = row(_ALONE, "jax.jit")
+    yield alone
+    for policy in STEPS[step].policies:
+        yield row(_OFFLOAD if "offload" in policy else _CHECKPOINT, policy, policy=policy)
+    if "failure" in alone:
+        return
+    own = alone["total"]
+    for share in _LIMITS:
+        yield row(_XLA_REMAT, f"limit {share:.0%}", limit=int(own * share))
+    if FLAGS.peers:
+        return
+    for share in _BUDGETS:
+        yield row(_MEMPLAN, f"hbm {share:.0%}", hbm=int(own * share))
+    for policy, shares in _BUDGETS_ON_POLICY.items():
+        for share in shares:
+            yield row(_BOTH, f"{policy}, hbm {share:.0%}", policy=policy, hbm=int(own * share))
+
+
+def compile_run(step: str, target: str, policy: str, hbm: int | None, limit: int | None) -> Row:
+    """Compiles for a target that need not be here, and reads the executable.
+
+    Args:
       step: a key of `experiments.steps.STEPS`.
       target: of `memplan.topology`.
       policy: a key of `POLICIES`.
       hbm: bytes that memplan keeps to; None without memplan.
       limit: bytes that XLA's own rematerialisation aims at; None for the device's.
+
+    Returns:
+      ``total``, ``temp``, ``host``, ``moved`` in bytes, ``overlapped`` (None where nothing moves)
+      and predicted ``step_s``; or ``failure`` and why there is no executable.
     """
-
-    step: str
-    target: str
-    policy: str = "none"
-    hbm: int | None = None
-    limit: int | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """What came of a run; the figures are None where there is no executable.
-
-    Attributes:
-      failure: why there is none, or ``""``.
-      total, temp, host, moved: bytes.
-      overlapped: a fraction; None where nothing moves.
-      step_s: predicted.
-    """
-
-    failure: str = ""
-    total: int | None = None
-    temp: int | None = None
-    host: int | None = None
-    moved: int | None = None
-    overlapped: float | None = None
-    step_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A run as the table and the figure show it."""
-
-    way: str
-    what: str
-    run: Run
-    found: Found
-
-    @property
-    def is_ours(self) -> bool:
-        return self.run.hbm is not None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
-    parser.add_argument("--results", type=Path, help="keep what is found there, and go on from it")
-    parser.add_argument("--out", type=Path, help="draw the figure there")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a compilation")
-    parser.add_argument("--peers", action="store_true", help="all ways but memplan's")
-    options = parser.parse_args()
-    results = Results(options.results, options.timeout)
-    cases = [(step, target) for step in options.steps for target in options.targets]
-    rows = {case: tuple(_rows(*case, results, options.peers)) for case in cases}
-    titles = {case: f"{STEPS[case[0]].title}, {case[1]}" for case in cases}
-    write_tables([_table(titles[case], rows[case]) for case in cases], sys.stdout)
-    if options.out:
-        panels = [_panel(titles[case], rows[case]) for case in cases]
-        options.out.write_text(scatter(panels), encoding="utf-8")
-
-
-class Results:
-    """Runs, each in a process of its own, once."""
-
-    def __init__(self, file: Path | None, timeout_s: float) -> None:
-        self._file = file
-        self._timeout_s = timeout_s
-        self._found: dict[Run, Found] = {}
-        if file is not None and file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
-                run, found = json.loads(line)
-                self._found[Run(**run)] = Found(**found)
-
-    def of(self, run: Run) -> Found:
-        """What comes of `run`: known already, or compiled now."""
-        if run not in self._found:
-            print(run, "...", end="", file=sys.stderr, flush=True)
-            found = isolated(compile_run, run, timeout_s=self._timeout_s)
-            if isinstance(found, Failure):
-                found = Found(found.reason)
-            print(f" {found.failure or 'compiled'}", file=sys.stderr)
-            self._keep(run, found)
-        return self._found[run]
-
-    def _keep(self, run: Run, found: Found) -> None:
-        self._found[run] = found
-        if self._file is not None:
-            line = json.dumps([dataclasses.asdict(run), dataclasses.asdict(found)])
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-
-def compile_run(run: Run) -> Found:
-    """Compiles for a target that need not be here, and reads the executable."""
-    target = topology(run.target)
-    fun, args = STEPS[run.step].make(POLICIES[run.policy])
-    hbm = "1TiB" if run.hbm is None else run.hbm
-    lowered = jit(fun, hbm=hbm, machine=target, donate_argnums=0).lower(*args)
+    where = topology(target)
+    fun, args = STEPS[step].make(POLICIES[policy])
+    budget = "1TiB" if hbm is None else hbm
+    lowered = jit(fun, hbm=budget, machine=where, donate_argnums=0).lower(*args)
     try:
-        if run.hbm is None:
-            executable = lowered.unplanned(_limit_options(target.machine, run.limit))
+        if hbm is None:
+            executable = lowered.unplanned(_limit_options(where.machine, limit))
         else:
             executable = lowered.compile()
     except (MemplanError, jax.errors.JaxRuntimeError) as error:
-        return Found(str(error).splitlines()[0])
+        return {"failure": str(error).splitlines()[0]}
     memory = executable.memory_analysis()
-    view = view_run("", read_module(executable), target.machine, compiled=memory)
+    view = view_run("", read_module(executable), where.machine, compiled=memory)
     assert view.clock is not None  # A machine was named.
-    return Found(
-        total=device_bytes(executable, 0),
-        temp=memory.temp_size_in_bytes,
-        host=memory.host_temp_size_in_bytes,
-        moved=view.moved_bytes,
-        overlapped=view.overlapped,
-        step_s=view.clock.step_time_s,
-    )
+    return {
+        "total": device_bytes(executable, 0),
+        "temp": memory.temp_size_in_bytes,
+        "host": memory.host_temp_size_in_bytes,
+        "moved": view.moved_bytes,
+        "overlapped": view.overlapped,
+        "step_s": view.clock.step_time_s,
+    }
 
 
 def _limit_options(machine: Machine, limit: int | None) -> Mapping[str, Any] | None:
@@ -251,69 +195,84 @@ def _limit_options(machine: Machine, limit: int | None) -> Mapping[str, Any] | N
     return {"xla_gpu_memory_limit_slop_factor": str(percent)}
 
 
-def _rows(step: str, target: str, results: Results, peers: bool) -> Iterator[Row]:
-    def row(way: str, what: str, **how: Any) -> Row:
-        run = Run(step, target, **how)
-        return Row(way, what, run, results.of(run))
-
-    alone = row(_ALONE, "jax.jit")
-    yield alone
-    for policy in STEPS[step].policies:
-        yield row(_OFFLOAD if "offload" in policy else _CHECKPOINT, policy, policy=policy)
-    own = alone.found.total
-    if own is None:
-        return
-    for share in _LIMITS:
-        yield row(_XLA_REMAT, f"limit {share:.0%}", limit=int(own * share))
-    if peers:
-        return
-    for share in _BUDGETS:
-        yield row(_MEMPLAN, f"hbm {share:.0%}", hbm=int(own * share))
-    for policy, shares in _BUDGETS_ON_POLICY.items():
-        for share in shares:
-            yield row(_BOTH, f"{policy}, hbm {share:.0%}", policy=policy, hbm=int(own * share))
+def _cases(rows: Iterable[Row]) -> Mapping[str, list[Row]]:
+    """The rows of each step and target, by title."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        title = f"{STEPS[row['step']].title}, {row['target']}"
+        found.setdefault(title, []).append(row)
+    return found
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    return Table(title, _COLUMNS, tuple(_cells(row, rows) for row in rows))
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for title, found in _cases(rows).items():
+        yield Table(title, _COLUMNS, tuple(_cells(row, found) for row in found))
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    found = row.found
-    if found.total is None or found.step_s is None:
-        return (row.way, row.what, found.failure, *["–"] * (len(_COLUMNS) - 3))
+    if "failure" in row:
+        return (row["way"], row["what"], row["failure"], *["–"] * (len(_COLUMNS) - 3))
     within = [
-        other.found.step_s
+        other["step_s"]
         for other in rows
-        if other.found.total is not None
-        and other.found.step_s is not None
-        and other.found.total <= found.total
+        if "failure" not in other
+        and other["total"] <= row["total"]
         and other is not row
-        and not other.is_ours
+        and other["hbm"] is None
     ]
     return (
-        row.way,
-        row.what,
-        format_bytes(found.total),
-        format_bytes(found.temp or 0),
-        format_bytes(found.host or 0),
-        format_bytes(found.moved or 0),
-        "–" if found.overlapped is None else f"{found.overlapped:.1%}",
-        format_seconds(found.step_s),
+        row["way"],
+        row["what"],
+        format_bytes(row["total"]),
+        format_bytes(row["temp"]),
+        format_bytes(row["host"]),
+        format_bytes(row["moved"]),
+        "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
+        format_seconds(row["step_s"]),
         format_seconds(min(within)) if within else "–",
     )
 
 
-def _panel(title: str, rows: Sequence[Row]) -> Panel:
-    series: dict[str, list[Point]] = {}
-    for row in rows:
-        found = row.found
-        if found.total is None or found.step_s is None:
-            continue
-        point = Point(found.total / 2**30, found.step_s * 1e3, row.what)
-        series.setdefault(row.way, []).append(point)
-    return Panel(title, "device memory, GiB", "step, predicted, ms", series)
+def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other point equals or beats both ways, by falling y. O(n log n).
 
+    >>> front([(1, 9), (2, 9), (3, 5), (4, 7)])
+    [(1, 9), (3, 5)]
+    """
+    found: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    return found
+
+
+def _plot(rows: Sequence[Row]) -> Any:
+    """A panel a step and target; less is better both ways."""
+    from matplotlib.figure import Figure
+
+    cases = _cases(rows)
+    figure = Figure(figsize=(8, 5 * len(cases)), layout="constrained")
+    panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
+    for axes, (title, of) in zip(panels, cases.items(), strict=True):
+        found = [row for row in of if "failure" not in row]
+        for way in dict.fromkeys(row["way"] for row in found):
+            points = [
+                (row["total"] / 2**30, row["step_s"] * 1e3, row["what"])
+                for row in found
+                if row["way"] == way
+            ]
+            (line,) = axes.plot(*zip(*(p[:2] for p in points), strict=True), "o", label=way)
+            reached = front(p[:2] for p in points)
+            axes.step(*zip(*reached, strict=True), where="post", color=line.get_color(), lw=1)
+            for x, y, what in points:
+                axes.annotate(what, (x, y), fontsize=5, xytext=(4, 2), textcoords="offset points")
+        axes.set(title=title, xlabel="device memory, GiB", ylabel="step, predicted, ms")
+        if found:
+            axes.legend(fontsize=8)
+    return figure
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define, _plot)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

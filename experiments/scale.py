@@ -12,17 +12,18 @@ for its peak of memory.
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import resource
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from absl import flags
+
+from experiments.running import FLAGS, Experiment, Row, Rows
 from experiments.synthetic import training_step_text
 from hlo_passes import edits, pipeline, sharing
 from hlo_passes.allocations import find_allocations
@@ -43,7 +44,7 @@ from hlo_passes.ticks import entry_ticks
 from hlo_passes.units import format_bytes, format_seconds
 from hlo_passes.verify import verify_equivalent, verify_plan, verify_schedule
 from hlo_passes.xla import hlo_text_to_proto
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 
 _MACHINES = {"cpu": "cpu_cxl"}
 
@@ -51,44 +52,50 @@ _MACHINES = {"cpu": "cpu_cxl"}
 _BUDGET = 1.25
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", default=["v5e", "h200", "cpu"])
-    parser.add_argument("--sizes", nargs="+", type=int, default=[12_500, 50_000, 100_000])
-    parser.add_argument("--analyses", action="store_true", help="leave the plan out")
-    options = parser.parse_args(arguments)
-    with_plan = not options.analyses
-    tables = [_table(target, options.sizes, with_plan) for target in options.targets]
-    write_tables(tables, sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_string("targets", ["v5e", "h200", "cpu"], "machines")
+    flags.DEFINE_multi_integer("sizes", [12_500, 50_000, 100_000], "instructions of the entry")
+    flags.DEFINE_bool("analyses", False, "leave the plan out")
 
 
-def _table(target: str, sizes: list[int], with_plan: bool) -> Table:
-    columns = [_measured_apart(target, n, with_plan) for n in sizes]
-    ends = sizes[0], sizes[-1]
-    grown = (ends[1] * math.log(ends[1])) / (ends[0] * math.log(ends[0]))
-    rows = [
+def _rows(rows: Rows) -> Iterator[Row]:
+    with_plan = not FLAGS.analyses
+    for target in FLAGS.targets:
+        for n in FLAGS.sizes:
+            case = {"target": target, "instructions": n, "with_plan": with_plan}
+            yield rows.of(case, lambda t=target, n=n: _measured_apart(t, n, with_plan))
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    targets = dict.fromkeys(row["target"] for row in rows)
+    return [_table(t, [row for row in rows if row["target"] == t]) for t in targets]
+
+
+def _table(target: str, found: Sequence[Row]) -> Table:
+    first, last = found[0], found[-1]
+    grown = _n_log_n(last) / _n_log_n(first)
+    stages = [
         (
             stage,
-            *(format_seconds(seconds[stage]) for seconds, _ in columns),
-            f"{columns[-1][0][stage] / columns[0][0][stage] / grown:.2f}",
+            *(format_seconds(row["seconds"][stage]) for row in found),
+            f"{last['seconds'][stage] / first['seconds'][stage] / grown:.2f}",
         )
-        for stage in columns[0][0]
+        for stage in first["seconds"]
     ]
-    rows.append(("peak of memory", *(format_bytes(peak) for _, peak in columns), ""))
+    peaks = ("peak of memory", *(format_bytes(row["peak_bytes"]) for row in found), "")
+    sizes = (Column(f"{row['instructions']:,}", right=True) for row in found)
     return Table(
         f"Training steps on {target}, by instructions of the entry",
-        (
-            Column("stage"),
-            *(Column(f"{n:,}", right=True) for n in sizes),
-            Column("growth / n log n", right=True),
-        ),
-        tuple(rows),
+        (Column("stage"), *sizes, Column("growth / n log n", right=True)),
+        (*stages, peaks),
     )
 
 
-def _measured_apart(
-    target: str, instructions: int, with_plan: bool
-) -> tuple[dict[str, float], int]:
+def _n_log_n(row: Row) -> float:
+    return row["instructions"] * math.log(row["instructions"])
+
+
+def _measured_apart(target: str, instructions: int, with_plan: bool) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.pb"
         _apart(_write, target, instructions, path)
@@ -107,7 +114,7 @@ def _write(target: str, instructions: int, path: Path) -> None:
 
 
 @collection_paused()
-def _measure(target: str, path: Path, with_plan: bool) -> tuple[dict[str, float], int]:
+def _measure(target: str, path: Path, with_plan: bool) -> Row:
     """Returns the seconds of each stage, and the process's peak of memory in bytes."""
     machine = load_machine(_MACHINES.get(target, target))
     platform: sharing.Target = machine.platform
@@ -156,8 +163,11 @@ def _measure(target: str, path: Path, with_plan: bool) -> tuple[dict[str, float]
         timed("of both, plan checked", lambda: verify_plan(edited, plan, machine))
         timed("of both, equivalence", lambda: verify_equivalent(read, rewritten))
         timed("of both, schedule", lambda: verify_schedule(edited, plan, rewritten))
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "peak_bytes": peak}
 
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

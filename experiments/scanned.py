@@ -21,18 +21,19 @@ predictions of the machine model for their schedules.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from absl import flags
+
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.machine import Machine
 from hlo_passes.memory import memory_usage
 from hlo_passes.units import format_bytes
 from memplan.api import Compiled
-from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
+from memplan.compare import COLUMNS, cells, compared, view_planned, view_unscheduled
 from memplan.demo import HOST_BYTES, WORKLOADS, Workload
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models import workloads
 
@@ -46,59 +47,79 @@ _SLOTS = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=[w.model for w in _SCANNED])
-    parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
-    parser.add_argument("--forms", action="store_true", help="compare unrolled with scanned")
-    options = parser.parse_args()
-    if options.forms:
-        columns = (Column("target"), Column("layers"), *COLUMNS)
-        tables = [
-            Table(w.title, columns, tuple(r for t in options.targets for r in _forms(w, t)))
-            for w in _UNROLLED
-        ]
-    else:
-        columns = (Column("target"), Column("run"), *_SLOTS, *COLUMNS)
-        tables = [
-            Table(w.title, columns, tuple(r for t in options.targets for r in _runs(w, t)))
-            for w in _SCANNED
-            if w.model in options.models
-        ]
-    write_tables(tables, sys.stdout)
+def _define() -> None:
+    models = [w.model for w in _SCANNED]
+    flags.DEFINE_multi_enum("models", models, models, "which")
+    flags.DEFINE_multi_string("targets", ["v5e", "h200"], "topologies")
+    flags.DEFINE_bool("forms", False, "compare unrolled with scanned")
 
 
-def _forms(workload: Workload, target_name: str) -> Iterator[tuple[str, ...]]:
+def _rows(rows: Rows) -> Iterator[Row]:
+    """A row a target and workload, of all its runs: they share a compilation."""
+    chosen = _UNROLLED if FLAGS.forms else [w for w in _SCANNED if w.model in FLAGS.models]
+    measure = _forms if FLAGS.forms else _slotted
+    for workload in chosen:
+        for target in FLAGS.targets:
+            case = {"workload": workload.title, "target": target, "forms": FLAGS.forms}
+            yield rows.of(case, lambda w=workload, t=target: {"runs": list(measure(w, t))})
+
+
+def _forms(workload: Workload, target_name: str) -> Iterator[Row]:
     target = topology(target_name).with_host_memory(HOST_BYTES)
     for is_scanned in (False, True):
         compiled = replace(workload, is_scanned=is_scanned).compile(workloads, target)
-        run = view_planned(compiled, target.machine)
-        yield target_name, "scanned" if is_scanned else "unrolled", *cells(run)
+        run = compared(view_planned(compiled, target.machine))
+        yield {"name": "scanned" if is_scanned else "unrolled", "figures": run}
 
 
-def _runs(workload: Workload, target_name: str) -> Iterator[tuple[str, ...]]:
+def _slotted(workload: Workload, target_name: str) -> Iterator[Row]:
     target = topology(target_name).with_host_memory(HOST_BYTES)
     single, chosen = (workload.compile(workloads, target, slots) for slots in (1, None))
     alone = view_unscheduled(chosen, target.machine)
-    yield target_name, "XLA alone", *["–"] * len(_SLOTS), *cells(alone)
+    yield {"name": "XLA alone", "figures": alone and compared(alone)}
     for compiled in (single, chosen):
         run = view_planned(compiled, target.machine)
-        yield target_name, run.name, *_slots(compiled, target.machine), *cells(run)
+        ring = _ring(compiled, target.machine)
+        yield {"name": run.name, "figures": compared(run), "ring": ring}
 
 
-def _slots(compiled: Compiled, machine: Machine) -> tuple[str, ...]:
+def _ring(compiled: Compiled, machine: Machine) -> Row:
     (ring,) = compiled.streams
-    live = memory_usage(compiled.module, machine.platform).lower_bound_bytes
-    packing = f"{compiled.memory_analysis().temp_size_in_bytes / live - 1:+.1%}"
-    layer = format_bytes(ring.fetched_bytes)
-    if ring.share < 1:
-        return f"{ring.slots} of {ring.share:.0%}, 1 of {layer}", "–", packing
-    return (
-        f"{ring.slots} × {layer}",
-        format_bytes(live - ring.slots * ring.fetched_bytes),
-        packing,
-    )
+    return {
+        "slots": ring.slots,
+        "share": ring.share,
+        "layer": ring.fetched_bytes,
+        "live": memory_usage(compiled.module, machine.platform).lower_bound_bytes,
+    }
 
+
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for title, forms in dict.fromkeys((row["workload"], row["forms"]) for row in rows):
+        columns = (Column("layers"),) if forms else (Column("run"), *_SLOTS)
+        found = [row for row in rows if (row["workload"], row["forms"]) == (title, forms)]
+        cells = (_cells(row["target"], run, forms) for row in found for run in row["runs"])
+        yield Table(title, (Column("target"), *columns, *COLUMNS), tuple(cells))
+
+
+def _cells(target: str, run: Row, forms: bool) -> tuple[str, ...]:
+    return (target, run["name"], *(() if forms else _slots(run)), *cells(run["figures"]))
+
+
+def _slots(run: Row) -> tuple[str, ...]:
+    if "ring" not in run:
+        return ("–",) * len(_SLOTS)
+    ring = run["ring"]
+    packing, layer = (
+        f"{run['figures']['temp'] / ring['live'] - 1:+.1%}",
+        format_bytes(ring["layer"]),
+    )
+    if ring["share"] < 1:
+        return f"{ring['slots']} of {ring['share']:.0%}, 1 of {layer}", "–", packing
+    activations = format_bytes(ring["live"] - ring["slots"] * ring["layer"])
+    return f"{ring['slots']} × {layer}", activations, packing
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

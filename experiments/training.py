@@ -17,23 +17,24 @@ model for the executables' schedules. The pod takes ten minutes or more to compi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import flags
 from jax.sharding import Mesh
 
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
-from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
+from memplan.compare import COLUMNS, cells, compared, view_planned, view_unscheduled
 from memplan.out_of_memory import is_exhausted
 from memplan.report.build import view_run
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.report.view import RunView
 from memplan.topologies import Topology, topology
 from models.training import TrainOptions
@@ -50,32 +51,36 @@ _COLUMNS = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chip", action="store_true")
-    parser.add_argument("--pod", action="store_true")
-    options = parser.parse_args()
-    tables: list[Table] = []
-    if options.chip or not options.pod:
-        step = train(
-            MODEL, batch=4, tokens=2048, options=TrainOptions(algorithm="sgd", clip_norm=None)
-        )
-        title = f"{MODEL}, plain descent, 4 × 2048 tokens, one v5e, hbm=15.5GiB"
-        tables.append(_table(title, step, topology("v5e"), "15.5GiB"))
-    if options.pod or not options.chip:
-        target = topology("v5e:16x16")
-        mesh = Mesh(np.array(target.devices).reshape(32, 8), ("fsdp", "model"))
-        step = train(MODEL, batch=256, tokens=2048, mesh=mesh)
-        title = f"{MODEL}, AdamW, 256 × 2048 tokens, v5e:16x16 as 32 × 8, hbm=3.75GiB"
-        tables.append(_table(title, step, target, "3.75GiB"))
-    write_tables(tables, sys.stdout)
+def _define() -> None:
+    flags.DEFINE_bool("chip", False, "this one only")
+    flags.DEFINE_bool("pod", False, "this one only")
 
 
-def _table(title: str, workload: Workload, target: Topology, hbm: str) -> Table:
-    return Table(title, _COLUMNS, tuple(_rows(workload, target, hbm)))
+def _rows(rows: Rows) -> Iterator[Row]:
+    for name, (title, make) in _STEPS.items():
+        # Both, where none is asked for.
+        if FLAGS[name].value or not (FLAGS.chip or FLAGS.pod):
+            yield rows.of({"step": title}, lambda make=make: {"runs": list(_runs(*make()))})
 
 
-def _rows(workload: Workload, target: Topology, hbm: str) -> Iterator[tuple[str, ...]]:
+def _chip() -> tuple[Workload, Topology, str]:
+    options = TrainOptions(algorithm="sgd", clip_norm=None)
+    return train(MODEL, batch=4, tokens=2048, options=options), topology("v5e"), "15.5GiB"
+
+
+def _pod() -> tuple[Workload, Topology, str]:
+    target = topology("v5e:16x16")
+    mesh = Mesh(np.array(target.devices).reshape(32, 8), ("fsdp", "model"))
+    return train(MODEL, batch=256, tokens=2048, mesh=mesh), target, "3.75GiB"
+
+
+_STEPS = {
+    "chip": (f"{MODEL}, plain descent, 4 × 2048 tokens, one v5e, hbm=15.5GiB", _chip),
+    "pod": (f"{MODEL}, AdamW, 256 × 2048 tokens, v5e:16x16 as 32 × 8, hbm=3.75GiB", _pod),
+}
+
+
+def _runs(workload: Workload, target: Topology, hbm: str) -> Iterator[Row]:
     fun, args = workload
     begin = time.monotonic()
     step = jit(fun, hbm=hbm, machine=target, donate_argnames="state").lower(*args)
@@ -83,12 +88,12 @@ def _rows(workload: Workload, target: Topology, hbm: str) -> Iterator[tuple[str,
     seconds = time.monotonic() - begin
     yield _in_hbm(step, target)
     alone = view_unscheduled(compiled, target.machine)
-    yield _row("XLA alone, the same on the host", alone, 0.0)
-    yield _row("memplan", view_planned(compiled, target.machine), seconds)
+    yield _run("XLA alone, the same on the host", alone, None)
+    yield _run("memplan", view_planned(compiled, target.machine), seconds)
     print(compiled.followed, compiled.rounds, file=sys.stderr)
 
 
-def _in_hbm(step: Any, target: Topology) -> tuple[str, ...]:
+def _in_hbm(step: Any, target: Topology) -> Row:
     """XLA alone with everything on the device."""
     name = "XLA alone, all in HBM"
     begin = time.monotonic()
@@ -98,24 +103,42 @@ def _in_hbm(step: Any, target: Topology) -> tuple[str, ...]:
         if not is_exhausted(error):
             raise
         print(error, file=sys.stderr)
-        return _row(name, None, 0.0)
+        return _run(name, None, None)
     memory = executable.memory_analysis()
     view = view_run(name, read_module(executable), target.machine, compiled=memory)
-    return _row(name, view, time.monotonic() - begin)
+    return _run(name, view, time.monotonic() - begin)
 
 
-def _row(name: str, run: RunView | None, seconds: float) -> tuple[str, ...]:
+def _run(name: str, run: RunView | None, compile_s: float | None) -> Row:
     if run is None:
-        return (name, "–", *cells(None), "–", "–")
+        return {"name": name, "figures": None}
     assert run.clock is not None
+    return {
+        "name": name,
+        "arguments": run.device.arguments,
+        "figures": compared(run),
+        "compute_s": run.clock.compute_s,
+        "compile_s": compile_s,
+    }
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    return [Table(row["step"], _COLUMNS, tuple(map(_cells, row["runs"]))) for row in rows]
+
+
+def _cells(run: Row) -> tuple[str, ...]:
+    if run["figures"] is None:
+        return (run["name"], "–", *cells(None), "–", "–")
     return (
-        name,
-        format_bytes(run.device.arguments),
-        *cells(run),
-        format_seconds(run.clock.compute_s),
-        format_seconds(seconds) if seconds else "–",
+        run["name"],
+        format_bytes(run["arguments"]),
+        *cells(run["figures"]),
+        format_seconds(run["compute_s"]),
+        "–" if run["compile_s"] is None else format_seconds(run["compile_s"]),
     )
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -15,15 +15,11 @@ may be read later: a plan of it that the checker rejects says nothing, all else 
 the least budget it named was none), *killed* (the process died, as XLA's parser does of some
 texts), *over time* and *over memory* of one module.
 
-One process looks at one module after another, and is replaced when it dies. ``--json`` writes a
-line a module as it comes; with ``--resume`` what stands there is not looked at again, and with
-``--show`` nothing is, and the tables are of what stands there.
+One process looks at one module after another, and is replaced when it dies.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import re
@@ -40,9 +36,11 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from absl import flags
 from google.protobuf.message import EncodeError
 from jax.errors import JaxRuntimeError
 
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.dataflow import analyze_dataflow
 from hlo_passes.errors import MemoryBudgetError, MemplanError, VerificationError
 from hlo_passes.ir import Module
@@ -58,7 +56,7 @@ from memplan.report.finding_tables import finding_tables
 from memplan.report.html import render_html
 from memplan.report.inspecting import Inspector
 from memplan.report.sections import report_tables
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.report.view import Report
 
 Kind = Literal["ok", "refused", "traceback", "rejected", "killed", "over time", "over memory"]
@@ -99,70 +97,30 @@ class Outcome:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """A module and what became of it.
-
-    Attributes:
-      module: file and line.
-      outcomes: of each step, in order.
-      seconds: of all.
-    """
-
-    module: str
-    outcomes: tuple[Outcome, ...]
-    seconds: float
+def _define() -> None:
+    flags.DEFINE_string("match", "", "of the modules whose path has this part")
+    flags.DEFINE_float("seconds", 20.0, "for one module")
+    flags.DEFINE_integer("mib", 1024, "memory for one module")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
-    log: Path | None = options.json
-    known = _known(log) if log and (options.resume or options.show) else {}
-    if log and not (options.resume or options.show):
-        log.write_text("", encoding="utf-8")
-    found = dict(find_texts(options.sources, options.match))
-    if not options.show:
-        worker = Worker(options.seconds, options.mib << 20)
-        # Those with a schedule first: they are what memplan reads.
-        todo = sorted(found.keys() - known.keys(), key=lambda n: (not _is_scheduled(found[n]), n))
-        for n, name in enumerate(todo):
-            begin = time.monotonic()
-            outcomes = worker.look(name, found[name])
-            known[name] = looked = Looked(name, outcomes, time.monotonic() - begin)
-            if log is not None:
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(looked)) + "\n")
-            if outcomes[-1].kind not in ("ok", "refused"):
-                print(f"{n} of {len(todo)}: {name}: {outcomes[-1]}", file=sys.stderr, flush=True)
-        worker.end()
-    write_tables(_tables([known[name] for name in found if name in known]), sys.stdout)
+def _rows(rows: Rows, sources: str) -> Iterator[Row]:
+    found = dict(find_texts(Path(sources), FLAGS.match))
+    worker = Worker(FLAGS.seconds, FLAGS.mib << 20)
+    # Those with a schedule first: they are what memplan reads.
+    for name in sorted(found, key=lambda n: (not _is_scheduled(found[n]), n)):
+        yield rows.of({"module": name}, lambda n=name: _looked(worker, n, found[n]))
+    worker.end()
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="experiments.xla_tests", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("sources", type=Path)
-    parser.add_argument("--match", default="", help="of the modules whose path has this part")
-    parser.add_argument("--seconds", type=float, default=20, help="for one module")
-    parser.add_argument("--mib", type=int, default=1024, help="memory for one module")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--show", action="store_true")
-    return parser.parse_args(arguments)
+def _looked(worker: Worker, name: str, text: str) -> Row:
+    outcomes = worker.look(name, text)
+    if outcomes[-1].kind not in ("ok", "refused"):
+        print(f"{name}: {outcomes[-1]}", file=sys.stderr, flush=True)
+    return {"outcomes": [asdict(outcome) for outcome in outcomes]}
 
 
 def _is_scheduled(text: str) -> bool:
     return re.search(r"^\s*HloModule .*is_scheduled\s*=\s*true", text, re.MULTILINE) is not None
-
-
-def _known(log: Path) -> dict[str, Looked]:
-    found: dict[str, Looked] = {}
-    if log.exists():
-        for line in log.read_text(encoding="utf-8").splitlines():
-            looked = json.loads(line)
-            outcomes = tuple(Outcome(**o) for o in looked["outcomes"])
-            found[looked["module"]] = Looked(looked["module"], outcomes, looked["seconds"])
-    return found
 
 
 def find_texts(sources: Path, match: str = "") -> Iterator[tuple[str, str]]:
@@ -386,17 +344,17 @@ def _outcome(step: str, error: Exception) -> Outcome:
     return Outcome(step, kind, type(error).__name__, where, message)
 
 
-def _tables(looked: Iterable[Looked]) -> list[Table]:
-    found = [(each.module, o) for each in looked for o in each.outcomes]
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    found = [(row["module"], Outcome(**o)) for row in rows for o in row["outcomes"]]
     counts = Counter((o.step, o.kind) for _, o in found)
     steps = sorted(dict.fromkeys(o.step for _, o in found), key=lambda s: _AS_WRITTEN in s)
-    rows = tuple((step, *(str(counts[step, kind]) for kind in KINDS)) for step in steps)
+    cells = tuple((step, *(str(counts[step, kind]) for kind in KINDS)) for step in steps)
     columns = (Column("step"), *(Column(kind, right=True) for kind in KINDS))
     refused = [(m, o) for m, o in found if o.kind == "refused"]
     failed = [(m, o) for m, o in found if o.kind not in ("ok", "refused")]
     unsure = [(m, o) for m, o in failed if o.kind == "rejected" and _AS_WRITTEN in o.step]
     return [
-        Table("Outcomes", columns, rows),
+        Table("Outcomes", columns, cells),
         _by_place("Refused", refused),
         _by_place("Rejected as written", unsure),
         _by_place("Defects", [each for each in failed if each not in unsure]),
@@ -416,5 +374,7 @@ def _by_place(title: str, found: Iterable[tuple[str, Outcome]]) -> Table:
     return Table(title, (*counts, *map(Column, headings)), rows)
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define, words=("SOURCES",))
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from hlo_passes.machine import Machine
@@ -47,18 +50,32 @@ def view_unscheduled(compiled: Compiled, machine: Machine) -> RunView | None:
     return view_run("XLA alone", read_module(executable), machine, compiled=memory)
 
 
-def cells(run: RunView | None) -> tuple[str, ...]:
-    """The `COLUMNS` of a run; None for one that runs out of memory."""
-    if run is None:
-        return ("out of memory", *["–"] * (len(COLUMNS) - 1))
+def compared(run: RunView) -> dict[str, float | None]:
+    """What is compared of a run, in bytes, seconds and shares."""
     assert run.clock is not None  # A machine was named.
+    return {
+        "temp": run.device.temp,
+        "total": run.device.total,
+        "moved": run.moved_bytes,
+        "overlapped": run.overlapped,
+        "link_busy": run.clock.link_s / run.clock.step_time_s,
+        "step_s": run.clock.step_time_s,
+        "bound_s": run.clock.lower_bound_s,
+        "gap": run.clock.gap,
+    }
+
+
+def cells(found: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The `COLUMNS` of what is `compared` of a run; None for one that runs out of memory."""
+    if found is None:
+        return ("out of memory", *["–"] * (len(COLUMNS) - 1))
     return (
-        format_bytes(run.device.temp),
-        format_bytes(run.device.total),
-        format_bytes(run.moved_bytes),
-        "–" if run.overlapped is None else f"{run.overlapped:.1%}",
-        f"{run.clock.link_s / run.clock.step_time_s:.1%}",
-        format_seconds(run.clock.step_time_s),
-        format_seconds(run.clock.lower_bound_s),
-        f"{run.clock.gap:.1%}",
+        format_bytes(found["temp"]),
+        format_bytes(found["total"]),
+        format_bytes(found["moved"]),
+        "–" if found["overlapped"] is None else f"{found['overlapped']:.1%}",
+        f"{found['link_busy']:.1%}",
+        format_seconds(found["step_s"]),
+        format_seconds(found["bound_s"]),
+        f"{found['gap']:.1%}",
     )

@@ -31,7 +31,7 @@ from hlo_passes.machine import Machine
 from hlo_passes.units import format_bytes
 from memplan import __version__
 from memplan.api import Compiled, jit
-from memplan.compare import COLUMNS, cells, view_planned, view_unscheduled
+from memplan.compare import COLUMNS, cells, compared, view_planned, view_unscheduled
 from memplan.executable import device_bytes
 from memplan.report.html import render_html
 from memplan.report.tables import Column, Table, write_tables
@@ -256,7 +256,7 @@ def _row(result: _Result, run: RunView) -> dict[str, Any]:
 
 def _table(workload: Workload, results: list[_Result]) -> Table:
     rows = [
-        (result.target, name, *cells(run))
+        (result.target, name, *cells(run and compared(run)))
         for result in results
         for name, run in (("XLA alone", result.alone), ("memplan", result.planned))
     ]

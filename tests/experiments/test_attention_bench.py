@@ -1,13 +1,12 @@
 """The benchmark, small and on a CPU: all of it runs, and what fails does not end it."""
 
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from experiments import attention_bench as bench
+from experiments.running import Row
 from memplan.kernels.timing import Call
 
 
@@ -16,38 +15,39 @@ def timer(call: Call) -> float:
     return 1e-3
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def fail(*args: Any) -> Any:
     raise AssertionError  # Without a word.
 
 
 @pytest.mark.parametrize("problem", bench.SMALL, ids=lambda problem: problem.name)
-def test_contenders_are_compared_and_one_may_fail(
-    problem: bench.Problem, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contenders_are_compared_and_one_may_fail(problem: bench.Problem) -> None:
     found = [("broken", fail), *bench.contenders(problem)]
     with mock.patch.object(bench, "contenders", side_effect=lambda problem: iter(found)):
-        bench.compare(problem, bench.Out(tmp_path / "out.jsonl"), timer)
-    got = {(line["phase"], line["by"]): line for line in lines(tmp_path / "out.jsonl")}
-    for phase in ("forward", "backward"):
-        assert got[phase, "broken"]["error"].startswith("AssertionError")
-        assert got[phase, "xla"]["of_first"] == 1.0
-        assert got[phase, "memplan xla"]["off"] < 2e-2
-    assert got["backward", "xla"]["rate"] == pytest.approx(2.5 * got["forward", "xla"]["rate"])
-    assert "WRONG" not in capsys.readouterr().out
+        rows = [row(problem, phase) for phase in ("forward", "backward")]
+    for by in (row["by"] for row in rows):
+        assert by["broken"]["error"].startswith("AssertionError")
+        assert by["xla"]["of_first"] == 1.0
+        assert by["memplan xla"]["off"] < 2e-2
+    forward, backward = (row["by"]["xla"]["rate"] for row in rows)
+    assert backward == pytest.approx(2.5 * forward)
+    (table,) = bench.EXPERIMENT.tables(rows)
+    assert "WRONG" not in [cells[-1] for cells in table.rows]
 
 
-def test_wrong_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def row(problem: bench.Problem, phase: str) -> Row:
+    case = {"problem": problem.name, "phase": phase}
+    return {**case, **bench.compare(problem, phase, timer)}
+
+
+def test_wrong_numbers_are_told() -> None:
     problem = bench.SMALL[0]
     found = [*bench.contenders(problem), ("wrong", lambda q, k, v: q * float("nan"))]
     with mock.patch.object(bench, "contenders", side_effect=lambda problem: iter(found)):
-        bench.compare(problem, bench.Out(None), timer)
-    told = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
-    assert len(told) == 2
-    assert all(" wrong " in line and "off by inf" in line for line in told)
+        rows = [row(problem, phase) for phase in ("forward", "backward")]
+    (table,) = bench.EXPERIMENT.tables(rows)
+    told = [cells for cells in table.rows if cells[-1] == "WRONG"]
+    assert [cells[2] for cells in told] == ["wrong", "wrong"]
+    assert all(cells[-2] == "inf" for cells in told)
 
 
 def test_flops_are_of_the_pairs_that_see_each_other() -> None:
@@ -58,9 +58,12 @@ def test_flops_are_of_the_pairs_that_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("shape", bench.SMALL_DECODE, ids=lambda shape: shape.name)
-def test_decode_is_beside_a_copy(shape: Any, tmp_path: Path) -> None:
+def test_decode_is_beside_a_copy(shape: Any) -> None:
     copied = bench.copy_rate(1 << 12, timer)
     assert copied == 2 * (1 << 12) / 1e-3
-    bench.decode(shape, copied, bench.Out(tmp_path / "out.jsonl"), timer)
-    (line,) = lines(tmp_path / "out.jsonl")
-    assert line["of_limit"] == line["rate"] / copied
+    copy: Row = {"problem": "copy", "phase": "copy", "rate": copied}
+    found: Row = {"problem": shape.name, "phase": "decode", **bench.decode(shape, timer)}
+    (table,) = bench.EXPERIMENT.tables([copy, found])
+    (cells,) = table.rows
+    share = found["by"]["memplan xla"]["rate"] / copied
+    assert f"{share:.1%}" in cells

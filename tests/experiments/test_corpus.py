@@ -1,14 +1,14 @@
 """The corpus under budgets: on small programs, on this CPU."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
 import pytest
 
 import experiments.corpus as corpus
-from experiments.corpus import Log, Own, Point, Settings, measure_own, measure_point
+from experiments.corpus import EXPERIMENT, Own, Point, Settings, measure_own, measure_point
 from experiments.isolated import Failure
 from hlo_passes.errors import MemplanError
 from models.corpus import CORPUS
@@ -66,34 +66,13 @@ def test_a_kept_budget_is_no_more_than_was_asked_for():
     assert not replace(point, total=0).is_kept
 
 
-def test_a_run_is_resumed(tmp_path: Path):
-    path = tmp_path / "corpus.jsonl"
-    measured = Point("adam", "cpu", 50, budget=10, least=20, least_works=(19, ""))
-
-    def again() -> Point:
-        raise AssertionError("measured twice")
-
-    wanted = Point("adam", "cpu", 50)
-    assert Log(path, resume=True).measured(wanted, lambda: measured) == measured
-    assert Log(path, resume=True).measured(wanted, again) == measured
-    # Another share, and the program as XLA has it, are other cases.
-    log = Log(path, resume=True)
-    other = replace(wanted, percent=25)
-    assert log.measured(other, lambda: other) == other
-    assert log.measured(ADAM, lambda: replace(ADAM, temp=7)).temp == 7
-    assert Log(path, resume=True).measured(ADAM, lambda: ADAM).temp == 7
-    # Without resuming, everything is measured anew.
-    assert Log(path, resume=False).measured(wanted, lambda: wanted) == wanted
-    assert len(path.read_text().splitlines()) == 1
-
-
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.slow
 def test_every_point_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "corpus.jsonl"
     options = ["--small", "--target", "cpu", "--workload", "adam", "--budget", "100", "10"]
-    corpus.main([*options, "--json", str(path)])
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    EXPERIMENT.run(*options, "--json", str(path))
+    found = [json.loads(line)["case"] for line in path.read_text().splitlines()]
     assert [(line["workload"], line.get("percent")) for line in found] == [
         ("adam", None),
         ("adam", 100),
@@ -105,12 +84,8 @@ def test_every_point_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1.000" in kept
     assert " least " in refused
     assert text.splitlines()[-2].split()[:4] == ["all", "2", "1", "100%"]
-    # The same tables of the file alone, with what else was asked for left out.
-    capsys.readouterr()
-    options = ["--small", "--target", "cpu", "--budget", "100", "60", "--show"]
-    corpus.main([*options, "--json", str(path)])
-    shown = capsys.readouterr().out
-    assert [f" {percent} % " in shown for percent in (100, 60, 10)] == [True, False, False]
+    EXPERIMENT.run("--show", "--json", str(path))
+    assert capsys.readouterr().out == text
     assert len(path.read_text().splitlines()) == len(found)
 
 
@@ -122,7 +97,7 @@ def test_a_failure_is_a_row_and_no_crash(
         raise MemplanError("the compiler gave up")
 
     monkeypatch.setattr(corpus, "measure_own", fail)
-    corpus.main(["--target", "cpu", "--workload", "adam"])
+    EXPERIMENT.run("--target", "cpu", "--workload", "adam")
     *_, row = capsys.readouterr().out.splitlines()
     assert row.split()[:2] == ["adam", "cpu"]
     assert row.endswith("the compiler gave up")
@@ -137,13 +112,25 @@ def test_a_failed_point_counts_as_feasible_and_not_kept(
 
     monkeypatch.setattr(corpus, "measure_own", lambda own, _: replace(own, temp=9, step_time_s=1.0))
     monkeypatch.setattr(corpus, "measure_point", fail)
-    corpus.main(["--target", "cpu", "--workload", "adam", "--budget", "50"])
+    EXPERIMENT.run("--target", "cpu", "--workload", "adam", "--budget", "50")
     text = capsys.readouterr().out
     assert "the planner gave up" in text
     assert text.splitlines()[-2].split()[:4] == ["all", "1", "1", "0%"]
 
 
-def test_resuming_needs_a_file(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        corpus.main(["--resume"])
-    assert "--resume and --show need --json FILE" in capsys.readouterr().err
+def test_training_steps_stand_beside_each_other_and_are_drawn(tmp_path: Path):
+    """In any order; a budget that no plan keeps names the least."""
+    own = Own("vit-train", "cpu", arguments=80, temp=20, step_time_s=1.0, xla_s=1.0)
+    half = Point("vit-train", "cpu", 50, 50, total=50, step_time_s=1.5, gap=0.25)
+    refused = Point("vit-train", "cpu", 25, 25, least=40, least_works=(40, ""))
+    rows = [{k: v for k, v in asdict(found).items()} for found in (refused, half, own)]
+    table = next(t for t in EXPERIMENT.tables(rows) if t.title == "Training steps")
+    (cells,) = table.rows
+    by_heading = dict(zip((c.heading for c in table.columns), cells, strict=True))
+    assert by_heading["cpu, 50 %"] == "1.500 (25.0%)"
+    assert by_heading["cpu, 25 %"] == "least 40%"
+    assert by_heading["v5e, 50 %"] == ""
+    assert EXPERIMENT.plot is not None
+    (axes,) = EXPERIMENT.plot(rows).axes
+    lines = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata())]
+    assert lines == [[[0.5, 1.5]], [[0.5, 1.2]]]  # The step, and what no plan undercuts.

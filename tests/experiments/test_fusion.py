@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.fusion import MODELS, PROGRAMS, Widths, pairs_left, totals
+from experiments import fusion
+from experiments.fusion import MODELS, PROGRAMS, Case, Stored, Widths, measure
 from hlo_passes.reader import read_module
 
 SMALL = Widths(16, 48, 2, 8)
@@ -48,13 +52,29 @@ def test_models_have_heads_that_make_up_their_width():
 
 def test_a_program_is_a_row_of_totals_and_rows_of_pairs():
     """16 KiB an array: three kernels, two of which would be one without the other."""
-    assert totals(CONVERTED) == (
+    case = Case("mlp", "gpt2", "v5e", False, "[in, out]")
+    row = json.loads(json.dumps({**case._asdict(), **measure(CONVERTED)}))
+    totals, forward, backward = fusion.EXPERIMENT.tables([row])
+    of = ("mlp, gpt2", "v5e", "forward", "[in, out]")
+    (cells,) = totals.rows
+    assert cells == (
+        *of,
         "48.0 KiB + 48.0 KiB",
         "48.0 KiB + 48.0 KiB",
         "16.0 KiB + 16.0 KiB",
         "layout 64.0 KiB",
     )
-    assert list(pairs_left(CONVERTED)) == [
-        ("32.0 KiB", "f32[256,16]", "sin", "dot_general", "layout"),
-        ("32.0 KiB", "f32[256,16]", "dot_general", "cos", "layout"),
+    assert forward.rows == (
+        (*of, "32.0 KiB", "f32[256,16]", "sin", "dot_general", "layout"),
+        (*of, "32.0 KiB", "f32[256,16]", "dot_general", "cos", "layout"),
+    )
+    assert not backward.rows
+
+
+def test_ways_to_store_of_which_the_same_is_said_are_one_row():
+    rows = [
+        {**Case("mlp", "gpt2", "v5e", False, stored)._asdict(), **measure(CONVERTED)}
+        for stored in get_args(Stored.__value__)
     ]
+    totals, *_ = fusion.EXPERIMENT.tables(rows)
+    assert [cells[3] for cells in totals.rows] == ["all"]

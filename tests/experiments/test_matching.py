@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from dataclasses import asdict
 
 import jax
 import pytest
@@ -42,9 +43,21 @@ def test_the_judge_sees_a_block_taken_for_another():
 
 
 def test_a_failure_is_a_row():
-    cells = matching._cells(matching.Row("edit", "program", "cpu", "none", failure="too slow"))
-    assert cells[-1] == "too slow"
-    assert len(cells) == len(matching._table([]).columns)
+    failed = {"edit": "changes", "target": "cpu", "failure": "too slow"}
+    table, *_ = matching.EXPERIMENT.tables([failed])
+    (cells,) = table.rows
+    assert "too slow" in cells
+    assert len(cells) == len(table.columns)
+
+
+def test_a_summary_is_of_all_programs():
+    pairs = [
+        matching.Pair("renamed", program, "v5e", "none", "9", precision, 1.0)
+        for program, precision in (("a", 0.5), ("b", 0.75), ("c", 0.625))
+    ]
+    row = {"edit": "rewritings", "target": "v5e", "pairs": [asdict(pair) for pair in pairs]}
+    _, summary, _ = matching.EXPERIMENT.tables([row])
+    assert summary.rows == (("renamed", "none", "0.5000 to 0.7500 / 1.0000"),)
 
 
 def test_what_another_environment_compiles_is_found():

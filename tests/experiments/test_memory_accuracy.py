@@ -53,9 +53,9 @@ def test_a_second_run_compiles_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     command = ["--cache", str(tmp_path), "--target", "cpu", "--count", "4"]
-    memory_accuracy.main(command)
+    memory_accuracy.EXPERIMENT.run(*command)
     first = capsys.readouterr().out
-    assert ["programs", "4"] in [line.split() for line in first.splitlines()]
+    assert ["cpu", "4", "0"] in [line.split()[:3] for line in first.splitlines()]
     monkeypatch.setattr(memory_accuracy, "compile_drawn", None)
-    memory_accuracy.main(command)
+    memory_accuracy.EXPERIMENT.run(*command)
     assert capsys.readouterr().out == first

@@ -42,10 +42,13 @@ def test_what_becomes_of_each_is_told_and_known_afterwards(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "outcomes.jsonl"
-    xla_tests.main([str(sources), "--json", str(log)])
+    xla_tests.EXPERIMENT.run(str(sources), "--json", str(log))
     printed = capsys.readouterr().out
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    kinds = {line["module"]: {o["step"]: o["kind"] for o in line["outcomes"]} for line in lines}
+    kinds = {
+        line["case"]["module"]: {o["step"]: o["kind"] for o in line["found"]["outcomes"]}
+        for line in lines
+    }
     assert kinds["fatal_test.cc:9"] == {"read": "refused"}
     assert kinds["tests/two.hlo:1"]["plan 100 %"] == "ok"
     assert kinds["tests/two.hlo:1"]["plan 50 %"] == "refused"
@@ -54,7 +57,7 @@ def test_what_becomes_of_each_is_told_and_known_afterwards(
     assert "UnreadableModuleError" in printed
     before = log.read_text()
     for again in ("--resume", "--show"):
-        xla_tests.main([str(sources), "--json", str(log), again])
+        xla_tests.EXPERIMENT.run(str(sources), "--json", str(log), again)
         assert capsys.readouterr().out == printed
         assert log.read_text() == before
 
