@@ -14,21 +14,22 @@ machine model for their schedules.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from flax import nnx
 from jax import lax
 
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.executable import device_bytes
-from memplan.report.tables import Column, Table, write_tables
+from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.unet import UNet, UNetConfig, forward
 
@@ -50,35 +51,60 @@ _COLUMNS = (
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", nargs="+", default=list(_PROGRAMS), choices=_PROGRAMS)
-    parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
-    options = parser.parse_args()
-    rows = (_row(p, t) for p in options.programs for t in options.targets)
-    write_tables([Table("Loops within half of what they take", _COLUMNS, tuple(rows))], sys.stdout)
+def _define() -> None:
+    flags.DEFINE_multi_enum("programs", list(_PROGRAMS), list(_PROGRAMS), "which")
+    flags.DEFINE_multi_string("targets", ["v5e", "h200"], "compiled for")
 
 
-def _row(name: str, target: str) -> tuple[str, ...]:
-    function, args = _PROGRAMS[name]()
+def _rows(rows: Rows) -> Iterator[Row]:
+    for program in FLAGS.programs:
+        for target in FLAGS.targets:
+            case = {"program": program, "target": target}
+            yield rows.of(case, functools.partial(measure, program, target))
+
+
+def measure(program: str, target: str) -> Row:
+    """Figures of a program within half of what it takes, or the least budget that would do."""
+    function, args = _PROGRAMS[program]()
     machine = topology(target).with_host_memory(_HOST_BYTES)
     plain = jit(function, hbm=1 << 50, machine=machine).lower(*args).compile()
     taken = device_bytes(plain, 0)
-    budget = int(taken * _SHARE)
-    row = name, target, format_bytes(taken), format_bytes(budget)
+    found: Row = {"taken": taken, "budget": int(taken * _SHARE)}
     try:
-        compiled = jit(function, hbm=budget, machine=machine).lower(*args).compile()
+        compiled = jit(function, hbm=found["budget"], machine=machine).lower(*args).compile()
     except MemoryBudgetError as error:
-        return *row, f"refused, least {format_bytes(error.least)}", "–", "–", "–", "–"
+        return {**found, "least": error.least}
     assert compiled.plan is not None
-    told = compiled.plan.prediction
+    return {
+        **found,
+        "used": compiled.device_bytes,
+        "moved": compiled.plan.moved_bytes,
+        "step_s": compiled.plan.prediction.step_time_s,
+        "bound_s": compiled.plan.prediction.lower_bound_s,
+    }
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
+    title = "Loops within half of what they take"
+    return [Table(title, _COLUMNS, tuple(map(_cells, rows)))]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    asked = (
+        row["program"],
+        row["target"],
+        format_bytes(row["taken"]),
+        format_bytes(row["budget"]),
+    )
+    if "least" in row:
+        return (*asked, f"refused, least {format_bytes(row['least'])}", "–", "–", "–", "–")
     return (
-        *row,
-        format_bytes(compiled.device_bytes),
-        format_bytes(compiled.plan.moved_bytes),
-        format_seconds(told.step_time_s),
-        format_seconds(told.lower_bound_s),
-        f"{told.gap:.1%}",
+        *asked,
+        format_bytes(row["used"]),
+        format_bytes(row["moved"]),
+        format_seconds(row["step_s"]),
+        format_seconds(row["bound_s"]),
+        f"{row['step_s'] / row['bound_s'] - 1:.1%}",
     )
 
 
@@ -207,5 +233,7 @@ _PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()
