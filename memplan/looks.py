@@ -269,24 +269,7 @@ class Looks:
                 room -= max(error.least - budget, room // 8)
 
     def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
-        """Plans with these stacks on the host; of the other arguments as many as must be, or none
-        where that is faster: which ones is chosen on a module in which all of them are away, and
-        XLA orders another one otherwise."""
-        look = self._look_staying(hosting, budget, options)
-        others = set(look.hosting.arguments).difference(self._placing.streams.stacks)
-        arguments = self._lowering.arguments_bytes
-        if not others or arguments > budget or look.step_time_s <= _SLOW * look.compute_s:
-            return look
-        try:
-            resident = self._look_with(look.hosting.without(others), budget, options)
-        except MemoryBudgetError:
-            return look
-        return resident if resident.is_faster_than(look) else look
-
-    def _look_staying(
-        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
-    ) -> Look:
-        """Plans with as many arguments on the device as the budget has room for.
+        """Plans with these stacks on the host; of the other arguments as many as must be.
 
         What an argument that stays takes is known beforehand but for packing: where that is more
         than there is room for, fewer stay.

@@ -45,10 +45,6 @@ from memplan.topologies import Topology
 # XLA's later passes may end above what was planned; then the difference is taken off.
 _MAX_ROUNDS = 3
 
-# A plan that leaves more than this share of the budget is made again with it, so many times.
-_IDLE = 0.05
-_MORE_ROUNDS = 2
-
 # Without them XLA:CPU makes one library call of products that feed each other: all the weights that
 # it reads have to be there at once, and a plan can move none of them.
 _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -465,7 +461,6 @@ class Lowered:
             predicted = look.plan.prediction.total_bytes
             rounds.append(f"planned {predicted} bytes, XLA reports {total}")
             if total <= budget:
-                look, executable = self._with_more(look, executable, budget, options, rounds)
                 return Compiled(
                     executable, self.placing, self.budget, look, tuple(rounds), options or {}
                 )
@@ -475,37 +470,6 @@ class Lowered:
         if mismatch is not None and not reported:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
-
-    def _with_more(
-        self,
-        look: Look,
-        executable: Executable,
-        budget: int,
-        options: Mapping[str, Any] | None,
-        rounds: list[str],
-    ) -> tuple[Look, Executable]:
-        """Plans once more with what XLA left of the budget, where a step could use it; of both, the
-        faster one that is within the budget."""
-        total = device_bytes(executable, look.hosted_on_cpu)
-        idle = budget - total
-        for _ in range(_MORE_ROUNDS):
-            if look.is_hidden or idle <= _IDLE * budget:
-                break
-            self._looks.compiled(executable)
-            try:
-                other = self._looks.look(budget + idle, options)
-                if not other.is_faster_than(look):
-                    break
-                again = self._compile_planned(other, options)
-            except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
-                break
-            total = device_bytes(again, other.hosted_on_cpu)
-            predicted = other.plan.prediction.total_bytes
-            rounds.append(f"planned {predicted} bytes with what was left, XLA reports {total}")
-            if total <= budget:
-                return other, again
-            idle -= 2 * (total - budget)
-        return look, executable
 
     def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
         """The same error, with what is known up here: the user's names, why arguments stay."""
