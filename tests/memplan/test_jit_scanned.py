@@ -390,9 +390,9 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     ringed: list[int] = []
     with_rings = looks.Looks._look_with_rings
 
-    def watched(self: looks.Looks, depth: int, *rest: Any) -> looks.Look:
-        ringed.append(depth)
-        return with_rings(self, depth, *rest)
+    def watched(self: looks.Looks, everything: Hosting, *rest: Any) -> looks.Look:
+        ringed.append(everything.depth)
+        return with_rings(self, everything, *rest)
 
     monkeypatch.setattr(looks.Looks, "_look_with_rings", watched)
     monkeypatch.setattr(looks, "_SLOW", slow)
