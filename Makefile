@@ -14,7 +14,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-jax check docs package format bench constraints clean
+.PHONY: help demo test test-slow test-hardware test-jax check docs package format bench constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ demo: $(READY) ## Plan Llamas for a TPU v5e and an H200, and run a small one her
 	@$(BIN)/memplan demo
 
 test: $(READY) ## Run the tests (JOBS=2, PYTEST_ARGS="-k name")
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not hardware" $(PYTEST_ARGS)
 
 test-slow: $(READY) ## Run the tests marked slow
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
@@ -38,6 +38,9 @@ test-jax: ## Run the tests with another jax (JAX=0.11.2), in build/
 	  constraints.txt > build/jax-$(JAX)/constraints.txt
 	@touch -r constraints.txt build/jax-$(JAX)/constraints.txt
 	@$(MAKE) --no-print-directory -C build/jax-$(JAX) test
+
+test-hardware: $(READY) ## Run the kernels and plans on the GPU or TPU that is here
+	@$(BIN)/python -m pytest -rs -m hardware $(PYTEST_ARGS)
 
 check: $(READY) ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check .

@@ -2,14 +2,8 @@
 
 import os
 
-# Before jax is imported: tests run on the CPU, seen as four devices. Their programs are small, and
-# take longer to optimize than to run.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before jax is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
-    + os.environ.get("XLA_FLAGS", "")
-).strip()
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -17,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -40,6 +35,11 @@ TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+
+
+# Tests run on the CPU, seen as four devices. Their programs are small, and take longer to optimize
+# than to run.
+CPU_FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before XLA has started: all tests but those of `-m hardware` run on the CPU."""
+    if config.option.markexpr == "hardware":
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = f"{CPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> HloFile | None:
     if file_path.suffix != ".hlo" or not is_test(file_path):
         return None
@@ -83,6 +92,8 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             version, reason = since.args
             if jax.__version_info__ < tuple(map(int, version.split("."))):
                 item.add_marker(pytest.mark.skip(reason=f"jax {jax.__version__}: {reason}"))
+        if "accelerator" in getattr(item, "fixturenames", ()):
+            item.add_marker("hardware")
         for mark, (package, extra) in COMPILERS.items():
             if f"{mark}_compiler" in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
@@ -96,6 +107,17 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """`golden(name, text)`: `text` is what `golden/name` beside the test holds."""
     update = bool(request.config.getoption("--update-golden"))
     return Golden(request.path.parent / "golden", update)
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> Any:
+    """The GPU or TPU that `make test-hardware` runs on; skips where jax has none."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        pytest.skip(
+            "needs a GPU or TPU, and jax has the CPU alone: `make test-hardware` where one is"
+        )
+    return device
 
 
 @pytest.fixture(scope="session")
