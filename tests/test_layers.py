@@ -98,6 +98,7 @@ OTHERS = {
     "tests/experiments/test_steps.py": "sees into which memories jax puts arrays",
     "tests/memplan/streams/test_slicing.py": "sees what calls and prints are left",
     "tests/memplan/test_products.py": "sees which layouts jax was told",
+    "tests/memplan/test_trainers.py": "`state.params` are the parameters of a model",
     "tests/models/test_training.py": "`state.params` are the parameters of a model",
 }
 

@@ -20,7 +20,16 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes import equations
-from hlo_passes.equations import Cond, DynamicSlice, Gather, Path, While, decode, programs
+from hlo_passes.equations import (
+    Cond,
+    DynamicSlice,
+    Gather,
+    Path,
+    Transpose,
+    While,
+    decode,
+    programs,
+)
 from memplan.streams.counters import index_in_words
 from memplan.streams.leading_axis import splits_leading_axis
 
@@ -132,7 +141,7 @@ class _Finder:
         apart = _taken_apart(jaxpr)
         for n, eqn in enumerate(jaxpr.eqns):
             here = (*path, n)
-            if eqn.primitive.name == "transpose" and eqn.outvars[0] in apart:
+            if isinstance(decode(eqn), Transpose) and eqn.outvars[0] in apart:
                 (seen,) = eqn.invars
                 for source in sources.get(seen, ()) if isinstance(seen, Var) else ():
                     self.stacks[source].is_in_loop = True

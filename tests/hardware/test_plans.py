@@ -21,8 +21,7 @@ TOLERANCE = 5e-3
 @pytest.mark.parametrize("percent", [75, 50])
 @pytest.mark.parametrize("name", ["llama-prefill", "llama-train", "adam"])
 def test_a_planned_program_is_plain_jax_in_less_memory(name: str, percent: int) -> None:
-    out = on_device._Out(None)
-    plain = on_device._plain(name, out)
+    plain = on_device._plain(name)
     budget = plain.total * percent // 100
     step = memplan.jit(plain.fun, hbm=budget, donate_argnames=CORPUS[name].donate)
     compiled = step.lower(*plain.shapes).compile()
@@ -39,7 +38,7 @@ def test_a_planned_program_is_plain_jax_in_less_memory(name: str, percent: int) 
 
 @pytest.mark.usefixtures("accelerator")
 def test_weights_wait_on_the_host_and_are_brought_in_time() -> None:
-    plain = on_device._plain("llama-decode", on_device._Out(None))
+    plain = on_device._plain("llama-decode")
     step = memplan.jit(plain.fun, hbm=plain.total // 2, donate_argnames="cache")
     compiled = step.lower(*plain.shapes).compile()
     assert compiled.hosting.arguments
