@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # Triton compiles the text of these functions: their parameters are pointers and constants whose
-# types exist while it does so only, and triton's own names carry no types.
+# types exist while it does so only, and the types of triton's own names are those outside of it.
 """The three programs of FlashAttention-2 (Dao, 2023, arXiv:2307.08691, section 3), in Triton.
 
 `kernel_triton` calls them; this module needs triton, which not everybody has.
