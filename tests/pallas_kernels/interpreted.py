@@ -14,6 +14,7 @@ operands from SMEM, so that a slot that was given back before the wgmma was wait
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -78,15 +79,16 @@ def _run_state(body: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Kernels that are traced meanwhile run on the CPU; races raise."""
+    """Kernels that are traced meanwhile run on the CPU; races raise, from jax 0.12 on."""
+    options: dict[str, Any] = {"detect_races": True}
+    if "on_race" in {field.name for field in dataclasses.fields(plgpu.InterpretGPUParams)}:
+        options["on_race"] = "raise"
     with (
         mock.patch.object(plgpu.WGMMAAccumulatorRef, "init", Accumulator),
         mock.patch.object(plgpu, "wgmma", _wgmma),
         mock.patch.object(plgpu, "wgmma_wait", _wgmma_wait),
         mock.patch.object(plgpu, "wgmma_accumulator_load", _wgmma_accumulator_load),
         mock.patch.object(pl, "run_state", _run_state),
-        plgpu.force_gpu_interpret_mode(
-            plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
-        ),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**options)),
     ):
         yield

@@ -30,6 +30,7 @@ def test_random_cases() -> None:
     run(interpreted_gpu.check_random, examples=20, timeout_s=500)
 
 
+@pytest.mark.since("0.12", "its interpreter prints races and goes on")
 def test_a_planted_race_is_found() -> None:
     run(interpreted_gpu.check_plant)
 

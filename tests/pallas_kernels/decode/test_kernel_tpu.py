@@ -46,6 +46,7 @@ def test_random_cases(mode: str) -> None:
     run(interpreted_tpu.check_random, mode=mode, examples=20, timeout_s=500)
 
 
+@pytest.mark.since("0.12", "its interpreter prints races and goes on")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("plant", ["one slot too few", "no wait"])
 def test_a_planted_race_is_found(mode: str, plant: str) -> None:
