@@ -84,7 +84,7 @@ def fit_with_edits(
         if found is not best:
             best, fitting = found, tried[-1]
         terms = tried[-1].terms  # What is good in one order is so in the next one.
-    fastest_s = min((f.fastest_s for f in tried), default=0.0)
+    fastest_s = min((f.fastest_s for f in tried if f.fastest_s < np.inf), default=0.0)
     for last in sorted(tried, key=lambda f: f.peak) if best is None else ():
         best, fitting = last.tight(), last
         if best is not None:

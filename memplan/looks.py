@@ -126,18 +126,21 @@ class Looks:
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
+        dropped: list[Exception] = []
         for inside, nested in self._inside(budget):
             try:
                 look = self._look_with_loops(inside, nested, budget, options)
             except MemoryBudgetError as error:
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
+            except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                dropped.append(error)  # The log has said so.
+                continue
             best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden:
                 break
         if best is None:
-            assert failure is not None
-            raise failure
+            raise failure or dropped[0]
         return best
 
     def _look_with_loops(

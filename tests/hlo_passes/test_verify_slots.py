@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -22,6 +24,8 @@ from hlo_passes.plan import (
 )
 from hlo_passes.sink import sink_weight_work
 from hlo_passes.verify import verify_plan
+from hlo_passes.verify.replay import Replay, Value
+from hlo_passes.verify.slots import assign_slots
 from tests.hlo_passes.streamed import (
     SIZE,
     entry,
@@ -360,6 +364,32 @@ def test_each_result_of_an_instruction_has_an_operand_of_its_own():
     assert "%f{0} has no slot" in rejection(
         fetched(module, 0, 8, slots[0], short, *slots[2:]), module
     )
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_operand_that_only_one_result_can_lie_in_is_left_to_it(order: tuple[int, int]):
+    """The first result can lie in a only, the second in a or b, which last as long."""
+    module = entry(
+        """
+        %x = f32[64]{0} parameter(0)
+        %a = f32[64]{0} negate(%x)
+        %b = f32[64]{0} exponential(%x)
+        ROOT %f = f32[64]{0} add(%a, %b)
+        """
+    )
+    _, *writers, f = module.entry.instructions
+    a, b = operands = [
+        Value(i.name, i, SIZE, n, 2, slots=[Slot(i.name, "arena", n * SIZE, SIZE, LiveRange(n, 4))])
+        for n, i in enumerate(writers)
+    ]
+    first = Value("f{0}", f, SIZE, 2, 3, over=[a])
+    second = Value("f{1}", f, SIZE, 2, 3, over=[operands[n] for n in order])
+    replay = SimpleNamespace(module=module, values=[a, b, first, second], apart=set[Value]())
+    arena = SimpleNamespace(name="arena", tier="hbm")
+    plan = SimpleNamespace(allocations=[arena], placements=[], device_tier="hbm")
+    assign_slots(cast(Replay, replay), cast(Plan, plan))
+    assert first.under is a
+    assert second.under is b
 
 
 def test_a_donated_argument_is_not_fetched():
