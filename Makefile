@@ -28,7 +28,8 @@ test: $(READY) ## Run the tests (JOBS=2, PYTEST_ARGS="-k name")
 test-slow: $(READY) ## Run the tests marked slow
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
-# A copy of the tree has an environment and extensions of its own.
+# A copy of the tree has an environment and extensions of its own; its libtpu is that which goes
+# with that jax.
 test-jax: ## Run the tests with another jax (JAX=0.11.2), in build/
 	$(if $(JAX),,$(error say with which: make test-jax JAX=0.11.2))
 	@mkdir -p build/jax-$(JAX)
@@ -37,6 +38,8 @@ test-jax: ## Run the tests with another jax (JAX=0.11.2), in build/
 	@sed -E -e '/^libtpu==/d' -e 's/^(jax|jaxlib|jax-cuda13-[a-z]+)==.*/\1==$(JAX)/' \
 	  constraints.txt > build/jax-$(JAX)/constraints.txt
 	@touch -r constraints.txt build/jax-$(JAX)/constraints.txt
+	@$(MAKE) --no-print-directory -C build/jax-$(JAX) .venv/.ready
+	@build/jax-$(JAX)/.venv/bin/python -m pip --disable-pip-version-check install -q 'jax[tpu]==$(JAX)'
 	@$(MAKE) --no-print-directory -C build/jax-$(JAX) test
 
 test-hardware: $(READY) ## Run the kernels and plans on the GPU or TPU that is here
