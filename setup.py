@@ -32,9 +32,9 @@ setup(
             extra_compile_args=[*FLAGS, f"-isystem{xla_headers()}"],
         ),
         Extension(
-            "hlo_passes._packing",
-            sources=["hlo_passes/packing.cc", "hlo_passes/occupancy.cc"],
-            depends=["hlo_passes/occupancy.h"],
+            "hlo_passes.memory._packing",
+            sources=["hlo_passes/memory/packing.cc", "hlo_passes/memory/occupancy.cc"],
+            depends=["hlo_passes/memory/occupancy.h"],
             language="c++",
             **STABLE_ABI,
             extra_compile_args=FLAGS,

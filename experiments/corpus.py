@@ -35,14 +35,14 @@ from absl import flags
 
 from experiments.isolated import Failure, isolated
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes import inject
-from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
-from hlo_passes.reader import read_module
-from hlo_passes.timeline import schedule_events, simulate
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.timeline import schedule_events, simulate
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
 from memplan.looks import Look, Looks

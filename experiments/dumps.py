@@ -29,7 +29,7 @@ from absl import flags
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.steps import llama_step
 from experiments.synthetic import training_step_text
-from hlo_passes.dump import find_modules, largest_module
+from hlo_passes.reading.dump import find_modules, largest_module
 from hlo_passes.units import format_seconds
 from hlo_passes.xla import hlo_proto_to_text, hlo_text_to_proto
 from memplan.api import jit

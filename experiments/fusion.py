@@ -10,10 +10,10 @@ the latter with ``memplan.jit(layouts="all")``. Compiled by the real compilers; 
 Two tables:
 
     bytes   to and from HBM in a step, read + written: without fusions, as XLA compiled it, at the
-            least (`hlo_passes.fusion_traffic`); what fusions of the pairs left would save, by why
+            least (`hlo_passes.fusions.traffic`); what fusions of the pairs left would save, by why
             they are pairs
     pairs   of kernels that still hand each other an array through HBM, and why
-            (`hlo_passes.fusion_pairs`); those that look the same and would save a twentieth of
+            (`hlo_passes.fusions.pairs`); those that look the same and would save a twentieth of
             the step's bytes together
 """
 
@@ -30,8 +30,8 @@ from absl import flags
 
 import memplan
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes.fusion_pairs import PairReason, fusion_pairs
-from hlo_passes.fusion_traffic import fusion_traffic
+from hlo_passes.fusions.pairs import PairReason, fusion_pairs
+from hlo_passes.fusions.traffic import fusion_traffic
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table

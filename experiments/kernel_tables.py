@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import kernel_programs as programs
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.units import format_bytes
 from memplan.kernels.evidence_gpu import gpu_evidence
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence

@@ -29,10 +29,12 @@ from jax.experimental.layout import Format, Layout
 
 from experiments.layout_programs import PROGRAMS
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
-from hlo_passes import cost, inject, xla
+from hlo_passes import xla
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import converted, plan_layouts
-from hlo_passes.reader import read_module
+from hlo_passes.layouts.plan import converted, plan_layouts
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator import cost
 from memplan.api import jit
 from memplan.executable import Executable, TopologyExecutable
 from memplan.report.tables import Column, Table

@@ -42,9 +42,9 @@ from absl import flags
 from experiments.module_edits import rewritten, without_metadata
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.synthetic import training_step_text
+from hlo_passes.diff.matching import Matching, match_modules
 from hlo_passes.ir import Module
-from hlo_passes.matching import Matching, match_modules
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table

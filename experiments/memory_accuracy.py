@@ -30,8 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.drawn_programs import DEVICES, draw, kind
 from experiments.isolated import Failure, Worker
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes.memory import memory_usage
-from hlo_passes.reader import read_module
+from hlo_passes.memory.usage import memory_usage
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from hlo_passes.xla import compile_for_topology
 from memplan.report.tables import Column, Table

@@ -38,11 +38,11 @@ from hlo_passes.errors import (
     MemplanError,
     VerificationError,
 )
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Computation, Module
-from hlo_passes.machine import Machine, load_machine
-from hlo_passes.memory import memory_usage
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.verify import verify_equivalent
 from hlo_passes.verify.memory import Memory
 from memplan.report.tables import Column, Table

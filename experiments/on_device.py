@@ -39,7 +39,7 @@ from jax.sharding import SingleDeviceSharding
 
 from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.budget import parse_bytes
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Compiled, jit
 from memplan.executable import device_bytes

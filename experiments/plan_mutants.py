@@ -10,11 +10,14 @@ from typing import Any
 
 from experiments.plan_replay import first_fault
 from experiments.symbolic import Outcome, outcomes
-from hlo_passes import barriers, edits, loop_rewrite, pipeline, sink
+from hlo_passes import pipeline
 from hlo_passes.errors import MemplanError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
+from hlo_passes.loops import rewrite as loop_rewrite
+from hlo_passes.normalize import barriers, sink
 from hlo_passes.plan import Event, Fence, LiveRange, LoopSchedule, Plan, Slot, Transfer
+from hlo_passes.rewrite import edits
 from hlo_passes.verify import verify_plan
 
 _RUNNING = ("async-start", "call", "conditional", "while")

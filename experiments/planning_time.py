@@ -25,7 +25,8 @@ from absl import flags
 from flax import nnx
 
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes import inject, pipeline
+from hlo_passes import pipeline
+from hlo_passes.rewrite import inject
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table

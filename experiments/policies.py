@@ -41,8 +41,8 @@ from absl import flags
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from experiments.steps import STEPS, Policy
 from hlo_passes.errors import MemplanError
-from hlo_passes.machine import Machine
-from hlo_passes.reader import read_module
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.executable import device_bytes

@@ -15,13 +15,13 @@ import jax
 from absl import flags
 
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
-from hlo_passes.cost import step_seconds
-from hlo_passes.flops import matrix_work
+from hlo_passes.analysis.flops import matrix_work
+from hlo_passes.analysis.traffic import traffic
+from hlo_passes.analysis.trip_count import trip_count
+from hlo_passes.hardware.machine import load_machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Computation, Module
-from hlo_passes.machine import load_machine
-from hlo_passes.reader import read_module
-from hlo_passes.traffic import traffic
-from hlo_passes.trip_count import trip_count
+from hlo_passes.reading.reader import read_module
+from hlo_passes.simulator.cost import step_seconds
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table

@@ -25,22 +25,24 @@ from absl import flags
 
 from experiments.running import FLAGS, Experiment, Row, Rows
 from experiments.synthetic import training_step_text
-from hlo_passes import edits, pipeline, sharing
-from hlo_passes.allocations import find_allocations
-from hlo_passes.assignment import assign_offsets
-from hlo_passes.cost import instruction_costs
-from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes import pipeline
+from hlo_passes.analysis import sharing
+from hlo_passes.analysis.dataflow import analyze_dataflow
+from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.garbage import collection_paused
-from hlo_passes.live_ranges import compute_live_ranges
-from hlo_passes.loop_rewrite import rewrite_loops
-from hlo_passes.loop_schedule import schedule_loops
-from hlo_passes.machine import load_machine
-from hlo_passes.memory import BACKENDS
-from hlo_passes.prefetch import least_capacity
-from hlo_passes.problem import fetches, pose
-from hlo_passes.reader import read_module
-from hlo_passes.sink import sink_weight_work
-from hlo_passes.ticks import entry_ticks
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.loops.rewrite import rewrite_loops
+from hlo_passes.loops.schedule import schedule_loops
+from hlo_passes.memory.allocations import find_allocations
+from hlo_passes.memory.assignment import assign_offsets
+from hlo_passes.memory.usage import BACKENDS
+from hlo_passes.normalize.sink import sink_weight_work
+from hlo_passes.placing.prefetch import least_capacity
+from hlo_passes.placing.problem import fetches, pose
+from hlo_passes.placing.ticks import entry_ticks
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import edits
+from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.units import format_bytes, format_seconds
 from hlo_passes.verify import verify_equivalent, verify_plan, verify_schedule
 from hlo_passes.xla import hlo_text_to_proto

@@ -27,8 +27,8 @@ from dataclasses import replace
 from absl import flags
 
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes.machine import Machine
-from hlo_passes.memory import memory_usage
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.units import format_bytes
 from memplan.api import Compiled
 from memplan.compare import COLUMNS, cells, compared, view_planned, view_unscheduled

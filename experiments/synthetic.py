@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hlo_passes.sharing import Target
+from hlo_passes.analysis.sharing import Target
 
 INSTRUCTIONS_PER_LAYER = 25
 

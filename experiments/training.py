@@ -28,7 +28,7 @@ from absl import flags
 from jax.sharding import Mesh
 
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compare import COLUMNS, cells, compared, view_planned, view_unscheduled

@@ -41,14 +41,14 @@ from google.protobuf.message import EncodeError
 from jax.errors import JaxRuntimeError
 
 from experiments.running import FLAGS, Experiment, Row, Rows
-from hlo_passes.dataflow import analyze_dataflow
+from hlo_passes.analysis.dataflow import analyze_dataflow
+from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.errors import MemoryBudgetError, MemplanError, VerificationError
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Module
-from hlo_passes.live_ranges import compute_live_ranges
-from hlo_passes.machine import Machine, load_machine
-from hlo_passes.memory import memory_usage
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.pipeline import plan_module, rewrite_module
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.report.advising import advise
 from memplan.report.build import target_of, view_run

@@ -166,7 +166,7 @@ class MachineFileError(MemplanError, ValueError):
         where = f"{file}, {key}" if key else file
         super().__init__(
             f"{where}: expected {expected}, found {found}. "
-            "The files in hlo_passes/machines/ show the form."
+            "The files in hlo_passes/hardware/machines/ show the form."
         )
 
 

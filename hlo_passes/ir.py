@@ -543,7 +543,7 @@ class Module:
     def lent(self, cycles: Mapping[str, int]) -> Module:
         """Returns the same module with other `cycles`; they are no part of its content."""
         module = copy.copy(self)
-        # What was found of this one (`once`) may rest on its own.
+        # What was found of this one (`memoized`) may rest on its own.
         vars(module).pop("_found", None)
         module.cycles = cycles
         return module

@@ -9,46 +9,39 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hlo_passes import (
-    assembling,
-    assignment,
-    barriers,
-    bodies,
-    body_plans,
+from hlo_passes import verify
+from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
+from hlo_passes.edits import choice as edit_choice
+from hlo_passes.errors import MalformedModuleError, UnreachableTierError
+from hlo_passes.fitting import assembling
+from hlo_passes.fitting import fit as fitting
+from hlo_passes.garbage import collection_paused
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Module
+from hlo_passes.loops import bodies, body_plans, host_transfers
+from hlo_passes.loops import order as loop_order
+from hlo_passes.loops import rewrite as loop_rewrite
+from hlo_passes.loops import schedule as loop_schedule
+from hlo_passes.memory import assignment
+from hlo_passes.memory import usage as memory
+from hlo_passes.normalize import barriers, sink
+from hlo_passes.normalize import stable_names as settled
+from hlo_passes.orders import reorder
+from hlo_passes.placing import (
     budget_bound,
-    call_graph,
-    cost,
-    dataflow,
-    dependences,
-    edit_choice,
-    edits,
     eviction,
     fences,
-    fitting,
-    host_transfers,
-    live_ranges,
-    loop_order,
-    loop_rewrite,
-    loop_schedule,
-    memory,
     placement,
     prefetch,
     problem,
-    reader,
-    reorder,
-    rewrite,
-    settled,
-    sink,
     ticks,
     tiers,
-    timeline,
-    verify,
 )
-from hlo_passes.errors import MalformedModuleError, UnreachableTierError
-from hlo_passes.garbage import collection_paused
-from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
 from hlo_passes.plan import LoopSchedule, Plan
+from hlo_passes.reading import reader
+from hlo_passes.rewrite import edits
+from hlo_passes.rewrite import transfers as rewrite
+from hlo_passes.simulator import cost, timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +180,7 @@ def plan_module(
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
-      `sink.sink_weight_work`, `loop_rewrite.rewrite_loops`, `body_plans.write_bodies` and
+      `sink.sink_weight_work`, `loops.rewrite.rewrite_loops`, `body_plans.write_bodies` and
       `edits.apply`. That those
       compute the same `rewrite_module` proves, of what is handed to XLA.
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         UnknownBufferError,
         VerificationError,
     )
-    from hlo_passes.machine import Machine, load_machine, machine_names
+    from hlo_passes.hardware.machine import Machine, load_machine, machine_names
     from hlo_passes.plan import Plan
-    from hlo_passes.reader import read_module
+    from hlo_passes.reading.reader import read_module
     from memplan.api import jit
     from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BudgetWarning": "memplan.inlined",
     "Curve": "memplan.curves",
-    "Machine": "hlo_passes.machine",
+    "Machine": "hlo_passes.hardware.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
     "PlacementWarning": "memplan.compiled",
@@ -57,9 +57,9 @@ _HOME = {
     "explain": "memplan.explaining",
     "explain_oom": "memplan.out_of_memory",
     "jit": "memplan.api",
-    "load_machine": "hlo_passes.machine",
-    "machine_names": "hlo_passes.machine",
-    "read_module": "hlo_passes.reader",
+    "load_machine": "hlo_passes.hardware.machine",
+    "machine_names": "hlo_passes.hardware.machine",
+    "read_module": "hlo_passes.reading.reader",
     "replay": "memplan.replaying",
     "topology": "memplan.topologies",
 }

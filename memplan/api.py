@@ -30,7 +30,7 @@ from hlo_passes.errors import (
     SearchTimeError,
     SlotsError,
 )
-from hlo_passes.machine import Machine
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.compiled import Compiled, PlacementWarning, delete
 from memplan.executable import Target, check_machine, find_target

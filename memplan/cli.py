@@ -21,8 +21,8 @@ from hlo_passes.errors import MemplanError
 from memplan import __version__
 
 if TYPE_CHECKING:
+    from hlo_passes.hardware.machine import Machine
     from hlo_passes.ir import Module
-    from hlo_passes.machine import Machine
     from hlo_passes.plan import Plan
     from memplan.executable import Executable
     from memplan.report.differences import Compared
@@ -236,7 +236,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     from hlo_passes.garbage import collection_paused
-    from hlo_passes.machine import load_machine
+    from hlo_passes.hardware.machine import load_machine
     from memplan.report.advising import advise
     from memplan.report.build import target_of, view_run
     from memplan.report.finding_tables import advice_table, finding_tables
@@ -309,7 +309,7 @@ def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None]:
 
 
 def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Executable]:
-    from hlo_passes.reader import read_module
+    from hlo_passes.reading.reader import read_module
 
     with _progress("Compiling"):
         executable = compile_program()
@@ -319,8 +319,8 @@ def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Execut
 def _read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
     """Reads a file, or the module of a folder that the options choose; with `machine`, one that
     was not compiled for another platform."""
-    from hlo_passes.dump import choose_module, find_modules, largest_module
-    from hlo_passes.reader import read_module
+    from hlo_passes.reading.dump import choose_module, find_modules, largest_module
+    from hlo_passes.reading.reader import read_module
 
     path = Path(options.source)
     if not path.is_dir():
@@ -339,7 +339,7 @@ def _read(options: argparse.Namespace, machine: Machine | None = None) -> Module
 
 
 def _check_platform(path: Path, machine: Machine | None) -> None:
-    from hlo_passes.dump import platform_of
+    from hlo_passes.reading.dump import platform_of
 
     found = platform_of(path)
     if machine is not None and found not in (None, machine.platform):
@@ -350,7 +350,7 @@ def _check_platform(path: Path, machine: Machine | None) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    from hlo_passes.dump import find_modules
+    from hlo_passes.reading.dump import find_modules
     from memplan.dump_tables import dump_overview, list_modules
 
     with _progress("Reading"):
@@ -363,7 +363,7 @@ def _list(options: argparse.Namespace) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     from hlo_passes.garbage import collection_paused
-    from hlo_passes.machine import load_machine
+    from hlo_passes.hardware.machine import load_machine
     from memplan.diff import compare_paths
     from memplan.report.difference_tables import difference_tables, overview_table
     from memplan.report.differences import find_differences
@@ -417,7 +417,7 @@ def _difference_report(compared: Compared, machine: Machine | None) -> Report:
 
 
 def _compiled_twice(options: argparse.Namespace, machine: Machine | None) -> Compared:
-    from hlo_passes.reader import read_module
+    from hlo_passes.reading.reader import read_module
     from memplan.diff import parse_flags
     from memplan.reference import load_reference
     from memplan.report.differences import compare_modules
@@ -484,8 +484,8 @@ def _plan(options: argparse.Namespace) -> None:
 def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes import pipeline
     from hlo_passes.errors import MemoryBudgetError
+    from hlo_passes.hardware.machine import load_machine
     from hlo_passes.ir import HOST_MEMORY_SPACE
-    from hlo_passes.machine import load_machine
     from memplan.report.build import view_run
 
     machine = load_machine(options.machine)
@@ -549,7 +549,7 @@ def _passes(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace) -> None:
-    from hlo_passes.machine import load_machine, machine_names
+    from hlo_passes.hardware.machine import load_machine, machine_names
     from memplan.machine_tables import machine_overview, machine_sources
 
     if options.name:
@@ -573,7 +573,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
-    from hlo_passes.machine import load_machine
+    from hlo_passes.hardware.machine import load_machine
     from memplan.compare import view_planned, view_unscheduled
     from memplan.reference import load_reference
 

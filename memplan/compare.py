@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from hlo_passes.machine import Machine
-from hlo_passes.reader import read_module
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.compiled import Compiled
 from memplan.out_of_memory import is_exhausted

@@ -16,7 +16,7 @@ from hlo_passes import verify, xla
 from hlo_passes.errors import NotExecutableError
 from hlo_passes.ir import Module
 from hlo_passes.plan import LoopStreams
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan.executable import Executable, TopologyExecutable, device_bytes
 from memplan.layouts import as_jax_has_it, is_laid_out

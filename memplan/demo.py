@@ -27,7 +27,7 @@ import numpy as np
 import custom_calls
 from hlo_passes.budget import parse_bytes
 from hlo_passes.errors import MemplanError
-from hlo_passes.machine import Machine
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.units import format_bytes
 from memplan import __version__
 from memplan.api import Compiled, jit

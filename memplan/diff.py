@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hlo_passes.dump import choose_module, find_modules, largest_module, pair_modules
 from hlo_passes.errors import MemplanError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
-from hlo_passes.reader import read_module
+from hlo_passes.reading.dump import choose_module, find_modules, largest_module, pair_modules
+from hlo_passes.reading.reader import read_module
 from memplan.report.differences import Compared, compare_modules
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hlo_passes.dump import DumpedModule
 from hlo_passes.errors import MemplanError
+from hlo_passes.reading.dump import DumpedModule
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table
 

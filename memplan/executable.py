@@ -22,7 +22,7 @@ from jax.sharding import (
 )
 
 from hlo_passes import xla
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.hardware.machine import Machine, load_machine
 from memplan import __version__
 from memplan.out_of_memory import is_exhausted
 from memplan.signature import as_shape, bound_sharding, on_device, on_one_device

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from hlo_passes.analysis.marks import TRANSFER_ATTRIBUTE
 from hlo_passes.errors import MemplanError, SubjectError, UnknownBufferError
-from hlo_passes.fences import slot_name
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Instruction, Module
-from hlo_passes.machine import Machine, load_machine
+from hlo_passes.placing.fences import slot_name
 from hlo_passes.plan import (
     Decision,
     Eviction,
@@ -29,7 +30,6 @@ from hlo_passes.plan import (
     Slot,
     Transfer,
 )
-from hlo_passes.rewrite import TRANSFER_ATTRIBUTE
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.paths import dotted, matching
 from memplan.report.decisions import decision_tables

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hlo_passes.machine import Machine
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.layouts import Relaid
 from memplan.signature import StaticArguments, dynamic_signature

@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout
 
 from hlo_passes import xla
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import LayoutPlan, conversion_bytes, plan_layouts
+from hlo_passes.layouts.plan import LayoutPlan, conversion_bytes, plan_layouts
 from memplan.executable import Program
 
 type Relaid = Literal["arguments", "all"]

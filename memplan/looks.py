@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from hlo_passes import cost, inject, pipeline
+from hlo_passes import pipeline
 from hlo_passes.equations import Path
 from hlo_passes.errors import (
     HostResultsError,
@@ -28,7 +28,9 @@ from hlo_passes.errors import (
 )
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator import cost
 from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hlo_passes.machine import Machine, Tier
+from hlo_passes.hardware.machine import Machine, Tier
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from hlo_passes import inject, xla
-from hlo_passes.reader import read_module
+from hlo_passes import xla
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
 from hlo_passes.units import format_bytes
 from memplan.signature import HOST_MEMORY_KIND
 

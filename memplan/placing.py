@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from hlo_passes import inject, xla
+from hlo_passes import xla
 from hlo_passes.errors import LayoutsError, OffloadPatternError
 from hlo_passes.ir import Module
 from hlo_passes.plan import Preparation
+from hlo_passes.rewrite import inject
 from memplan.executable import Program
 from memplan.layouts import (
     Chosen,

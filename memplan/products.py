@@ -28,12 +28,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hlo_passes import inject
-from hlo_passes.cost import step_seconds, stream_bytes_per_s
 from hlo_passes.equations import DotGeneral, decode, programs, with_programs
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import conversion_bytes, converted
-from hlo_passes.reader import read_module
+from hlo_passes.layouts.plan import conversion_bytes, converted
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator.cost import step_seconds, stream_bytes_per_s
 from memplan.executable import Program
 
 type Inner = Literal["contracted", "free"] | None

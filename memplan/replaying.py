@@ -24,8 +24,8 @@ import numpy as np
 from hlo_passes import xla
 from hlo_passes.errors import ReplayError
 from hlo_passes.ir import Module, Shape
-from hlo_passes.portable import portable
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
+from hlo_passes.replay.portable import portable
 
 _NUMPY_DTYPES: dict[str, Any] = {
     "pred": np.bool_,

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from hlo_passes import inject, pipeline
+from hlo_passes import pipeline
 from hlo_passes.errors import (
     LoopMismatchError,
     LoweringPlatformsError,
@@ -26,9 +26,10 @@ from hlo_passes.errors import (
     PlanMismatchError,
     StalePlanError,
 )
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan
+from hlo_passes.rewrite import inject
 from memplan import __version__
 from memplan.agreeing import follow, is_shared, lead
 from memplan.compiled import Compiled

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from hlo_passes import xla
 from hlo_passes.errors import CompilerMissingError, TopologyError
-from hlo_passes.gpu_target import gpu_target_config
+from hlo_passes.hardware.gpu_target import gpu_target_config
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import HOST_MEMORY_SPACE
-from hlo_passes.machine import Machine, load_machine
 
 # Of each machine libtpu's name, and the extent of one host, which every libtpu accepts.
 _TPU_NAMES = {

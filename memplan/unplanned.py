@@ -14,10 +14,10 @@ import jax
 
 from hlo_passes import xla
 from hlo_passes.errors import CompilationError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module, Shape
-from hlo_passes.machine import Machine
-from hlo_passes.plain_hlo import plain_text
 from hlo_passes.proto import hlo_pb2
+from hlo_passes.replay.plain_hlo import plain_text
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from hlo_passes.assignment import assign_offsets, max_live_load
+from hlo_passes.memory.assignment import assign_offsets, max_live_load
 from hlo_passes.plan import LiveRange
 
 # A vector register of a TPU: 8 rows of 128 numbers of 32 bits; narrower ones are packed in rows.

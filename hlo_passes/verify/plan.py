@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from hlo_passes.errors import PlanMismatchError, VerificationError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
-from hlo_passes.machine import Machine
 from hlo_passes.plan import Plan, Slot, Transfer
 from hlo_passes.verify.hlo import RUNNING, check_scheduled, describe
 from hlo_passes.verify.memory import Memory, Version

@@ -16,24 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from custom_calls.targets import COPY_DONE, COPY_START
-from hlo_passes import timeline
-from hlo_passes.allocations import HeapRange, find_allocations
-from hlo_passes.async_chains import async_chains
-from hlo_passes.call_graph import call_graph
-from hlo_passes.collectives import collectives
-from hlo_passes.cost import instruction_costs
-from hlo_passes.critical_path import binding
-from hlo_passes.dataflow import Position, Value, analyze_dataflow
-from hlo_passes.host_transfers import Nest, nests
+from hlo_passes.analysis.async_chains import async_chains
+from hlo_passes.analysis.call_graph import call_graph
+from hlo_passes.analysis.collectives import collectives
+from hlo_passes.analysis.dataflow import Position, Value, analyze_dataflow
+from hlo_passes.analysis.live_ranges import compute_live_ranges
+from hlo_passes.analysis.sharing import Target
+from hlo_passes.analysis.traffic import traffic
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
-from hlo_passes.live_ranges import compute_live_ranges
-from hlo_passes.machine import Machine
-from hlo_passes.memory import measure_memory
-from hlo_passes.origins import ABOUT_OPERAND
+from hlo_passes.loops.host_transfers import Nest, nests
+from hlo_passes.memory.allocations import HeapRange, find_allocations
+from hlo_passes.memory.usage import measure_memory
 from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
-from hlo_passes.sharing import Target
-from hlo_passes.timeline import TransferId
-from hlo_passes.traffic import traffic
+from hlo_passes.reading.origins import ABOUT_OPERAND
+from hlo_passes.simulator import timeline
+from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.critical_path import binding
+from hlo_passes.simulator.timeline import TransferId
 from memplan.report.edited import recomputed, split_temporaries
 from memplan.report.names import Names
 from memplan.report.view import (

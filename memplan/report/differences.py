@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hlo_passes.donation import Fate
+from hlo_passes.analysis.donation import Fate
+from hlo_passes.diff.matching import Aspect, Matching, match_modules
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Instruction, Module
-from hlo_passes.machine import Machine
-from hlo_passes.matching import Aspect, Matching, match_modules
 from memplan.report.build import target_of, view_run
 from memplan.report.findings import Findings, HeapView, RelayoutView
 from memplan.report.inspecting import Inspector

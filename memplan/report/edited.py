@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from hlo_passes.edits import RECOMPUTE_ATTRIBUTE
-from hlo_passes.fences import slot_name
+from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.ir import Instruction
+from hlo_passes.placing.fences import slot_name
 from hlo_passes.plan import Plan, Slot
 from memplan.report.view import Return, SplitView
 

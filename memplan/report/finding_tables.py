@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from hlo_passes.fusion_traffic import FusionTraffic
+from hlo_passes.fusions.traffic import FusionTraffic
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.advising import Advice
 from memplan.report.findings import Findings, GroupedBy, HeapView, PairView

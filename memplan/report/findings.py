@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hlo_passes.donation import Fate
-from hlo_passes.fusion_pairs import PairReason
-from hlo_passes.fusion_traffic import FusionTraffic
+from hlo_passes.analysis.donation import Fate
+from hlo_passes.fusions.pairs import PairReason
+from hlo_passes.fusions.traffic import FusionTraffic
+from hlo_passes.layouts.relayouts import Reorder
 from hlo_passes.plan import LiveRange
-from hlo_passes.relayouts import Reorder
 from memplan.report.view import Step
 
 GroupedBy = Literal["source", "scope", "opcode"]
@@ -184,7 +184,7 @@ class PairView:
       saved_bytes: that one kernel for both would not move, in a step.
       seconds: that these take, predicted; None without a machine. What is hidden behind a
         product's own time is saved as bytes, not as time.
-      reason, why: see `hlo_passes.fusion_pairs`.
+      reason, why: see `hlo_passes.fusions.pairs`.
       conversion: the name of the one that only brings bytes into another order, or ``""``.
     """
 

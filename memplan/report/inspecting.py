@@ -9,23 +9,23 @@ from functools import cached_property
 
 import numpy as np
 
-from hlo_passes.buffer_assignment import buffer_assignment
-from hlo_passes.cost import instruction_costs, stream_bytes_per_s
-from hlo_passes.dataflow import Value, analyze_dataflow
-from hlo_passes.donation import donations
-from hlo_passes.fusion_pairs import fusion_pairs
-from hlo_passes.fusion_traffic import fusion_traffic
-from hlo_passes.host_transfers import nests
-from hlo_passes.idle import idle_temporaries
+from hlo_passes.analysis.dataflow import Value, analyze_dataflow
+from hlo_passes.analysis.donation import donations
+from hlo_passes.analysis.live_ranges import compute_live_ranges
+from hlo_passes.analysis.sharing import Target
+from hlo_passes.analysis.traffic import traffic
+from hlo_passes.edits.idle import idle_temporaries
+from hlo_passes.fusions.pairs import fusion_pairs
+from hlo_passes.fusions.traffic import fusion_traffic
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
-from hlo_passes.layout_plan import Converted, conversion_bytes, converted, plan_layouts
-from hlo_passes.live_ranges import compute_live_ranges
-from hlo_passes.machine import Machine
-from hlo_passes.memory import MemoryUsage, latest_values, measure_memory
-from hlo_passes.relayouts import relayouts
-from hlo_passes.sharing import Target
-from hlo_passes.ticks import entry_ticks
-from hlo_passes.traffic import traffic
+from hlo_passes.layouts.plan import Converted, conversion_bytes, converted, plan_layouts
+from hlo_passes.layouts.relayouts import relayouts
+from hlo_passes.loops.host_transfers import nests
+from hlo_passes.memory.usage import MemoryUsage, latest_values, measure_memory
+from hlo_passes.placing.ticks import entry_ticks
+from hlo_passes.reading.buffer_assignment import buffer_assignment
+from hlo_passes.simulator.cost import instruction_costs, stream_bytes_per_s
 from memplan.report.findings import (
     DonationView,
     Findings,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from hlo_passes.async_chains import async_chains
+from hlo_passes.analysis.async_chains import async_chains
+from hlo_passes.analysis.live_ranges import LiveRanges
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction
-from hlo_passes.live_ranges import LiveRanges
-from hlo_passes.origins import Origins
+from hlo_passes.reading.origins import Origins
 from memplan.report.view import Step
 
 

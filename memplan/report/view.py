@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from hlo_passes.critical_path import Binding
 from hlo_passes.plan import Decision, LiveRange, LogicalTime, LoopStreams
+from hlo_passes.simulator.critical_path import Binding
 from hlo_passes.units import format_bytes, format_seconds
 
 BandKind = Literal["arguments", "outputs", "constants", "transferred", "temporaries"]

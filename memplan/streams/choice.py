@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hlo_passes.cost import instruction_costs
 from hlo_passes.equations import Path
-from hlo_passes.host_transfers import nests
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
-from hlo_passes.problem import host_link
+from hlo_passes.loops.host_transfers import nests
+from hlo_passes.placing.problem import host_link
+from hlo_passes.simulator.cost import instruction_costs
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import scope_of
 from memplan.streams.uses import Source

@@ -6,9 +6,9 @@ import json
 import lzma
 from pathlib import Path
 
+from hlo_passes.analysis.sharing import Target
 from hlo_passes.ir import Module
-from hlo_passes.reader import read_module
-from hlo_passes.sharing import Target
+from hlo_passes.reading.reader import read_module
 
 MODULES = Path(__file__).parent / "modules"
 MEMORY = Path(__file__).parent / "memory.json"

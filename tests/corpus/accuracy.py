@@ -1,13 +1,13 @@
 """How close is the predicted memory to XLA's? `python -m tests.corpus.accuracy`.
 
 Prints, for every program of the corpus on every target, the temporaries that
-`hlo_passes.memory` predicts, those that XLA's `memory_analysis` counts, and the error, as a
+`hlo_passes.memory.usage` predicts, those that XLA's `memory_analysis` counts, and the error, as a
 Markdown table. No compiler runs: the corpus holds the final modules.
 """
 
 from __future__ import annotations
 
-from hlo_passes.memory import MemoryUsage, memory_usage
+from hlo_passes.memory.usage import MemoryUsage, memory_usage
 from tests import corpus
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import fusion
 from experiments.fusion import MODELS, PROGRAMS, Case, Stored, Widths, measure
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 
 SMALL = Widths(16, 48, 2, 8)
 

@@ -11,7 +11,7 @@ from experiments.symbolic import outcomes
 from tests import corpus
 from tests.hlo_passes.rings import Ring
 from tests.hlo_passes.streamed import entry
-from tests.hlo_passes.test_verify_memory import OVERWRITING, storing
+from tests.hlo_passes.verify.test_memory import OVERWRITING, storing
 
 INFEEDS = """
     %begin = token[] after-all()

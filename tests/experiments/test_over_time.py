@@ -4,7 +4,7 @@ import pytest
 
 from experiments import over_time
 from experiments.over_time import EXPERIMENT, measure
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.report.build import view_run
 
 # 1 KiB an array: the argument, what dies at once, and the result.

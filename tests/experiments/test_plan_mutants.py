@@ -13,8 +13,8 @@ from experiments.plan_mutants import Planned, judged
 from experiments.plan_replay import first_fault
 from hlo_passes import pipeline
 from hlo_passes.errors import VerificationError
-from hlo_passes.machine import load_machine
-from hlo_passes.memory import memory_usage
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.verify import verify_plan
 from tests import corpus

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from experiments import policies
 from experiments.policies import EXPERIMENT, front
 from experiments.running import Row
-from hlo_passes.machine import load_machine
+from hlo_passes.hardware.machine import load_machine
 
 POINTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)))
 CASE = {"step": "llama", "target": "v5e", "policy": "none", "hbm": None, "limit": None}

@@ -1,7 +1,7 @@
 """FLOPs and bytes of a step, and which of the two holds it."""
 
 from experiments.roofline import EXPERIMENT, work
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 
 LOOP = read_module("""HloModule m, is_scheduled=true
 body {

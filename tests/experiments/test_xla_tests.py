@@ -7,8 +7,8 @@ import pytest
 
 from experiments import xla_tests
 from experiments.xla_tests import Outcome, Worker, find_texts
-from tests.hlo_passes.test_hlo_text import FATAL
-from tests.hlo_passes.test_reader import TEXT
+from tests.hlo_passes.reading.test_hlo_text import FATAL
+from tests.hlo_passes.reading.test_reader import TEXT
 
 UNSCHEDULED = TEXT.replace(", is_scheduled=true", "").replace("tiny", "plain")
 

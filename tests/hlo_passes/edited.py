@@ -18,7 +18,6 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from hlo_passes.edits import apply
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.plan import (
     Allocation,
@@ -35,6 +34,7 @@ from hlo_passes.plan import (
     Slot,
     Transfer,
 )
+from hlo_passes.rewrite.edits import apply
 from tests.hlo_passes.streamed import SIZE, entry
 
 Action = Literal["keep", "evict", "recompute"]

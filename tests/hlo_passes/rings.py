@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
 SLOT_BYTES = 256

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 
 from hlo_passes.plan import Event, Fence
-from hlo_passes.reader import read_module
-from hlo_passes.rewrite import rewrite
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite.transfers import rewrite
 from hlo_passes.xla import hlo_proto_to_canonical_text
 from tests.hlo_passes.toys import plan_of
 

@@ -7,11 +7,11 @@ from itertools import combinations, pairwise, permutations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from hlo_passes.choice_bytes import least_bytes
-from hlo_passes.choices import Choices, Gap, Recipe, Selection, Weight
-from hlo_passes.machine import Machine
+from hlo_passes.edits.choice_bytes import least_bytes
+from hlo_passes.edits.choices import Choices, Gap, Recipe, Selection, Weight
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import LiveRange
-from hlo_passes.timeline import Compute, Done, Start, simulate
+from hlo_passes.simulator.timeline import Compute, Done, Start, simulate
 from tests.hlo_passes.toys import link, toy_machine
 
 

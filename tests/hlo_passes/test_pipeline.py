@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import (
     MalformedModuleError,
     MemoryBudgetError,
@@ -19,12 +18,13 @@ from hlo_passes.errors import (
     TierCapacityError,
     UnreachableTierError,
 )
+from hlo_passes.hardware.machine import Machine, Tier, load_machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine, Tier, load_machine
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
 from hlo_passes.plan import LiveRange, Plan
-from hlo_passes.reader import read_module
-from hlo_passes.timeline import schedule_events, simulate
+from hlo_passes.reading.reader import read_module
+from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.timeline import schedule_events, simulate
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.replaying import max_difference, replay

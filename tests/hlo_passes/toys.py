@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hlo_passes.hardware.machine import Link, Machine, Tier
 from hlo_passes.ir import Module
-from hlo_passes.machine import Link, Machine, Tier
 from hlo_passes.plan import Fence, Plan, Prediction, Transfer
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.xla import hlo_text_to_proto

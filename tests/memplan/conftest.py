@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import memplan.cli as cli
-from hlo_passes.machine import Machine, load_machine
-from hlo_passes.reader import read_module
+from hlo_passes.hardware.machine import Machine, load_machine
+from hlo_passes.reading.reader import read_module
 from memplan.report.build import view_run
 from memplan.report.view import Report
 from tests.memplan.programs import TOY, streamed_text

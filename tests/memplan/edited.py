@@ -25,7 +25,7 @@ from hlo_passes.plan import (
     Slot,
     Transfer,
 )
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 
 SIZE = 64 * 1024
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memplan.cli as cli
-from hlo_passes.machine import load_machine, machine_from_dict, machine_names
+from hlo_passes.hardware.machine import load_machine, machine_from_dict, machine_names
 from hlo_passes.plan import Plan
 from tests.memplan.programs import TOY, streamed_text
 
@@ -218,7 +218,7 @@ def test_no_hlo(refused, tmp_path):
 
 
 def test_a_truncated_proto(refused, tmp_path):
-    from hlo_passes.reader import read_module
+    from hlo_passes.reading.reader import read_module
 
     path = tmp_path / "step.hlo.pb"
     path.write_bytes(read_module(streamed_text()).to_bytes()[:-40])

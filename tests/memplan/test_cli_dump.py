@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import memplan.cli as cli
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from tests.memplan.programs import TOY, streamed_text
 
 STEP, HELPER = "module_0004.jit_step", "module_0002.jit_convert_element_type"

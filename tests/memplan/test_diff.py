@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import memplan.cli as cli
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.diff import FlagsError, compare_paths, parse_flags
 from memplan.reference import Reference
 from memplan.report.conditions import ConditionError, parse_condition

@@ -7,9 +7,9 @@ import pytest
 
 import memplan
 from hlo_passes.errors import SubjectError, UnknownBufferError
-from hlo_passes.machine import Machine
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.pipeline import plan_module, rewrite_module
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.explaining import NO_PLAN, explain, explanations
 from tests.memplan.edited import edited_module, edited_plan
 from tests.memplan.programs import streamed_text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from hlo_passes.analysis.sharing import Target
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine, load_machine
-from hlo_passes.memory import memory_usage
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import LiveRange
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.reader import read_module
-from hlo_passes.sharing import Target
+from hlo_passes.reading.reader import read_module
 from memplan.report.advising import advise
 from memplan.report.build import view_run
 from memplan.report.finding_tables import advice_table, finding_tables

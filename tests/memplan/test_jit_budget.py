@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hlo_passes.fitting as fitting
+import hlo_passes.fitting.fit as fitting
 import hlo_passes.xla as xla
 import memplan.api as memplan
 import memplan.looks as looks
@@ -24,7 +24,7 @@ from hlo_passes.errors import (
     SlotsError,
     UnknownMachineError,
 )
-from hlo_passes.machine import load_machine
+from hlo_passes.hardware.machine import load_machine
 from hlo_passes.pipeline import rewrite_module
 from hlo_passes.units import format_bytes
 from memplan.topologies import topology

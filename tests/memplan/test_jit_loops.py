@@ -12,7 +12,7 @@ from jax import lax
 
 import memplan.api as memplan
 from hlo_passes.plan import Plan
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from hlo_passes.verify import verify_executable
 from memplan.replaying import replay
 from memplan.topologies import topology

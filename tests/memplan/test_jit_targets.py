@@ -21,10 +21,10 @@ from jax.sharding import (
 )
 
 import memplan.api as memplan
-from hlo_passes.cost import instruction_costs
 from hlo_passes.errors import CompilerMissingError, NotExecutableError, TopologyError
-from hlo_passes.machine import load_machine
-from hlo_passes.timeline import schedule_events, simulate
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.timeline import schedule_events, simulate
 from memplan import topologies
 from tests.memplan.chains import chain, device_total
 

@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan
 from experiments.layout_programs import PROGRAMS
-from hlo_passes import inject, xla
+from hlo_passes import xla
 from hlo_passes.errors import LayoutsError
 from hlo_passes.ir import Module
-from hlo_passes.layout_plan import conversion_bytes, converted, plan_layouts
-from hlo_passes.reader import read_module
+from hlo_passes.layouts.plan import conversion_bytes, converted, plan_layouts
+from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
 from memplan.executable import TopologyExecutable
 from memplan.layouts import Chosen, Layouts, Relaid, choose_layouts, choose_streamed
 from memplan.streams.uses import Result

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import memplan
-from hlo_passes import inject
+from hlo_passes.rewrite import inject
 from memplan import out_of_memory, topologies
 from memplan.executable import Program
 from tests.memplan.chains import chain

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 import memplan
-from hlo_passes import edits, inject, problem, reorder, sink, verify
-from hlo_passes.edit_choice import Work
-from hlo_passes.edit_writer import edits_of
+from hlo_passes import verify
+from hlo_passes.edits.choice import Work
+from hlo_passes.edits.greedy import Terms, select
+from hlo_passes.edits.writer import edits_of
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.machine import Machine
+from hlo_passes.normalize import sink
+from hlo_passes.orders import reorder
+from hlo_passes.placing import problem
 from hlo_passes.plan import Edits
-from hlo_passes.selection import Terms, select
+from hlo_passes.rewrite import edits, inject
 from memplan.replaying import max_difference, replay
 from memplan.topologies import topology
 from models.corpus import CORPUS

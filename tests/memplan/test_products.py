@@ -17,9 +17,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import memplan
-from hlo_passes import cost, inject
 from hlo_passes.equations import DotGeneral
-from hlo_passes.layout_plan import conversion_bytes
+from hlo_passes.layouts.plan import conversion_bytes
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator import cost
 from memplan.executable import Program, find_target
 from memplan.products import (
     FORMS,

@@ -12,7 +12,7 @@ import pytest
 from hlo_passes.errors import ReplayError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.proto import hlo_pb2
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.replaying import max_difference, replay
 from tests.memplan.replay_programs import PROGRAMS, available, compile_program, read
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import memplan.cli as cli
-from hlo_passes.machine import Machine
-from hlo_passes.reader import read_module
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.reading.reader import read_module
 from memplan.report.advising import advise
 from memplan.report.build import target_of, view_run
 from memplan.report.differences import Side, find_differences

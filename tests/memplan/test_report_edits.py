@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hlo_passes.machine import Interconnect, Machine
+from hlo_passes.hardware.machine import Interconnect, Machine
 from hlo_passes.plan import LiveRange
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.compare import COLUMNS, cells, compared
 from memplan.report.build import view_run
 from memplan.report.decisions import LIMIT, temporaries_table

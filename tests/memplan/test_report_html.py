@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 import memplan.report.html as html
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.report.build import view_run
 from memplan.report.view import Report
 from tests.memplan.programs import streamed_text

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 
 import memplan.report.html as html
+from hlo_passes.hardware.machine import Tier
 from hlo_passes.ir import Module
-from hlo_passes.machine import Tier
 from hlo_passes.pipeline import plan_module, rewrite_module
 from hlo_passes.plan import LoopStack, LoopStreams, Plan
 from memplan.report.build import view_run

@@ -8,7 +8,7 @@ import pytest
 import memplan.report.build as build
 import memplan.report.view as view
 from hlo_passes.errors import UnscheduledModuleError
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from tests.memplan.programs import streamed_text
 
 WEIGHT, ACTIVATION = 256 * 1024, 64 * 1024

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import memplan.api as memplan
-from hlo_passes import inject
 from hlo_passes.errors import LoweringPlatformsError, NotExecutableError
 from hlo_passes.ir import Module
+from hlo_passes.rewrite import inject
 from memplan.compiled import Compiled
 from memplan.streams.hosting import Hosting
 from tests.memplan.chains import HALF, activations, assert_same_bits, chain, weights

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import memplan.report.trace as trace
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 from memplan.report.build import view_run
 from memplan.report.view import Report
 from tests.memplan.programs import streamed_text

@@ -13,7 +13,7 @@ from experiments import kernel_tables as tables
 from experiments.kernel_programs import Program
 from experiments.kernel_splash import full_head, head_bundles
 from experiments.kernel_tuning import Blocks
-from hlo_passes.machine import load_machine
+from hlo_passes.hardware.machine import load_machine
 from memplan.kernels.evidence_tpu import KernelEvidence, tpu_evidence
 from tests.sweeps import slow_but
 

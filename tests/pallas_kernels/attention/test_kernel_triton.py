@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from hlo_passes.gpu_target import gpu_target_config
-from hlo_passes.machine import load_machine
+from hlo_passes.hardware.gpu_target import gpu_target_config
+from hlo_passes.hardware.machine import load_machine
 from hlo_passes.xla import compile_for_topology
 from pallas_kernels.attention import kernel_triton
 from pallas_kernels.attention.api import attention

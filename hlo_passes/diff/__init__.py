@@ -1,0 +1,1 @@
+"""Which parts of two modules are the same."""

@@ -1,0 +1,365 @@
+"""Which gaps are taken: a few greedy selections, the fastest of them first.
+
+    terms ──► select ──► gaps that are taken ──► step_seconds ──► the fastest first
+    prices of links,      (`greedy`)               evictions and fetches
+    depths of chains                               scheduled as in a plan
+
+What a choice is worth is what a step with it takes, its transfers scheduled as they will be in
+the plan, but not packed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.edits.choice_bytes import least_bytes
+from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
+from hlo_passes.edits.gaps import find_temporaries
+from hlo_passes.edits.greedy import DEAREST, Terms, select
+from hlo_passes.edits.relaxation import lower_bound_s
+from hlo_passes.edits.state import EditState, Rates
+from hlo_passes.edits.writer import edits_of, pieces_of
+from hlo_passes.memoize import memoized
+from hlo_passes.placing.eviction import schedule_evictions
+from hlo_passes.placing.placement import step_seconds
+from hlo_passes.placing.prefetch import DoesNotFit, Fetch, schedule_starts
+from hlo_passes.placing.problem import Evicted, Problem, fetches
+from hlo_passes.plan import (
+    Decision,
+    Edits,
+    LiveRange,
+    LogicalTime,
+)
+from hlo_passes.simulator.timeline import queue_of
+
+# What is tried: prices of links and shares of the step's compute for which they are theirs,
+# with chains of any length; then prices for all that moves, down from where next to nothing
+# does, with chains of at most so many instructions. Where none is, everything can be
+# evicted: no other choice makes do with less.
+_LINK_PRICES = (0.01, 0.02, 0.03, 0.04, 0.05)
+_LINK_SHARES = (0.25, 0.5, 0.75)
+DEEPEST = 16
+_DEPTHS = (1, 3, DEEPEST)
+_FREE_OF_LINKS = (1e-3, 0.07, 0.1, 0.3, 1.0, DEAREST)
+
+# A step that takes more than this, over its compute, waits for links.
+_WAITING = 1.02
+
+# Temporaries below this share of the peak are left alone: they are many and hold little.
+_SMALLEST_SHARE = 1 / 4096
+
+# How many decisions a plan tells of.
+_TOLD = 256
+
+# What part of the capacity is aimed at where no choice fits, or is packed, one after the other:
+# what is taken for less covers more, and what of it is not needed is given back.
+_AIMS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class EditChoice:
+    """Gaps that are taken.
+
+    Attributes:
+      terms: on which they were taken; None where a program chose (`edits.search`).
+      taken: with it the load of the arena fits.
+      step_time_s: predicted, before packing.
+    """
+
+    terms: Terms | None
+    taken: EditState
+    step_time_s: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether compute waits for links, as far as counts."""
+        return self.step_time_s > float(self.taken.costs.sum()) * _WAITING
+
+
+def least_edits(posed: Problem) -> Edits:
+    """Returns the edits with which the arena's load is as low as was found, whatever they take;
+    all weights on the host are streamed."""
+    work = work_on(posed)
+    if not work.load.size:
+        return Edits()
+    return edits_of(posed, min(work.lowest(), key=lambda taken: int(taken.load.max())))
+
+
+def edited_lower_bound_s(posed: Problem, budget: int) -> float:
+    """Returns seconds that no plan within `budget` undercuts, whatever it evicts, recomputes
+    and streams, with the compute in this order; infinity when there is no plan."""
+    work = work_on(posed)
+    choices, _ = work.choices(posed.load, may_stay=True)
+    return lower_bound_s(choices, budget - posed.fixed_bytes - posed.arena.tables)
+
+
+def least_load(posed: Problem) -> npt.NDArray[np.int64]:
+    """Returns int64[ticks], bytes that no edits can go below at each tick by itself."""
+    choices, _ = work_on(posed).choices(posed.load, may_stay=True)
+    return least_bytes(replace(choices, weights=()))
+
+
+class Work:
+    """What there is to choose about a module without edits but for its order, whose weights on
+    the host are streamed.
+
+    Attributes:
+      posed: the module.
+      temporaries, rates: of its entry.
+    """
+
+    def __init__(self, posed: Problem) -> None:
+        self.posed = posed
+        self.temporaries = find_temporaries(posed.ranges, posed.ticks)
+        self._streamed = fetches(posed.movables, posed.clock, 0.0)
+        self._weights = np.zeros_like(posed.arena.load)
+        for fetch in self._streamed:
+            self._weights[fetch.reads.start : fetch.reads.end] += fetch.size
+        can_evict = posed.machine.platform != "cpu"
+        self.rates = Rates(
+            posed.link_out.bytes_per_s if can_evict else 0.0,
+            posed.link.bytes_per_s if can_evict else 0.0,
+            posed.link.latency_s,
+            {t.maker.id: float(posed.costs[t.written]) for t in self.temporaries},
+        )
+
+    @property
+    def load(self) -> npt.NDArray[np.int64]:
+        """Bytes at each tick with every temporary kept and every weight fetched when read."""
+        return self.posed.arena.load + self._weights
+
+    @property
+    def smallest(self) -> int:
+        """Bytes below which a temporary is left alone."""
+        share = int(self.load.max(initial=0) * _SMALLEST_SHARE)
+        return max(share, self.posed.arena.smallest)
+
+    def choose(
+        self,
+        capacity: int,
+        slots: int | None = None,
+        reserve: npt.NDArray[np.int64] | int = 0,
+        among: Sequence[Terms] = (),
+    ) -> list[EditChoice]:
+        """Chooses what to evict and what to recompute, so that the load of the arena fits.
+
+        Args:
+          capacity: bytes of the arena above its base.
+          slots: at most so many streamed arrays on the device at once.
+          reserve: int64[ticks], bytes of that which are left free, since packing takes more.
+          among: the terms that are tried; none for all that are known.
+
+        Returns:
+          Different choices, the fastest first; none when the load cannot be brought down to
+          `capacity`.
+        """
+        found = list(self._chosen(capacity, capacity, slots, reserve, among or self._tried()))
+        if not found:
+            found = next(filter(None, self._aimed(capacity, slots, reserve)), [])
+        return sorted(found, key=lambda choice: choice.step_time_s)
+
+    def choose_deeper(self, capacity: int, slots: int | None) -> list[EditChoice]:
+        """Chooses as `choose` does where nothing else fits, in every way there is."""
+        found = (choice for among in self._aimed(capacity, slots) for choice in among)
+        return sorted(found, key=lambda choice: choice.step_time_s)
+
+    def lowest(self) -> Iterator[EditState]:
+        """Yields gaps with which the load is as low as it can be brought, whatever that takes."""
+        yield self.select(0, Terms(_FREE_OF_LINKS[0], np.inf, 0))
+        for depth in _DEPTHS:
+            yield self.select(0, Terms(DEAREST, np.inf, depth))
+
+    def _aimed(
+        self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int = 0
+    ) -> Iterator[list[EditChoice]]:
+        """Yields the choices that take gaps until the load is far lower than it has to be."""
+        prices = (0.1, DEAREST) if self.rates.can_evict else (DEAREST,)
+        terms = [Terms(price, np.inf, DEEPEST) for price in prices]
+        for aim in _AIMS:
+            yield list(self._chosen(capacity, int(aim * capacity), slots, reserve, terms))
+
+    def _chosen(
+        self,
+        capacity: int,
+        aim: int,
+        slots: int | None,
+        reserve: npt.NDArray[np.int64] | int,
+        among: Iterable[Terms],
+    ) -> Iterator[EditChoice]:
+        """Different choices whose load fits, of gaps taken until it is within `aim`."""
+        seen: set[frozenset[object]] = set()
+        for terms in among:
+            taken = self.select(capacity, terms, reserve, aim)
+            if taken.all not in seen:
+                seen.add(taken.all)
+                seconds = self.step_seconds(taken, capacity, slots)
+                if seconds < np.inf:
+                    yield EditChoice(terms, taken, seconds)
+            if not taken.all and taken.load.max(initial=0) <= capacity:
+                break  # Nothing has to go.
+
+    def _tried(self) -> Iterator[Terms]:
+        compute_s = float(self.posed.clock[-1])
+        if self.rates.can_evict:
+            yield Terms(_FREE_OF_LINKS[0], np.inf, 0)
+            for price in _LINK_PRICES:
+                for share in _LINK_SHARES:
+                    yield Terms(price, share * compute_s, DEEPEST)
+        for price in _FREE_OF_LINKS if self.rates.can_evict else _FREE_OF_LINKS[-1:]:
+            for depth in _DEPTHS:
+                yield Terms(price, np.inf, depth)
+
+    def select(
+        self,
+        capacity: int,
+        terms: Terms,
+        reserve: npt.NDArray[np.int64] | int = 0,
+        aim: int | None = None,
+    ) -> EditState:
+        """See `greedy.select`."""
+        return select(
+            self.temporaries,
+            self.load + reserve,
+            self.posed.costs,
+            self.rates,
+            capacity,
+            terms,
+            self.smallest,
+            aim,
+        )
+
+    def choices(
+        self, load: npt.NDArray[np.int64], smallest: int = 0, *, may_stay: bool
+    ) -> tuple[Choices, list[tuple[int, LogicalTime]]]:
+        """The same as numbers, and of each gap the temporary and the tick at which it starts;
+        temporaries of fewer than `smallest` bytes have none.
+
+        A recipe is what the maker takes alone, and its share of that where it makes several
+        things: what must be there for it may be there for other reasons, too. So nothing that
+        can be done is cheaper than the choices say.
+        """
+        posed = self.posed
+        made = Counter(t.maker.id for t in self.temporaries)
+        gaps: list[Gap] = []
+        starts: list[tuple[int, LogicalTime]] = []
+        for t in self.temporaries:
+            if t.obstacle or t.size < smallest:
+                continue
+            recipes: tuple[Recipe, ...] = ()
+            if t.operands is not None:
+                seconds = self.rates.maker_s[t.maker.id] / made[t.maker.id]
+                recipes = (Recipe(seconds, 0, (t.maker.id,)),)
+            for start, end in pairwise(sorted({t.written, *(r.tick for r in t.reads)})):
+                if end > start + 1 and (recipes or self.rates.can_evict):
+                    can_evict = self.rates.can_evict
+                    gap = Gap(t.number, t.size, t.written + 1, start + 1, end, can_evict, recipes)
+                    gaps.append(gap)
+                    starts.append((t.number, start))
+        out = posed.link_out if self.rates.can_evict else posed.link
+        choices = Choices(
+            posed.costs,
+            load,
+            tuple(gaps),
+            tuple(Weight(m.size, _disjoint(m.reads), may_stay) for m in posed.movables),
+            out.bytes_per_s * out.engines,
+            posed.link.bytes_per_s * posed.link.engines,
+            posed.link.latency_s,
+            queue_of(out) == queue_of(posed.link),
+            in_busy_s=posed.link_floor_s,
+        )
+        return choices, starts
+
+    def step_seconds(self, selection: EditState, capacity: int, slots: int | None) -> float:
+        """Predicts the step's time; infinity where it does not fit. What the load has in reserve
+        is not lent to transfers either."""
+        if selection.load.max(initial=0) > capacity:
+            return np.inf
+        load = selection.load - self._weights
+        evicted: list[Evicted] = []
+        jobs = list(self._streamed)
+        order = sorted(self.temporaries, key=lambda t: t.written)
+        for t in order:
+            found = pieces_of(selection, t)
+            if not any(piece.action == "evict" for piece in found):
+                continue
+            gone = min(selection.taken[t.number])
+            evicted.append(Evicted(t.name, t.size, t.written + 1, gone + 1, holder=t.name))
+            for piece in found:
+                if piece.action == "evict":
+                    jobs.append(Fetch(t.name, t.size, piece.reads, len(evicted) - 1))
+                    load[piece.reads.start : piece.reads.end] -= t.size
+        jobs.sort(key=lambda f: f.reads)
+        posed = self.posed
+        departures = schedule_evictions(
+            evicted, jobs, load, capacity, selection.costs, posed.link_out
+        )
+        for eviction, departure in zip(evicted, departures, strict=True):
+            load[eviction.free : departure.done] += eviction.size
+        clock = np.concatenate([[0.0], np.cumsum(selection.costs)])
+        try:
+            starts = schedule_starts(
+                jobs,
+                load,
+                capacity,
+                clock,
+                posed.link,
+                slots,
+                releases={n: d.done for n, d in enumerate(departures)},
+            )
+        except DoesNotFit:
+            return np.inf
+        edited = replace(posed, costs=selection.costs, clock=clock, evictions=tuple(evicted))
+        return step_seconds(edited, jobs, starts, departures)
+
+    def decisions(self, selection: EditState, capacity: int) -> tuple[Decision, ...]:
+        """What became of the temporaries that are idle while the load is over `capacity`."""
+        over = np.concatenate([[0], np.cumsum(self.load > capacity)])
+        clock, names = self.posed.clock, [i.name for i in self.posed.ticks.instructions]
+        found: list[Decision] = []
+        for t in self.temporaries:
+            accesses = sorted({t.written, *(r.tick for r in t.reads)})
+            for start, end in pairwise(accesses):
+                if end <= start + 1 or over[end] == over[start + 1]:
+                    continue
+                taken = selection.taken[t.number].get(start)
+                can_move = self.rates.can_evict and not t.obstacle
+                can_repeat = t.operands is not None and not t.obstacle
+                obstacle = t.obstacle or ("" if can_repeat else f"%{t.maker.name} cannot run again")
+                found.append(
+                    Decision(
+                        t.name,
+                        t.size,
+                        taken.action if taken is not None else "keep",
+                        names[start],
+                        names[end],
+                        float(clock[end] - clock[start + 1]),
+                        self.rates.moving_s(t.size, is_away=False) if can_move else None,
+                        self.rates.maker_s[t.maker.id] if can_repeat else None,
+                        obstacle,
+                    )
+                )
+        found.sort(key=lambda d: (-d.size, d.buffer, -d.idle_s))
+        return tuple(found[:_TOLD])
+
+
+@memoized
+def work_on(posed: Problem) -> Work:
+    """Returns the `Work` of a problem, made once."""
+    return Work(posed)
+
+
+def _disjoint(reads: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
+    """The same ticks in ranges that do not touch."""
+    found: list[LiveRange] = []
+    for read in reads:
+        if found and read.start <= found[-1].end:
+            found[-1] = LiveRange(found[-1].start, max(found[-1].end, read.end))
+        else:
+            found.append(read)
+    return tuple(found)

@@ -1,0 +1,84 @@
+"""Bytes on the device at every tick, under what is chosen of `hlo_passes.choices`.
+
+    load       ████████████████████████████████████████     every gap kept, no weights
+    evicted    ░░░░░░░░████████                             less its bytes in [start, end)
+    recipe     ░░░░░░░░████████──hold──                     and what it holds
+    streamed                      ▒▒▒        ▒▒▒            a weight, while it is read
+
+These are bytes at best: a transfer that starts or ends inside a gap takes the rest of it too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.edits.choices import Choices, Gap, Selection
+
+Bytes = npt.NDArray[np.int64]
+
+
+class Profile:
+    """Sums of (half-open range of ticks, bytes); bytes may be fractions, and negative."""
+
+    def __init__(self, ticks: int) -> None:
+        self._steps = np.zeros(ticks + 1)
+
+    def add(self, start: int, end: int, size: float) -> None:
+        self._steps[start] += size
+        self._steps[end] -= size
+
+    def sums(self) -> npt.NDArray[np.float64]:
+        """Returns float64[ticks]."""
+        return np.cumsum(self._steps)[:-1]
+
+    def onto(self, load: Bytes) -> Bytes:
+        """Returns int64[ticks], for whole bytes: `load` and what was added."""
+        return load + np.rint(self.sums()).astype(np.int64)
+
+
+def has_options(gap: Gap) -> bool:
+    """Whether there is anything to choose but to keep it."""
+    return gap.is_evictable or bool(gap.recipes)
+
+
+def device_bytes(choices: Choices, selection: Selection) -> Bytes:
+    """Returns int64[ticks], bytes on the device under `selection`, at best: what is evicted is
+    away for all of its gap, and what is streamed is there only while it is read."""
+    profile = Profile(choices.ticks)
+    recomputed = dict(selection.recomputed)
+    for i, gap in enumerate(choices.gaps):
+        if i in selection.evicted or i in recomputed:
+            profile.add(gap.start, gap.end, -gap.size)
+        if i in recomputed:
+            for live, size in gap.recipes[recomputed[i]].holds:
+                profile.add(live.start, live.end, size)
+    for i, weight in enumerate(choices.weights):
+        if i in selection.staying:
+            profile.add(0, choices.ticks, weight.size)
+            continue
+        for live in weight.reads:
+            profile.add(live.start, live.end, weight.size)
+    return profile.onto(choices.load)
+
+
+def least_bytes(choices: Choices) -> Bytes:
+    """Returns int64[ticks], bytes that are on the device whatever is chosen."""
+    profile = Profile(choices.ticks)
+    for gap in choices.gaps:
+        if has_options(gap):
+            profile.add(gap.start, gap.end, -gap.size)
+    for weight in choices.weights:
+        for live in weight.reads:
+            profile.add(live.start, live.end, weight.size)
+    return profile.onto(choices.load)
+
+
+def most_bytes(choices: Choices) -> Bytes:
+    """Returns int64[ticks], bytes on the device when every gap is kept and every weight is
+    there from its first to its last read."""
+    profile = Profile(choices.ticks)
+    for weight in choices.weights:
+        if weight.reads:
+            profile.add(weight.reads[0].start, weight.reads[-1].end, weight.size)
+    return profile.onto(choices.load)

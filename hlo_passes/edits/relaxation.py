@@ -1,0 +1,251 @@
+"""What any selection of choices costs at least: the program of `linear_program`, solved.
+
+    choices ──► samples ──► program ──► fractions, bound
+                   ▲                       │
+                   └── ticks in between ◄──┘ at which the fractions do not fit
+
+Leaving ticks out, giving gaps away (their bytes are gone at no cost) and merging gaps into ones
+of which any part can be chosen can only lower the bound. What is returned is not the solver's
+word for the optimum but the value of its dual solution, which bounds the program from below
+whatever the solver's tolerances (Neumaier and Shcherbina, "Safe bounds in linear and
+mixed-integer linear programming", Mathematical Programming 99, 2004, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from hlo_passes.edits.choice_bytes import Profile, has_options, least_bytes, most_bytes
+from hlo_passes.edits.choices import Choices
+from hlo_passes.edits.gap_groups import Groups, cheapest, merge, single
+from hlo_passes.edits.linear_program import PRICE, Floats, Model, build
+
+# So many ticks are looked at first, and so many more in each further round, where memory
+# is short between them.
+_SAMPLES = 150
+_MORE_SAMPLES = 50
+_ROUNDS = 3
+
+# So many gaps are variables of the bound; the rest are given away.
+_GAPS = 1500
+
+# What one linear program may take. Without its solution the bound is a weaker one.
+_PROGRAM_S = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """The fractions with which the bound is reached.
+
+    Attributes:
+      bound_s: seconds.
+      samples: the ticks looked at, in order.
+      evicted: float64[gaps].
+      recomputed: for each gap the fraction of each of its recipes.
+      staying: float64[weights].
+    """
+
+    bound_s: float
+    samples: tuple[int, ...]
+    evicted: Floats
+    recomputed: tuple[tuple[float, ...], ...]
+    staying: Floats
+
+
+def lower_bound_s(choices: Choices, capacity: int) -> float:
+    """Returns seconds that no plan of these choices within `capacity` bytes undercuts;
+    infinity when there is no such plan.
+
+    It is a bound on plans that `choices` can say: whoever recomputes in a way that no recipe
+    stands for, or cheaper than the recipe says, may be faster.
+
+    More than 1,500 gaps are merged as in `gap_groups`; of what are more then, the largest are
+    chosen about, and the others are given away.
+    """
+    tightened = _tightened(choices, capacity)
+    return math.inf if tightened is None else tightened.relaxation.bound_s
+
+
+def relax(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> Relaxation | None:
+    """Returns the bound of `lower_bound_s`, and fractions that reach it, or nearly so, and move
+    and recompute little; None when not even fractions fit into `capacity` bytes. A program that
+    takes longer than `program_s` seconds is given up, and the bound is a weaker one."""
+    tightened = _tightened(choices, capacity, program_s)
+    if tightened is None or tightened.model is None:
+        return tightened and tightened.relaxation
+    bound_s = tightened.relaxation.bound_s
+    sparing = _solve(choices, tightened.groups, tightened.model, program_s, PRICE)
+    return replace(sparing or tightened.relaxation, bound_s=bound_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tightened:
+    """A solution, and the program of the last round; None where there was none to solve."""
+
+    relaxation: Relaxation
+    groups: Groups
+    model: Model | None
+
+
+def _tightened(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> _Tightened | None:
+    """Solves the program, and again with the ticks at which the fractions do not fit."""
+    if (least_bytes(choices) > capacity).any():
+        return None
+    if not choices.ticks:
+        busy = choices.out_busy_s, choices.in_busy_s
+        bound_s = sum(busy) if choices.shared_queue else max(busy)
+        return _Tightened(_untouched(choices, bound_s), single(choices), None)
+    is_large = sum(map(has_options, choices.gaps)) > _GAPS
+    samples = sample_ticks(choices, capacity)
+    bound_s = 0.0
+    for rounds_left in reversed(range(_ROUNDS)):
+        groups = merge(choices, samples) if is_large else single(choices)
+        kept = _largest(groups.choices, capacity)
+        model = build(groups.choices, capacity, samples, kept, groups.merged)
+        found = _solve(choices, groups, model, program_s)
+        if found is None:
+            return None
+        bound_s = max(bound_s, found.bound_s)
+        given_away = {i for g in set(_all(groups.members)) - {*kept} for i in groups.members[g]}
+        more = _crowded_between(choices, capacity, found, given_away)
+        if not more or not rounds_left:
+            return _Tightened(replace(found, bound_s=bound_s), groups, model)
+        samples = tuple(sorted({*samples, *more}))
+    raise AssertionError("there is at least one round")
+
+
+def _untouched(choices: Choices, bound_s: float) -> Relaxation:
+    return Relaxation(
+        bound_s,
+        (),
+        np.zeros(len(choices.gaps)),
+        tuple((0.0,) * len(gap.recipes) for gap in choices.gaps),
+        np.zeros(len(choices.weights)),
+    )
+
+
+def _largest(choices: Choices, capacity: int) -> tuple[int, ...]:
+    """The gaps that are chosen about: those open while memory is short, the largest first."""
+    short = np.concatenate([[0], np.cumsum(most_bytes(choices) > capacity)])
+
+    def rank(i: int) -> tuple[bool, int]:
+        gap = choices.gaps[i]
+        return bool(short[gap.end] > short[gap.start]), gap.size
+
+    indices = [i for i, gap in enumerate(choices.gaps) if has_options(gap)]
+    if len(indices) > _GAPS:
+        indices = sorted(indices, key=rank, reverse=True)[:_GAPS]
+    return tuple(sorted(indices))
+
+
+def sample_ticks(choices: Choices, capacity: int, limit: int = _SAMPLES) -> tuple[int, ...]:
+    """Returns at most `limit` ticks: of each of as many stretches the one with most bytes.
+
+    Stretches are short where there is much compute, and where memory is short.
+    """
+    if choices.ticks <= limit:
+        return tuple(range(choices.ticks))
+    most = most_bytes(choices)
+    measure = np.full(choices.ticks, 1 / choices.ticks)
+    for share in (choices.costs, (most > capacity).astype(np.float64)):
+        if share.sum() > 0:
+            measure += share / share.sum()
+    stretch = np.floor(np.cumsum(measure) / (measure.sum() * (1 + 1e-12)) * limit).astype(int)
+    return _fullest(most, stretch)
+
+
+def _fullest(
+    bytes_: npt.NDArray[np.int64] | Floats, stretch: npt.NDArray[np.int64]
+) -> tuple[int, ...]:
+    """Of each run of equal `stretch` the tick with most bytes."""
+    order = np.lexsort((-bytes_, stretch))
+    _, first = np.unique(stretch[order], return_index=True)
+    return tuple(sorted(order[first].tolist()))
+
+
+def _crowded_between(
+    choices: Choices, capacity: int, found: Relaxation, given_away: set[int]
+) -> tuple[int, ...]:
+    """Ticks at which the fractions do not fit: of each stretch between samples the fullest."""
+    if choices.ticks == len(found.samples):
+        return ()
+    profile = Profile(choices.ticks)
+    for i, gap in enumerate(choices.gaps):
+        gone = 1.0 if i in given_away else found.evicted[i] + sum(found.recomputed[i])
+        if gone and has_options(gap):
+            profile.add(gap.start, gap.end, -gap.size * gone)
+        for recipe, share in zip(gap.recipes, found.recomputed[i], strict=True):
+            for live, size in recipe.holds if share else ():
+                profile.add(live.start, live.end, size * share)
+    for weight, share in zip(choices.weights, found.staying, strict=True):
+        profile.add(0, choices.ticks, weight.size * share)
+        for live in weight.reads:
+            profile.add(live.start, live.end, weight.size * (1 - share))
+    over = choices.load + profile.sums() - capacity
+    fullest = _fullest(over, np.searchsorted(found.samples, np.arange(choices.ticks)))
+    crowded = [t for t in fullest if over[t] > 1e-6 * max(1, capacity)]
+    return tuple(sorted(crowded, key=lambda t: -over[t])[:_MORE_SAMPLES])
+
+
+def _solve(
+    choices: Choices, groups: Groups, model: Model, program_s: float, price: float = 0.0
+) -> Relaxation | None:
+    """Returns the fractions, and as `bound_s` what the solution proves of the objective."""
+    objective = model.objective(price)
+    # scipy's stubs know of no sparse matrices here.
+    solved = cast("Callable[..., Any]", linprog)(
+        objective,
+        model.at_most,
+        model.limits,
+        model.equal,
+        model.targets,
+        np.stack([model.low, model.high], axis=1),
+        method="highs",
+        options={"time_limit": program_s},
+    )
+    if solved.status == 2:
+        return None
+    if solved.status != 0:  # The solver gave up: that compute takes time is still true.
+        return replace(_untouched(choices, float(choices.costs.sum())), samples=model.samples)
+    units = _dual_value(model, objective, solved.ineqlin.marginals, solved.eqlin.marginals)
+    return _fractions(choices, groups, model, solved.x, units * model.second)
+
+
+def _fractions(
+    choices: Choices, groups: Groups, model: Model, x: Floats, bound_s: float
+) -> Relaxation:
+    """Reads a solution: what is chosen of a group is chosen of each of its gaps."""
+    evicted = np.zeros(len(choices.gaps))
+    recomputed = [[0.0] * len(gap.recipes) for gap in choices.gaps]
+    for group, column in model.evict.items():
+        evicted[list(groups.members[group])] = x[column]
+    for (group, k), column in model.recipe.items():
+        for i in groups.members[group]:
+            recomputed[i][k if group not in groups.merged else cheapest(choices.gaps[i])] = x[
+                column
+            ]
+    staying = np.zeros(len(choices.weights))
+    for i, column in model.stay.items():
+        staying[i] = x[column]
+    shares = tuple(tuple(map(float, of_gap)) for of_gap in recomputed)
+    return Relaxation(bound_s, model.samples, evicted, shares, staying)
+
+
+def _all(of: Sequence[object]) -> range:
+    return range(len(of))
+
+
+def _dual_value(model: Model, objective: Floats, at_most: Floats, equal: Floats) -> float:
+    """What multipliers of the rows prove: for any of them, those of `at_most` not positive,
+    c x ≥ y b + the least of (c - y A) x over the box."""
+    at_most = np.minimum(at_most, 0.0)
+    reduced = objective - model.at_most.T @ at_most - model.equal.T @ equal
+    least = np.minimum(reduced * model.low, reduced * model.high)
+    return float(at_most @ model.limits + equal @ model.targets + least.sum())

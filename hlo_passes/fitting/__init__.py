@@ -1,0 +1,1 @@
+"""One module within one budget: orders, edits and placement together, as XLA will pack them."""

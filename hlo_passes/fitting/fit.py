@@ -1,0 +1,216 @@
+"""How a module comes within its budget: which weights stay, and what is done to the entry.
+
+stream weights ──► hidden by compute, and it fits? done
+     │
+     ▼
+another order ──► fits? done
+     │
+     ▼
+evict, recompute ──► the fastest choice whose arena fits when it is packed
+     │
+     ▼
+all that lowers the load, whatever it takes ──► or there is no plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hlo_passes.edits import choice as edit_choice
+from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.fitting.edits import fit_with_edits
+from hlo_passes.fitting.solution import Solution, edited, placed
+from hlo_passes.memoize import memoized
+from hlo_passes.orders import reorder
+from hlo_passes.placing import placement
+from hlo_passes.placing.problem import Problem
+from hlo_passes.plan import Edits
+from hlo_passes.reading.origins import Origins
+
+# A choice replaces another one when it is faster by more than this factor.
+_WORTH_IT = 0.99
+
+# What part of the arena an order leaves for packing, where it needs more than what is live.
+_PACKING = 16
+
+# How often a least budget is raised by what its packing takes more.
+_LEAST_ROUNDS = 8
+
+
+def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Solution | None:
+    """Finds a plan for a module whose weights are placed: by streaming them alone, if that
+    hides their transfers, else the fastest of that, another order, and other edits."""
+    plain = _streamed(posed, Edits(), budget, slots)
+    if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
+        return plain
+    fitted, orders = [plain], [(posed, Edits())]
+    for order in _early_order(posed, 0) if plain is not None else _lower_orders(posed, budget):
+        orders.append((edited(posed, order), order))
+        fitted.append(_streamed(*orders[-1], budget, slots))
+        if fitted[-1] is not None and _is_hidden(fitted[-1].choice.step_time_s, posed):
+            return fitted[-1]
+    fitted.append(fit_with_edits(orders, budget, slots, search_s))
+    found = (f for f in fitted if f is not None)
+    best = min(found, key=lambda f: f.choice.step_time_s, default=None)
+    return best or _fit_lowest(_lowest(posed), budget, slots)
+
+
+def _streamed(posed: Problem, order: Edits, budget: int, slots: int | None) -> Solution | None:
+    """With nothing but weights moved."""
+    choice = placed(posed, budget, slots)
+    return Solution(posed, choice, order, posed) if isinstance(choice, placement.Choice) else None
+
+
+def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Solution | None:
+    choice = placed(lowest.edited, budget, slots)
+    if not isinstance(choice, placement.Choice):
+        return None
+    return Solution(lowest.edited, choice, lowest.edits, lowest.ordered)
+
+
+def _early_order(posed: Problem, capacity: int) -> Iterator[Edits]:
+    """Yields the order in which bytes are freed as soon as they can be, if that is another one."""
+    on_host = [m.parameter for m in posed.movables]
+    if names := reorder.release_early(posed.module, posed.machine, capacity, on_host):
+        yield Edits(names)
+
+
+def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
+    """Yields orders of the compute with less live at once, all weights streamed: what frees bytes
+    runs early; and from there on for the budget, for one that leaves packing more, and with the
+    least that is found."""
+    if not posed.ticks.end:
+        return
+    capacity = max(0, budget - posed.fixed_bytes - posed.arena.base)
+    on_host = [m.parameter for m in posed.movables]
+    for early in _early_order(posed, capacity):
+        yield early
+        posed = edited(posed, early)
+    seen: set[tuple[str, ...]] = {()}
+    for room in dict.fromkeys((capacity, capacity - capacity // _PACKING, 0)):
+        names = reorder.lower_peak(posed.module, posed.machine, room, on_host)
+        if names not in seen:
+            seen.add(names)
+            yield Edits(names)
+
+
+def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
+    """Which weights stay when the others are streamed, and temporaries evicted or computed
+    again where that is faster, or nothing else fits; in XLA's order, or another one."""
+    found = _choose_stay(posed, budget, slots)
+    if found is not None and _is_hidden(found.step_time_s, posed):
+        return found.stay
+    orders = _lower_orders(posed, budget) if found is None else _early_order(posed, 0)
+    for order in orders:
+        other = _choose_stay(edited(posed, order), budget, slots)
+        if found is None or (other and other.step_time_s < found.step_time_s * _WORTH_IT):
+            found = other
+    if found is not None:
+        return found.stay
+    return frozenset() if _fit_lowest(_lowest(posed), budget, slots) is not None else None
+
+
+class _Stay(NamedTuple):
+    """Weights on the device, and what a step takes with them there, in seconds."""
+
+    stay: frozenset[str]
+    step_time_s: float
+
+
+def _choose_stay(posed: Problem, budget: int, slots: int | None) -> _Stay | None:
+    choice = placement.choose_placement(posed, budget, slots)
+    best = _Stay(choice.stay, choice.step_time_s) if choice is not None else None
+    if best is not None and _is_hidden(best.step_time_s, posed):
+        return best
+    for stay in placement.shares(posed):
+        streamed = replace(posed, movables=tuple(m for m in posed.movables if m.buffer not in stay))
+        capacity = placement.capacity_beside(posed, budget, stay)
+        if capacity <= 0:
+            continue
+        chosen = edit_choice.work_on(streamed).choose(capacity, slots)
+        if not chosen or not chosen[0].taken.all:
+            continue  # Without edits the search above has done better.
+        if best is None or chosen[0].step_time_s < best.step_time_s * _WORTH_IT:
+            best = _Stay(stay, chosen[0].step_time_s)
+    return best
+
+
+def _is_hidden(step_time_s: float, posed: Problem) -> bool:
+    """Whether compute hides all transfers, as far as counts."""
+    return step_time_s * _WORTH_IT <= float(posed.clock[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Lowest:
+    """A module edited such that it needs the least memory that is known, whatever it takes.
+
+    Attributes:
+      edits: what was done to it; `ordered`: the module after only their order.
+    """
+
+    edited: Problem
+    edits: Edits
+    ordered: Problem
+
+
+@memoized
+def _lowest(posed: Problem) -> _Lowest:
+    found: list[_Lowest] = []
+    for order in (Edits(), *_lower_orders(posed, 0)):
+        ordered = edited(posed, order)
+        least = edit_choice.least_edits(ordered)
+        found.append(_Lowest(ordered, order, ordered))
+        found.append(_Lowest(edited(ordered, least), replace(least, order=order.order), ordered))
+    return min(found, key=lambda lowest: placement.unpacked_budget(lowest.edited))
+
+
+def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
+    """The least budget for which a plan is found, the tick that needs it, and the module edited
+    for it."""
+    lowest = _lowest(posed)
+    least, tick = placement.least_budget(lowest.edited, slots)
+    for _ in range(_LEAST_ROUNDS):
+        found = placed(lowest.edited, least, slots)
+        if isinstance(found, placement.Choice) or not found.any():
+            break
+        least += int(found.max())
+    return least, tick, lowest.edited
+
+
+def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
+    """Says what stands at the tick that needs most when every weight is streamed, and all that
+    can be is evicted or computed again."""
+    least, tick, posed = least_budget(posed, slots)
+    live = [
+        (r.size, r.name)
+        for r in posed.arena.temporaries
+        if r.live_range.start <= tick < r.live_range.end
+    ]
+    live += [
+        (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
+    ]
+    origins = Origins(posed.module)
+    instructions = {i.name: i for i in posed.module.entry.instructions}
+
+    def described(name: str, size: int) -> LiveBuffer:
+        i = instructions.get(name.partition("{")[0])
+        if i is None:
+            return LiveBuffer(name, size, "")
+        line = "" if i.opcode == "parameter" else origins.line(i)
+        return LiveBuffer(name, size, origins.about(i).op_name, line)
+
+    at = posed.ticks.instructions[tick] if posed.ticks.end else None
+    return MemoryBudgetError(
+        budget=budget,
+        least=least,
+        instruction=at.name if at is not None else "",
+        op_name=origins.about(at).op_name if at is not None else "",
+        source_line=origins.line(at) if at is not None else "",
+        largest=tuple(described(name, size) for size, name in sorted(live, reverse=True)[:5]),
+        fixed=posed.fixed_bytes,
+        small=posed.arena.base,
+        slots=slots,
+        needed=placement.unpacked_budget(posed),
+    )

@@ -1,0 +1,67 @@
+"""A module that was edited, with its weights and transfers placed such that XLA packs it within a
+budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.fitting.repacking import excess_of
+from hlo_passes.placing import placement, problem
+from hlo_passes.placing.problem import Problem
+from hlo_passes.plan import Decision, Edits
+from hlo_passes.rewrite import edits
+
+# What of the arena is left free, one after the other, where a packing turns out otherwise.
+_LEFT_FREE = (0, 1 / 64)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A module that was edited, if it had to be, and how its budget is shared.
+
+    Attributes:
+      posed: the edited module.
+      edited: what was done to it.
+      kept: the module with its order as it is now, and nothing evicted or recomputed.
+      decisions: see `Plan`.
+    """
+
+    posed: Problem
+    choice: placement.Choice
+    edited: Edits
+    kept: Problem
+    decisions: tuple[Decision, ...] = ()
+
+
+def edited(posed: Problem, what: Edits) -> Problem:
+    """Poses the module anew, with edits."""
+    if not what:
+        return posed
+    on_host = [m.parameter for m in posed.movables]
+    module = edits.apply(posed.module, what)
+    return problem.pose(module, posed.machine, on_host, posed.in_place)
+
+
+def placed(
+    posed: Problem, budget: int, slots: int | None
+) -> placement.Choice | npt.NDArray[np.int64]:
+    """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`."""
+    excesses: list[npt.NDArray[np.int64]] = []
+    for share in _LEFT_FREE:
+        tighter = int(budget - share * (budget - posed.fixed_bytes))
+        found = placement.fit_or_excess(posed, frozenset(), tighter, slots)
+        if not isinstance(found, placement.Choice):
+            excesses.append(found)
+            break
+        excesses.append(excess_of(posed, found, budget))
+        if not excesses[-1].any():
+            return found
+        if not found.fetches:
+            break  # There is nothing that could come later.
+        late = placement.started_late(posed, found)
+        if not excess_of(posed, late, budget).any():
+            return late
+    return excesses[0]

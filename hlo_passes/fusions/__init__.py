@@ -1,0 +1,1 @@
+"""What fusions save of a program's traffic, and why others are not made."""

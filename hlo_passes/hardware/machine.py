@@ -1,0 +1,571 @@
+"""What a device can hold and how fast bytes move: the numbers every cost is made of.
+
+A `Machine` is one JAX device with the memories around it::
+
+    ┌───────────── device ─────────────┐
+    │  vmem S(1)  ◄──link──►  hbm S(0) │  ◄──link──►  host S(5)
+    └──────────────────────────────────┘
+            interconnect ◄──► other devices
+
+On a CPU machine the first tier (``dram``) stands for device memory, and what XLA has no
+memory space for (``cxl``, ``nvme``) hangs off it by links that custom calls drive.
+
+The library is the folder ``machines/``, one TOML file a machine, in which each number
+stands beside its source; ``docs/machines.md`` is printed from it. A number that nobody has
+published says ``estimate:`` and why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
+from hlo_passes.units import format_bytes
+
+Platform = Literal["tpu", "gpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A memory.
+
+    Attributes:
+      name: unique on its machine: ``hbm``, ``vmem``, ``host``, ``dram``, ``cxl``, ``nvme``.
+      memory_space: XLA's number for it, the ``n`` of ``S(n)`` in a layout; None where XLA
+        has none.
+      capacity_bytes: what a program can use: less what the compiler reserves, and of a
+        host's memory the share of one device.
+    """
+
+    name: str
+    memory_space: int | None
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes from one tier to another, in one direction.
+
+    Attributes:
+      source: name of the tier that is read.
+      destination: name of the tier that is written.
+      nominal_bytes_per_s: what the wires carry.
+      efficiency: the fraction of it that one large transfer reaches, in (0, 1].
+      latency_s: from the start of a transfer to its first byte.
+      engines: how many transfers can be under way at once without sharing bandwidth.
+      full_duplex: whether the opposite direction has wires of its own; if not, a transfer
+        there slows this one down.
+    """
+
+    source: str
+    destination: str
+    nominal_bytes_per_s: float
+    efficiency: float
+    latency_s: float
+    engines: int
+    full_duplex: bool
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of one large transfer, in bytes per second."""
+        return self.nominal_bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA has to know of a GPU, besides the rest of `Machine`, to compile without one.
+
+    The fields are those of XLA's ``GpuDeviceInfoProto`` (``device_description.proto``).
+
+    Attributes:
+      description: the name the driver gives, as in ``jax.Device.device_kind``.
+      compute_capability: ``"9.0"``.
+      feature_extension: ``NONE``, or ``ACCELERATED_FEATURES`` for the ``a`` of ``sm_90a``.
+      core_count: streaming multiprocessors.
+      fpus_per_core: single-precision lanes of one multiprocessor.
+      shared_memory_per_core_bytes: of one multiprocessor.
+      shared_memory_per_block_optin_bytes: what one block may ask for.
+      l2_cache_bytes: of the device.
+      pcie_bytes_per_s: the figure of XLA's cost model for collectives through the host.
+    """
+
+    description: str
+    compute_capability: str
+    feature_extension: str
+    core_count: int
+    fpus_per_core: int
+    shared_memory_per_core_bytes: int
+    shared_memory_per_block_optin_bytes: int
+    l2_cache_bytes: int
+    pcie_bytes_per_s: int
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """The wires between devices, as a ring over some of them uses them.
+
+    Attributes:
+      name: ``ici``, ``nvlink``.
+      nominal_bytes_per_s: what one device sends into a ring: on a torus, over the two links
+        of one axis.
+      efficiency: the fraction of it that a large collective reaches, in (0, 1].
+      step_latency_s: of each step of a ring, from one device to the next.
+    """
+
+    name: str
+    nominal_bytes_per_s: float
+    efficiency: float
+    step_latency_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of one large collective, in bytes per second."""
+        return self.nominal_bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One JAX device and the memories that it reaches.
+
+    Attributes:
+      name: as `load_machine` takes it.
+      aliases: other names, lower case, JAX's ``device_kind`` among them.
+      platform: ``tpu``, ``gpu`` or ``cpu``.
+      hbm_bytes_per_s: nominal bandwidth between device memory and compute.
+      clock_hz: turns the compiler's ``estimated_cycles`` into seconds.
+      peak_flops: pairs of an XLA element type (``bf16``, ``f8e4m3fn``, ``s8``) and the
+        FLOP/s of the fastest unit that XLA may run a dot of it on, without sparsity.
+      tiers: device memory (memory space 0) first.
+      links: each ordered pair of tiers at most once.
+      gpu: None where the platform is not ``gpu``.
+      sources: pairs of a number's key (``links.host->hbm.efficiency``) and where the number
+        comes from.
+      interconnect: None where devices have no wires of their own between them, or nothing is
+        known of them.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    platform: Platform
+    hbm_bytes_per_s: float
+    clock_hz: float
+    peak_flops: tuple[tuple[str, float], ...]
+    tiers: tuple[Tier, ...]
+    links: tuple[Link, ...]
+    gpu: Gpu | None
+    sources: tuple[tuple[str, str], ...]
+    interconnect: Interconnect | None = None
+
+    def __repr__(self) -> str:
+        memory = self.device_memory
+        return (
+            f"<Machine {self.name} ({self.platform}): {format_bytes(memory.capacity_bytes)} of "
+            f"{memory.name}, {self.hbm_bytes_per_s / 1e9:.0f} GB/s>"
+        )
+
+    @property
+    def device_memory(self) -> Tier:
+        """The tier of memory space 0: ``hbm``, or ``dram`` on a CPU."""
+        return self.tiers[0]
+
+    def tier(self, name: str) -> Tier:
+        """Returns a tier by name.
+
+        Raises:
+          NotOnMachineError: when the machine has no such tier.
+        """
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise NotOnMachineError(self.name, "tier", name, [tier.name for tier in self.tiers])
+
+    def link(self, source: str, destination: str) -> Link:
+        """Returns the link from one tier to another.
+
+        Raises:
+          NotOnMachineError: when the machine has no such link. Links do not chain: a
+            transfer over two of them is two transfers.
+        """
+        for link in self.links:
+            if (link.source, link.destination) == (source, destination):
+                return link
+        known = [f"{link.source}->{link.destination}" for link in self.links]
+        raise NotOnMachineError(self.name, "link", f"{source}->{destination}", known)
+
+    def transfer_seconds(self, size_bytes: int, source: str, destination: str) -> float:
+        """Returns how long one transfer takes on an idle link: latency, then bandwidth.
+
+        Args:
+          size_bytes: bytes moved, not negative.
+          source: name of the tier that is read.
+          destination: name of the tier that is written.
+
+        Raises:
+          NotOnMachineError: when no link joins the two.
+          ValueError: when `size_bytes` is negative.
+        """
+        if size_bytes < 0:
+            raise ValueError(f"a transfer of {size_bytes} bytes: expected 0 or more")
+        link = self.link(source, destination)
+        return link.latency_s + size_bytes / link.bytes_per_s
+
+    def flops(self, dtype: str) -> float:
+        """Returns the peak FLOP/s of a dot.
+
+        Args:
+          dtype: an XLA element type, ``bf16``.
+
+        Raises:
+          NotOnMachineError: when no peak is known for the type.
+        """
+        for known, flops in self.peak_flops:
+            if known == dtype:
+                return flops
+        known = [known for known, _ in self.peak_flops]
+        raise NotOnMachineError(self.name, "peak FLOP/s for element type", dtype, known)
+
+    def cycles_seconds(self, cycles: float) -> float:
+        """Returns the seconds in that many cycles of the device's clock."""
+        return cycles / self.clock_hz
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the machine as JSON-ready data, in the form of a machine file.
+
+        `machine_from_dict` reads it back to an equal machine.
+        """
+        sources = dict(self.sources)
+
+        def number(key: str, value: float) -> object:
+            return {"value": value, "source": sources[key]} if key in sources else value
+
+        def table(item: Tier | Link | Gpu | Interconnect, prefix: str) -> dict[str, object]:
+            return {
+                key: number(f"{prefix}.{key}", value) if _is_number(value) else value
+                for key, value in asdict(item).items()
+                if value is not None
+            }
+
+        data: dict[str, object] = {
+            "name": self.name,
+            "aliases": list(self.aliases),
+            "platform": self.platform,
+            "hbm_bytes_per_s": number("hbm_bytes_per_s", self.hbm_bytes_per_s),
+            "clock_hz": number("clock_hz", self.clock_hz),
+            "peak_flops": {
+                dtype: number(f"peak_flops.{dtype}", flops) for dtype, flops in self.peak_flops
+            },
+            "tiers": [table(tier, f"tiers.{tier.name}") for tier in self.tiers],
+            "links": [
+                table(link, f"links.{link.source}->{link.destination}") for link in self.links
+            ],
+        }
+        if self.interconnect is not None:
+            data["interconnect"] = table(self.interconnect, "interconnect")
+        if self.gpu is not None:
+            data["gpu"] = table(self.gpu, "gpu")
+        return data
+
+
+def machine_names() -> tuple[str, ...]:
+    """Returns the names of the library's machines, sorted."""
+    return tuple(sorted(machine.name for machine in _library()))
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """Returns a machine of the library, or one from a file.
+
+    Args:
+      name_or_path: a name or alias in any case, blanks and underscores as good as dashes
+        (``"tpu-v5e"``, ``"V5litepod"``, ``"NVIDIA H200"``); or a `Path`, or a string that
+        ends in ``.toml``, of a file in the form of those in ``hlo_passes/hardware/machines/``. A
+        file may give bare numbers, without sources.
+
+    Raises:
+      UnknownMachineError: when no machine has the name.
+      MachineFileError: when the file is missing, no TOML, or not in that form.
+
+    >>> load_machine("v5litepod").name
+    'tpu-v5e'
+    """
+    if not isinstance(name_or_path, str | Path):
+        raise UnknownMachineError(name_or_path, [], machine_names())
+    if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MachineFileError(str(path), "", "a readable file", str(error)) from error
+        return _machine_from_toml(text, str(path))
+    wanted = _normalized(name_or_path)
+    by_name = {
+        _normalized(name): machine
+        for machine in _library()
+        for name in (machine.name, *machine.aliases)
+    }
+    if wanted in by_name:
+        return by_name[wanted]
+    close = difflib.get_close_matches(wanted, by_name)
+    close_names = dict.fromkeys(by_name[name].name for name in close)
+    raise UnknownMachineError(name_or_path, list(close_names), machine_names())
+
+
+def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Machine:
+    """Reads the data of a machine file; the inverse of `Machine.to_dict`.
+
+    Args:
+      data: what `tomllib` or `json` reads from such a file.
+      file: named in errors.
+
+    Raises:
+      MachineFileError: when a key is missing, unknown, or its value not as expected.
+    """
+    root = _Table(data, file)
+    name = root.text("name")
+    aliases = tuple(root.texts("aliases"))
+    platform = cast(Platform, root.choice("platform", get_args(Platform)))
+    hbm_bytes_per_s = root.number("hbm_bytes_per_s")
+    clock_hz = root.number("clock_hz")
+    peaks = root.table("peak_flops")
+    peak_flops = tuple((dtype, peaks.number(dtype)) for dtype in tuple(peaks.unread))
+    tiers = tuple(_tier(table) for table in root.tables("tiers"))
+    if not tiers or tiers[0].memory_space != 0:
+        found = f"{tiers[0].name} first" if tiers else "no tier"
+        raise MachineFileError(file, "tiers", "device memory (memory_space = 0) first", found)
+    _reject_repeats(file, "tiers", [tier.name for tier in tiers])
+    links = tuple(
+        link
+        for table in root.tables("links")
+        for link in _links(table, tuple(tier.name for tier in tiers))
+    )
+    _reject_repeats(file, "links", [f"{link.source}->{link.destination}" for link in links])
+    gpu = _gpu(root.table("gpu")) if platform == "gpu" and "gpu" in root.unread else None
+    interconnect = (
+        _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
+    )
+    root.close()
+    return Machine(
+        name=name,
+        aliases=aliases,
+        platform=platform,
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        clock_hz=clock_hz,
+        peak_flops=peak_flops,
+        tiers=tiers,
+        links=links,
+        gpu=gpu,
+        sources=tuple(root.sources),
+        interconnect=interconnect,
+    )
+
+
+@cache
+def _library() -> tuple[Machine, ...]:
+    folder = resources.files("hlo_passes.hardware").joinpath("machines")
+    return tuple(
+        _machine_from_toml(file.read_text(encoding="utf-8"), file.name)
+        for file in folder.iterdir()
+        if file.name.endswith(".toml")
+    )
+
+
+def _machine_from_toml(text: str, file: str) -> Machine:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise MachineFileError(file, "", "TOML", str(error)) from error
+    return machine_from_dict(data, file)
+
+
+def _normalized(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _reject_repeats(file: str, key: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise MachineFileError(file, key, "each once", f"{name} twice")
+
+
+def _tier(table: _Table) -> Tier:
+    name = table.text("name")
+    table.key = f"tiers.{name}"
+    # TOML has no null: a tier that XLA has no memory space for leaves the key out.
+    space = table.whole("memory_space", zero=True) if "memory_space" in table.unread else None
+    tier = Tier(name, space, table.whole("capacity_bytes"))
+    table.close()
+    return tier
+
+
+def _links(table: _Table, tiers: tuple[str, ...]) -> Iterator[Link]:
+    """Reads a link, or two of the same numbers where ``between`` names both ends."""
+    if "between" not in table.unread:
+        yield _link(table, tiers)
+        return
+    ends = table.texts("between", length=2)
+    for source, destination in (ends, reversed(ends)):
+        directed = {"source": source, "destination": destination, **table.unread}
+        yield _link(_Table(directed, table.file, table.key, table.sources), tiers)
+
+
+def _link(table: _Table, tiers: tuple[str, ...]) -> Link:
+    source = table.choice("source", tiers)
+    destination = table.choice("destination", tuple(tier for tier in tiers if tier != source))
+    table.key = f"links.{source}->{destination}"
+    link = Link(
+        source=source,
+        destination=destination,
+        nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
+        efficiency=table.fraction("efficiency"),
+        latency_s=table.number("latency_s", zero=True),
+        engines=table.whole("engines"),
+        full_duplex=table.flag("full_duplex"),
+    )
+    table.close()
+    return link
+
+
+def _interconnect(table: _Table) -> Interconnect:
+    interconnect = Interconnect(
+        name=table.text("name"),
+        nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
+        efficiency=table.fraction("efficiency"),
+        step_latency_s=table.number("step_latency_s", zero=True),
+    )
+    table.close()
+    return interconnect
+
+
+def _gpu(table: _Table) -> Gpu:
+    gpu = Gpu(
+        description=table.text("description"),
+        compute_capability=table.text("compute_capability"),
+        feature_extension=table.choice(
+            "feature_extension", ("NONE", "ACCELERATED_FEATURES", "FAMILY_COMPATIBLE_FEATURES")
+        ),
+        core_count=table.whole("core_count"),
+        fpus_per_core=table.whole("fpus_per_core"),
+        shared_memory_per_core_bytes=table.whole("shared_memory_per_core_bytes"),
+        shared_memory_per_block_optin_bytes=table.whole("shared_memory_per_block_optin_bytes"),
+        l2_cache_bytes=table.whole("l2_cache_bytes"),
+        pcie_bytes_per_s=table.whole("pcie_bytes_per_s"),
+    )
+    if re.fullmatch(r"\d+\.\d+", gpu.compute_capability) is None:
+        expected = "major.minor, like 9.0"
+        raise table.error("compute_capability", expected, repr(gpu.compute_capability))
+    table.close()
+    return gpu
+
+
+class _Table:
+    """One table of a machine file, read key by key.
+
+    A key read is taken out of `unread`, so that `close` can reject a misspelt one. All
+    tables of a file share the list of sources.
+    """
+
+    def __init__(
+        self,
+        data: object,
+        file: str,
+        key: str = "",
+        sources: list[tuple[str, str]] | None = None,
+    ) -> None:
+        self.file = file
+        self.key = key
+        self.sources: list[tuple[str, str]] = [] if sources is None else sources
+        if not isinstance(data, Mapping):
+            raise MachineFileError(file, key, "a table", repr(data))
+        self.unread = dict(cast("Mapping[str, object]", data))
+
+    def path(self, key: str) -> str:
+        return f"{self.key}.{key}" if self.key else key
+
+    def error(self, key: str, expected: str, found: str) -> MachineFileError:
+        return MachineFileError(self.file, self.path(key), expected, found)
+
+    def take(self, key: str, expected: str) -> object:
+        if key not in self.unread:
+            raise self.error(key, expected, "nothing")
+        return self.unread.pop(key)
+
+    def text(self, key: str) -> str:
+        value = self.take(key, "a string")
+        if not isinstance(value, str):
+            raise self.error(key, "a string", repr(value))
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+        value = self.text(key)
+        if value not in allowed:
+            raise self.error(key, f"one of {', '.join(allowed)}", repr(value))
+        return value
+
+    def texts(self, key: str, length: int | None = None) -> list[str]:
+        expected = "a list of strings" if length is None else f"a list of {length} strings"
+        value = self.take(key, expected)
+        items = cast("list[object]", value) if isinstance(value, list) else None
+        if items is None or not all(isinstance(item, str) for item in items):
+            raise self.error(key, expected, repr(value))
+        if length is not None and len(items) != length:
+            raise self.error(key, expected, repr(value))
+        return cast("list[str]", items)
+
+    def flag(self, key: str) -> bool:
+        value = self.take(key, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", repr(value))
+        return value
+
+    def number(self, key: str, *, zero: bool = False) -> float:
+        """Takes a number, bare or as ``{ value = ..., source = "..." }``."""
+        expected = "a number that is not negative" if zero else "a positive number"
+        value = self.take(key, expected)
+        if isinstance(value, Mapping):
+            pair = _Table(value, self.file, self.path(key))
+            value = pair.take("value", expected)
+            self.sources.append((self.path(key), pair.text("source")))
+            pair.close()
+        if not isinstance(value, int | float) or not _is_number(value):
+            raise self.error(key, expected, repr(value))
+        # Written so that a NaN, which compares false with everything, is refused.
+        if not (0 < value < float("inf") or (zero and value == 0)):
+            raise self.error(key, expected, repr(value))
+        return value
+
+    def fraction(self, key: str) -> float:
+        value = self.number(key)
+        if value > 1:
+            raise self.error(key, "a fraction of at most 1", repr(value))
+        return value
+
+    def whole(self, key: str, *, zero: bool = False) -> int:
+        value = self.number(key, zero=zero)
+        if not isinstance(value, int):
+            raise self.error(key, "a whole number", repr(value))
+        return value
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.take(key, "a table"), self.file, self.path(key), self.sources)
+
+    def tables(self, key: str) -> Iterator[_Table]:
+        value = self.take(key, "a list of tables")
+        if not isinstance(value, list):
+            raise self.error(key, "a list of tables", repr(value))
+        for index, item in enumerate(cast("list[object]", value)):
+            yield _Table(item, self.file, f"{self.path(key)}[{index}]", self.sources)
+
+    def close(self) -> None:
+        for key, value in self.unread.items():
+            raise self.error(key, "no such key", repr(value))

@@ -1,0 +1,92 @@
+"""The page ``docs/machines.md``, printed from the library so that it cannot go stale.
+
+Run ``python -m hlo_passes.hardware.table > docs/machines.md`` after changing a machine file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hlo_passes.hardware.machine import Machine, load_machine, machine_names
+
+_INTRODUCTION = """\
+# Machines
+
+One JAX device each, with the memories it reaches: what `machine=` and `memplan machines`
+know. The numbers live in `hlo_passes/hardware/machines/`, each beside its source, and this page is
+printed from there (`python -m hlo_passes.hardware.table > docs/machines.md`). A source that
+begins with "estimate:" means that nobody has published the number; replace it with your own
+measurement by giving `machine=` the path of a copy of the file.
+
+Capacity is what a program can use, less what the compiler keeps for itself; of a host's
+memory, the share of one device. Peak FLOP/s are those of the fastest unit that XLA may run a
+dot of the type on, without sparsity. Bandwidths and rates are decimal (1 GB/s = 1e9 bytes/s),
+capacities binary (1 GiB = 2^30 bytes). A transfer takes the link's latency, then its bytes
+over nominal bandwidth times efficiency. A collective is priced as a ring over the interconnect:
+its steps' latencies, then the bytes that a device sends.
+"""
+
+
+def machine_page(machines: Iterable[Machine]) -> str:
+    """Returns the page in Markdown: an overview, then each machine's numbers and sources."""
+    machines = tuple(machines)
+    lines = [
+        _INTRODUCTION,
+        "| machine | other names | device memory | bandwidth | host link | bf16 | clock |",
+        "|---|---|--:|--:|--:|--:|--:|",
+        *(_overview(machine) for machine in machines),
+    ]
+    for machine in machines:
+        lines += ["", f"## {machine.name}", "", "| number | value | source |", "|---|--:|---|"]
+        lines += _numbers(machine)
+    return "\n".join(lines) + "\n"
+
+
+def _overview(machine: Machine) -> str:
+    memory = machine.device_memory
+    into_device = [link for link in machine.links if link.destination == memory.name]
+    # A machine without a host tier (a CPU) shows its fastest way in.
+    link = next(
+        (link for link in into_device if link.source == "host"),
+        max(into_device, key=lambda link: link.bytes_per_s),
+    )
+    return (
+        f"| {machine.name} | {', '.join(machine.aliases)} "
+        f"| {memory.capacity_bytes / 2**30:.2f} GiB "
+        f"| {machine.hbm_bytes_per_s / 1e9:,.0f} GB/s "
+        f"| {link.bytes_per_s / 1e9:.1f} GB/s from {link.source} "
+        f"| {machine.flops('bf16') / 1e12:,.0f} TFLOP/s "
+        f"| {machine.clock_hz / 1e9:g} GHz |"
+    )
+
+
+def _numbers(machine: Machine) -> Iterator[str]:
+    sources = dict(machine.sources)
+
+    def row(key: str, value: str) -> str:
+        return f"| `{key}` | {value} | {sources.get(key, '')} |"
+
+    yield row("hbm_bytes_per_s", f"{machine.hbm_bytes_per_s / 1e9:,.2f} GB/s")
+    yield row("clock_hz", f"{machine.clock_hz / 1e9:g} GHz")
+    for dtype, flops in machine.peak_flops:
+        yield row(f"peak_flops.{dtype}", f"{flops / 1e12:,.1f} TFLOP/s")
+    for tier in machine.tiers:
+        yield row(f"tiers.{tier.name}.capacity_bytes", f"{tier.capacity_bytes:,}")
+    for link in machine.links:
+        key = f"links.{link.source}->{link.destination}"
+        yield row(f"{key}.nominal_bytes_per_s", f"{link.nominal_bytes_per_s / 1e9:,.2f} GB/s")
+        yield row(f"{key}.efficiency", f"{link.efficiency:g}")
+        yield row(f"{key}.latency_s", f"{link.latency_s * 1e6:g} µs")
+        yield row(f"{key}.engines", f"{link.engines}")
+    if (wires := machine.interconnect) is not None:
+        key = "interconnect"
+        yield row(f"{key}.nominal_bytes_per_s", f"{wires.nominal_bytes_per_s / 1e9:,.2f} GB/s")
+        yield row(f"{key}.efficiency", f"{wires.efficiency:g}")
+        yield row(f"{key}.step_latency_s", f"{wires.step_latency_s * 1e6:g} µs")
+    for key, source in machine.sources:
+        if key.startswith("gpu."):
+            yield f"| `{key}` | {getattr(machine.gpu, key.removeprefix('gpu.')):,} | {source} |"
+
+
+if __name__ == "__main__":
+    print(machine_page(load_machine(name) for name in machine_names()), end="")

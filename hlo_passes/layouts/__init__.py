@@ -1,0 +1,1 @@
+"""In which order of dimensions arrays should lie."""

@@ -1,0 +1,1 @@
+"""What XLA's buffer assignment will make of a module: its buffers, and where they lie."""

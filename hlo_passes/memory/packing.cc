@@ -1,0 +1,251 @@
+// The Python module hlo_passes.memory._packing; _packing.pyi gives its types. Of Python it takes the
+// stable ABI and the buffer protocol, so that one build serves every Python and numpy.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include "occupancy.h"
+
+namespace memplan {
+namespace {
+
+// The same moments in as few ranges as there can be.
+void Join(std::vector<Interval>* lives) {
+  std::sort(lives->begin(), lives->end());
+  size_t last = 0;
+  for (size_t next = 1; next < lives->size(); ++next) {
+    if ((*lives)[next].first <= (*lives)[last].second) {
+      (*lives)[last].second = std::max((*lives)[last].second, (*lives)[next].second);
+    } else {
+      (*lives)[++last] = (*lives)[next];
+    }
+  }
+  lives->resize(last + 1);
+}
+
+// The offset of the smallest (or the lowest) gap of `size` bytes between sorted intervals that do
+// not touch; of equal gaps the lowest; above them all when there is none.
+int64_t Gap(const std::vector<Interval>& taken, int64_t size, bool lowest) {
+  int64_t floor = 0, offset = -1, smallest = 0;
+  for (const auto& [bottom, top] : taken) {
+    const int64_t room = bottom - floor;
+    if (room >= size && (offset < 0 || room < smallest)) {
+      smallest = room;
+      offset = floor;
+      if (lowest || room == size) break;
+    }
+    floor = top;
+  }
+  return offset < 0 ? floor : offset;
+}
+
+// An object's int64s while they are looked at or written.
+class Integers {
+ public:
+  Integers() = default;
+  Integers(const Integers&) = delete;
+  Integers& operator=(const Integers&) = delete;
+  ~Integers() {
+    if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+  }
+
+  // Whether `object` has such; false with an error set.
+  bool Of(PyObject* object, bool written) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (written ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, &buffer_, flags) < 0) return false;
+    const char kind = buffer_.format == nullptr ? 'B' : buffer_.format[0];
+    if (buffer_.ndim == 1 && buffer_.itemsize == sizeof(int64_t) && (kind == 'l' || kind == 'q')) {
+      return true;
+    }
+    PyErr_SetString(PyExc_TypeError, "expected an array int64[n]");
+    return false;
+  }
+
+  int64_t* data() const { return static_cast<int64_t*>(buffer_.buf); }
+  int64_t size() const { return buffer_.len / static_cast<int64_t>(sizeof(int64_t)); }
+
+ private:
+  Py_buffer buffer_ = {};
+};
+
+void Place(int64_t moments, const Integers& sizes, const Integers& counts, const Integers& starts,
+           const Integers& ends, int64_t alignment, bool lowest, const Integers& offsets) {
+  if (counts.size() != sizes.size() || offsets.size() != sizes.size() ||
+      ends.size() != starts.size()) {
+    throw std::invalid_argument("sizes, counts and offsets, starts and ends are equally many");
+  }
+  if (alignment < 1) throw std::invalid_argument("the alignment must be positive");
+  const int64_t* next_start = starts.data();
+  const int64_t* next_end = ends.data();
+  int64_t left = starts.size();
+  int64_t* offset = offsets.data();
+  Occupancy occupancy(moments);
+  std::vector<Interval> lives;
+  Runs runs;
+  for (int64_t group = 0; group < sizes.size(); ++group, ++offset) {
+    const int64_t size = sizes.data()[group], count = counts.data()[group];
+    if (count < 1 || count > left) {
+      throw std::invalid_argument("counts must be positive and add up to the lives");
+    }
+    lives.clear();
+    for (int64_t k = 0; k < count; ++k) lives.emplace_back(*next_start++, *next_end++);
+    left -= count;
+    *offset = 0;
+    if (size == 0) continue;
+    Join(&lives);
+    runs.Clear();
+    for (const Interval& live : lives) occupancy.Taken(live, &runs);
+    *offset = Gap(runs.United(), size, lowest);
+    // Up to the next offset that can be given: what lies between is lost.
+    const int64_t top = (*offset + size + alignment - 1) / alignment * alignment;
+    for (const Interval& live : lives) occupancy.Take(live, *offset, top);
+  }
+}
+
+// Runs `body`; what it throws becomes Python's error. Returns whether it threw nothing.
+template <typename Body>
+bool Caught(Body&& body) {
+  try {
+    body();
+    return true;
+  } catch (const std::out_of_range& error) {
+    PyErr_SetString(PyExc_IndexError, error.what());
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return false;
+}
+
+PyObject* PyPlace(PyObject*, PyObject* args) {
+  long long moments, alignment;
+  int lowest;
+  PyObject* of[5];
+  if (!PyArg_ParseTuple(args, "LOOOOLpO", &moments, &of[0], &of[1], &of[2], &of[3], &alignment,
+                        &lowest, &of[4])) {
+    return nullptr;
+  }
+  Integers sizes, counts, starts, ends, offsets;
+  if (!sizes.Of(of[0], false) || !counts.Of(of[1], false) || !starts.Of(of[2], false) ||
+      !ends.Of(of[3], false) || !offsets.Of(of[4], true)) {
+    return nullptr;
+  }
+  std::exception_ptr thrown;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    Place(moments, sizes, counts, starts, ends, alignment, lowest != 0, offsets);
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  Py_END_ALLOW_THREADS;
+  if (thrown && !Caught([&] { std::rethrow_exception(thrown); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+struct PyOccupancy {
+  PyObject_HEAD
+  Occupancy* occupancy;
+};
+
+Occupancy* Of(PyObject* self) { return reinterpret_cast<PyOccupancy*>(self)->occupancy; }
+
+PyObject* New(PyTypeObject* type, PyObject* args, PyObject*) {
+  long long moments;
+  if (!PyArg_ParseTuple(args, "L", &moments)) return nullptr;
+  PyObject* self = PyType_GenericAlloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Occupancy*& made = reinterpret_cast<PyOccupancy*>(self)->occupancy;
+  if (Caught([&] { made = new Occupancy(moments); })) return self;
+  Py_DECREF(self);
+  return nullptr;
+}
+
+void Dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete Of(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* Take(PyObject* self, PyObject* args) {
+  long long start, end, bottom, top;
+  if (!PyArg_ParseTuple(args, "(LL)LL", &start, &end, &bottom, &top)) return nullptr;
+  if (!Caught([&] { Of(self)->Take({start, end}, bottom, top); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* Taken(PyObject* self, PyObject* args) {
+  long long start, end;
+  if (!PyArg_ParseTuple(args, "(LL)", &start, &end)) return nullptr;
+  std::vector<Interval> united;
+  if (!Caught([&] {
+        Runs runs;
+        Of(self)->Taken({start, end}, &runs);
+        united = runs.United();
+      })) {
+    return nullptr;
+  }
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(united.size()));
+  for (size_t i = 0; found != nullptr && i < united.size(); ++i) {
+    PyObject* interval = Py_BuildValue("LL", static_cast<long long>(united[i].first),
+                                       static_cast<long long>(united[i].second));
+    if (interval == nullptr || PyList_SetItem(found, static_cast<Py_ssize_t>(i), interval) < 0) {
+      Py_CLEAR(found);
+    }
+  }
+  return found;
+}
+
+PyMethodDef occupancy_methods[] = {
+    {"take", Take, METH_VARARGS, nullptr},
+    {"taken", Taken, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot occupancy_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(New)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(Dealloc)},
+    {Py_tp_methods, occupancy_methods},
+    {0, nullptr},
+};
+
+PyType_Spec occupancy_spec = {
+    "hlo_passes.memory._packing.Occupancy", sizeof(PyOccupancy), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, occupancy_slots,
+};
+
+int Exec(PyObject* module) {
+  PyObject* type = PyType_FromModuleAndSpec(module, &occupancy_spec, nullptr);
+  const int status = type == nullptr ? -1 : PyModule_AddObjectRef(module, "Occupancy", type);
+  Py_XDECREF(type);
+  return status;
+}
+
+PyMethodDef methods[] = {
+    {"place", PyPlace, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, reinterpret_cast<void*>(Exec)},
+    {0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_packing", nullptr, 0, methods, slots, nullptr, nullptr, nullptr,
+};
+
+}  // namespace
+}  // namespace memplan
+
+PyMODINIT_FUNC PyInit__packing() { return PyModuleDef_Init(&memplan::definition); }

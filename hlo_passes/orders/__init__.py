@@ -1,0 +1,1 @@
+"""The planner of orders: the same compute, with less live at once."""

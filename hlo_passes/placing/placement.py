@@ -1,0 +1,498 @@
+"""Which arguments stay on the device, and how much memory the others are streamed through.
+
+The budget is shared by three: what is fixed, the weights that stay, and the arena that
+temporaries and streamed weights pass through.
+
+    budget  │ fixed │ weights that stay │ arena: temporaries + ring of fetches │
+
+A byte more for weights that stay is a byte less to move each step; a byte more for the
+arena lets the link run further ahead. Which weights stay matters as well: the first ones,
+because nothing hides their transfer (with room to run ahead, an exchange argument shows
+that no other choice of equal bytes is faster); or evenly spread ones, because a small
+arena lets the link work only while streamed weights are being used up.
+
+And the largest ones, because the arena must hold the largest weight that is streamed.
+
+So many ways to share are compared, all of them at once in a best-first search (Hart,
+Nilsson, Raphael 1968). Each is known by a time that it cannot beat: first that of a link
+that never waits for memory, then that of its schedule, and the schedule is tightened while
+XLA's packing of it exceeds the budget. The least time of all is always worked on next, so
+that the first schedule that is found to fit is the fastest of those compared, and most are
+never scheduled at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, count
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.memory.assignment import Packing
+from hlo_passes.placing.arena import Arena
+from hlo_passes.placing.budget_bound import budget_lower_bound_s
+from hlo_passes.placing.eviction import schedule_evictions
+from hlo_passes.placing.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
+from hlo_passes.placing.problem import Departure, Movable, Problem, fetches
+from hlo_passes.plan import LiveRange
+from hlo_passes.simulator.timeline import queue_of
+
+# How many of the largest distinct sizes are tried as the threshold above which all stay.
+_PINNED_SIZES = 4
+
+# Down to which share of all bytes, as a power of two, the room to run ahead is tried.
+_HALVINGS = 9
+
+# Up to how many weights all sets of them are compared.
+_FEW = 8
+
+# A schedule this close to the certified bound is taken at once.
+_CLOSE_ENOUGH = 1.001
+
+# How often a schedule is tightened because its packing exceeds the budget.
+_TIGHTENED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to share the budget, scheduled and packed.
+
+    Attributes:
+      stay: buffers of the weights that live on the device.
+      keep_s: see `problem.fetches`.
+      fetches, starts: what is streamed, and from which tick.
+      departures: when each of ``Problem.evictions`` is issued and waited for.
+      step_time_s: predicted.
+      packing: offsets in the arena of the fetches, then of ``Problem.arena.temporaries``.
+    """
+
+    stay: frozenset[str]
+    keep_s: float
+    fetches: tuple[Fetch, ...]
+    starts: tuple[int, ...]
+    departures: tuple[Departure, ...]
+    step_time_s: float
+    packing: Packing
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(f.size for f in self.fetches)
+
+
+def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
+    """Returns the least budget in bytes for which a plan was found, and the tick that needs
+    most: with every weight streamed, and each held only while it is read.
+
+    When `slots` rule out every plan, it is the budget that would do without them.
+    """
+    arena = problem.arena
+    capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
+    least = unpacked_budget(problem)
+    streamed = frozenset[str]()
+    if fit(problem, streamed, least, slots) is not None:
+        return least, tick
+    # Packing takes some bytes more. How many, is found by doubling and then by halving, until
+    # it is known to a thousandth of what is needed.
+    close = max(arena.alignment, least >> 10)
+    step, most = close, least + capacity + sum(m.size for m in problem.movables)
+    while least + step < most and fit(problem, streamed, least + step, slots) is None:
+        step *= 2
+    if fit(problem, streamed, least + step, slots) is None:
+        return least if slots is None else least_budget(problem)[0], tick
+    too_little, enough = step // 2, step
+    while enough - too_little > close:
+        middle = (too_little + enough) // 2
+        if fit(problem, streamed, least + middle, slots) is None:
+            too_little = middle
+        else:
+            enough = middle
+    return least + enough, tick
+
+
+def unpacked_budget(problem: Problem) -> int:
+    """Returns the budget in bytes that `least_budget` begins with: without what packing takes."""
+    streamed = fetches(problem.movables, problem.clock, 0.0)
+    capacity, _ = least_capacity(streamed, problem.arena.load)
+    return problem.fixed_bytes + problem.arena.base + capacity
+
+
+def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
+    """Chooses what stays and streams the rest.
+
+    Args:
+      budget: device bytes.
+      slots: at most so many streamed weights on the device at once.
+
+    Returns:
+      The fastest choice found whose packed arena fits, or None when there is none.
+    """
+    found = _search(problem, budget, _candidates(problem, budget), slots)
+    return found if isinstance(found, Choice) else None
+
+
+def fit(
+    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
+) -> Choice | None:
+    """Streams every weight that does not stay, such that the arena fits when it is packed."""
+    found = fit_or_excess(problem, stay, budget, slots)
+    return found if isinstance(found, Choice) else None
+
+
+def fit_or_excess(
+    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
+) -> Choice | npt.NDArray[np.int64]:
+    """The same; where it does not fit, int64[ticks] of the packing that came nearest: by how
+    many bytes what is live at a tick lies above the budget. Where nothing could be packed, by how
+    many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
+    found = _search(problem, budget, [stay], slots)
+    if isinstance(found, Choice) or found.any():
+        return found
+    load = problem.arena.load.copy()
+    for fetch in fetches(problem.movables, problem.clock, 0.0):
+        if fetch.buffer not in stay:
+            load[fetch.reads.start : fetch.reads.end] += fetch.size
+    return np.maximum(load - capacity_beside(problem, budget, stay), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A schedule to be made, with `capacity` bytes for fetches and the temporaries among
+    them; with less than `least` there is none."""
+
+    stay: frozenset[str]
+    keep_s: float
+    fetches: tuple[Fetch, ...]
+    capacity: int
+    least: int
+    tightened: int = 0
+
+
+def _search(
+    problem: Problem, budget: int, candidates: Iterable[frozenset[str]], slots: int | None
+) -> Choice | npt.NDArray[np.int64]:
+    excess = np.zeros(problem.ticks.end, np.int64)
+    if problem.ticks.transfers and not problem.ticks.end:
+        return excess  # It only hands its arguments back: there is no tick to bring them at.
+    serial = count()  # of equals the earlier one
+    queue: list[tuple[float, int, int, _Attempt, _Schedule | None]] = []
+
+    def push(seconds: float, attempt: _Attempt, schedule: _Schedule | None) -> None:
+        moved = sum(f.size for f in attempt.fetches)
+        heapq.heappush(queue, (seconds, moved, next(serial), attempt, schedule))
+
+    for attempt in _attempts(problem, budget, candidates):
+        push(_unhindered_s(problem, attempt.fetches), attempt, None)
+    enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
+    nearest = 0
+    while queue:
+        seconds, _, _, attempt, schedule = heapq.heappop(queue)
+        if schedule is None:
+            schedule = _schedule(problem, attempt, slots)
+            if schedule is None:
+                continue
+            seconds = step_seconds(problem, attempt.fetches, schedule.starts, schedule.departures)
+            if seconds > enough:
+                push(seconds, attempt, schedule)
+                continue
+        arena = problem.arena_until(schedule.departures)
+        packing = arena.pack(attempt.fetches, schedule.starts)
+        over = packing.total - problem.arena.base - capacity_beside(problem, budget, attempt.stay)
+        if over <= 0:
+            return Choice(
+                attempt.stay,
+                attempt.keep_s,
+                attempt.fetches,
+                tuple(schedule.starts),
+                tuple(schedule.departures),
+                seconds,
+                packing,
+            )
+        if not nearest or over < nearest:
+            nearest = over
+            excess = _excess(arena, attempt.fetches, schedule.starts, packing, over)
+        if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
+            # No schedule for less memory is known to be faster. Steps double, so that the last
+            # one is the whole way to the least: in a broken up arena it may be the first to fit.
+            spare = attempt.capacity - attempt.least
+            step = max(over, spare >> (_TIGHTENED - 1 - attempt.tightened))
+            capacity = max(attempt.least, attempt.capacity - step)
+            push(
+                seconds,
+                replace(attempt, capacity=capacity, tightened=attempt.tightened + 1),
+                None,
+            )
+    return excess
+
+
+def _excess(
+    arena: Arena, jobs: Sequence[Fetch], starts: Sequence[int], packing: Packing, over: int
+) -> npt.NDArray[np.int64]:
+    """How far what is live at each tick reaches above the budget, of which the packing takes
+    `over` bytes too many."""
+    excess = np.zeros_like(arena.load)
+    held = [(f.size, LiveRange(s, f.reads.end)) for f, s in zip(jobs, starts, strict=True)]
+    held += [(t.size, t.live_range) for t in arena.temporaries]
+    for (size, live), offset in zip(held, packing.offsets, strict=True):
+        above = offset + size - (packing.total - over)
+        if above > 0:
+            np.maximum(excess[live.start : live.end], above, out=excess[live.start : live.end])
+    return excess
+
+
+def _attempts(
+    problem: Problem, budget: int, candidates: Iterable[frozenset[str]]
+) -> Iterator[_Attempt]:
+    """Yields each candidate with room for what it streams, in up to two ways: between two
+    reads a copy is kept where fetching it again takes longer than the gap, or dropped."""
+    load = problem.arena.load
+    known: dict[float, list[Fetch]] = {}
+
+    def streamed(stay: frozenset[str], keep_s: float) -> tuple[Fetch, ...]:
+        if keep_s not in known:
+            known[keep_s] = fetches(problem.movables, problem.clock, keep_s)
+        return tuple(f for f in known[keep_s] if f.buffer not in stay)
+
+    for stay in candidates:
+        capacity = capacity_beside(problem, budget, stay)
+        dropped = streamed(stay, 0.0)
+        least, _ = least_capacity(dropped, load)
+        if least > capacity:
+            continue
+        yield _Attempt(stay, 0.0, dropped, capacity, least)
+        longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
+        kept = streamed(stay, longest)
+        if len(kept) < len(dropped):
+            yield _Attempt(stay, longest, kept, capacity, least_capacity(kept, load)[0])
+
+
+def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
+    """Bytes of the arena above its base when the weights of `stay` lie on the device."""
+    staying = sum(m.size for m in problem.movables if m.buffer in stay)
+    return budget - problem.fixed_bytes - staying - problem.arena.base
+
+
+class _Schedule(NamedTuple):
+    starts: list[int]
+    departures: list[Departure]
+
+
+def _schedule(problem: Problem, attempt: _Attempt, slots: int | None) -> _Schedule | None:
+    arena = problem.arena
+    departures: list[Departure] = []
+    if problem.evictions:
+        departures = schedule_evictions(
+            problem.evictions,
+            attempt.fetches,
+            arena.load,
+            attempt.capacity,
+            problem.costs,
+            problem.link_out,
+        )
+    load = problem.arena_until(departures).load
+    # Among large temporaries the compiler's gaps are no ring; packing will tell.
+    is_ring = arena.in_order and attempt.capacity - int(load.max(initial=0)) >= max(
+        (f.size for f in attempt.fetches), default=0
+    )
+    try:
+        starts = schedule_starts(
+            attempt.fetches,
+            load,
+            attempt.capacity,
+            problem.clock,
+            problem.link,
+            slots,
+            releases={n: d.done for n, d in enumerate(departures)},
+            ring_alignment=arena.alignment if is_ring else None,
+        )
+    except DoesNotFit:
+        return None
+    return _Schedule(starts, departures)
+
+
+def _unhindered_s(problem: Problem, jobs: Sequence[Fetch]) -> float:
+    """The step's time with memory for all fetches at once."""
+    leaving = sum(e.size for e in problem.evictions) / problem.link_out.bytes_per_s
+    if not jobs:
+        return max(float(problem.clock[-1]), leaving)
+    arrived = np.cumsum([job.size for job in jobs]) / problem.link.bytes_per_s
+    needed = problem.clock[[job.reads.start for job in jobs]]
+    stall = float((problem.link.latency_s + arrived - needed).max())
+    return max(float(problem.clock[-1]) + max(0.0, stall), leaving)
+
+
+def step_seconds(
+    problem: Problem,
+    jobs: Sequence[Fetch],
+    starts: Sequence[int],
+    departures: Sequence[Departure] = (),
+) -> float:
+    """Predicts the step's time: compute in order, one link that serves starts in order in each
+    direction.
+
+    The same model as `timeline.simulate`, on transfers alone, so that a choice costs
+    microseconds for each.
+    """
+    return _times(problem, jobs, starts, departures).step_s
+
+
+def started_late(problem: Problem, choice: Choice) -> Choice:
+    """Returns a choice with each fetch issued no earlier than the link can begin with it: while
+    that is busy with the one before, it only holds bytes. The offsets are those that it had."""
+    times = _times(problem, choice.fetches, choice.starts, choice.departures)
+    latency_s = problem.link.latency_s
+    starts = [
+        max(start, min(job.reads.start, bisect_right(times.before, begin - latency_s) - 1))
+        for job, start, begin in zip(choice.fetches, choice.starts, times.begins, strict=True)
+    ]
+    # Issued behind an eviction of the same queue, a fetch may wait for that.
+    step_s = step_seconds(problem, choice.fetches, starts, choice.departures)
+    return replace(choice, starts=tuple(starts), step_time_s=step_s)
+
+
+class _Times(NamedTuple):
+    """Seconds: of the step; at which the link begins with each fetch; and, of each tick, at which
+    what is issued there is."""
+
+    step_s: float
+    begins: list[float]
+    before: list[float]
+
+
+def _times(
+    problem: Problem,
+    jobs: Sequence[Fetch],
+    starts: Sequence[int],
+    departures: Sequence[Departure],
+) -> _Times:
+    clock = problem.clock
+    links = problem.link, problem.link_out
+    # With one queue for both directions there is one moment at which it is free.
+    queues = (0, 0) if queue_of(links[0]) == queue_of(links[1]) else (0, 1)
+    # Starts come before dones of the same tick; evictions, which may be waited for by a fetch,
+    # before both.
+    events = sorted(
+        [(start, 2, 0, i) for i, start in enumerate(starts)]
+        + [(job.reads.start, 3, 0, i) for i, job in enumerate(jobs)]
+        + [(d.start, 0, 1, i) for i, d in enumerate(departures)]
+        + [(d.done, 1, 1, i) for i, d in enumerate(departures)]
+    )
+    stall, free = 0.0, [0.0, 0.0]
+    begins = [0.0] * len(jobs), [0.0] * len(departures)
+    finish = np.zeros(len(jobs)), np.zeros(len(departures))
+    sizes = [job.size for job in jobs], [e.size for e in problem.evictions]
+    waited = np.zeros(len(clock) + 1)
+    for tick, kind, way, i in events:
+        now = clock[tick] + stall
+        if kind % 2:
+            wait = max(0.0, finish[way][i] - now)
+            stall += wait
+            waited[tick + 1] += wait
+        else:
+            # The latency of a queued transfer passes while the one before it moves.
+            queue = queues[way]
+            begins[way][i] = max(free[queue], now + links[way].latency_s)
+            free[queue] = finish[way][i] = begins[way][i] + sizes[way][i] / links[way].bytes_per_s
+    before = clock + np.cumsum(waited)[: len(clock)]
+    return _Times(max(float(clock[-1] + stall), *free), begins[0], before.tolist())
+
+
+def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
+    """Yields sets of weights that could stay: of a few weights all sets; of many, for arenas
+    of growing size, several ways to fill the rest of the budget."""
+    if len(problem.movables) <= _FEW:
+        names = [m.buffer for m in problem.movables]
+        yield from map(
+            frozenset, (s for k in range(len(names) + 1) for s in combinations(names, k))
+        )
+        return
+    room = capacity_beside(problem, budget, frozenset())
+    fetched = Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
+    seen: set[frozenset[str]] = set()
+    for pinned in _pinned(problem.movables, room):
+        rest = [m for m in problem.movables if m.buffer not in pinned]
+        left = room - sum(m.size for m in problem.movables if m.buffer in pinned)
+        least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.arena.load)
+        for ahead in _run_ahead([m.size for m in rest]):
+            if least + ahead > left:
+                break
+            for more in _selections(rest, fetched, left - least - ahead):
+                stay = pinned | more
+                if stay not in seen:
+                    seen.add(stay)
+                    yield stay
+
+
+def shares(problem: Problem) -> Iterator[frozenset[str]]:
+    """Yields some ways to divide the weights between the device and the host, whatever the
+    budget: none stay, a quarter of the bytes, evenly spread, and so on to all."""
+    total = sum(m.size for m in problem.movables)
+    seen: set[frozenset[str]] = set()
+    for quarters in range(5):
+        stay = _spread(problem.movables, total * quarters // 4) if total else frozenset[str]()
+        if stay not in seen:
+            seen.add(stay)
+            yield stay
+
+
+def _run_ahead(sizes: Sequence[int]) -> list[int]:
+    """Bytes that are worth trying for weights that arrive while others are read."""
+    total = sum(sizes)
+    largest = sorted(set(sizes), reverse=True)[: 1 + _PINNED_SIZES]
+    return sorted({0, *largest, *(total >> k for k in range(_HALVINGS))})
+
+
+def _pinned(movables: Sequence[Movable], room: int) -> Iterator[frozenset[str]]:
+    """Sets of all weights above a size: none, then with falling thresholds, then all."""
+    yield frozenset()
+    sizes = sorted({m.size for m in movables}, reverse=True)
+    for threshold in (*sizes[1 : 1 + _PINNED_SIZES], 0):
+        above = [m for m in movables if m.size > threshold]
+        if sum(m.size for m in above) > room:
+            return
+        yield frozenset(m.buffer for m in above)
+
+
+def _selections(
+    movables: Sequence[Movable], fetched: Mapping[str, int], room: int
+) -> Iterator[frozenset[str]]:
+    """Sets of weights of at most `room` bytes: the first read, those fetched most often,
+    evenly spread ones, and half first, half spread.
+
+    Args:
+      fetched: how often each is fetched when it is dropped between reads.
+    """
+    yield _greedy(movables, room)
+    yield _greedy(sorted(movables, key=lambda m: (-fetched[m.buffer], m.reads[0])), room)
+    yield _spread(movables, room)
+    half = _greedy(movables, room // 2)
+    rest = [m for m in movables if m.buffer not in half]
+    yield half | _spread(rest, room - sum(m.size for m in movables if m.buffer in half))
+
+
+def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:
+    chosen: set[str] = set()
+    for m in movables:
+        if m.size <= room:
+            chosen.add(m.buffer)
+            room -= m.size
+    return frozenset(chosen)
+
+
+def _spread(movables: Sequence[Movable], room: int) -> frozenset[str]:
+    """Bresenham's line: of every run of weights about the same share of bytes stays."""
+    chosen: set[str] = set()
+    total = sum(m.size for m in movables)
+    credit, left = 0.0, room
+    for m in movables:
+        credit += m.size * min(1.0, room / total)
+        if credit >= m.size and m.size <= left:
+            chosen.add(m.buffer)
+            credit -= m.size
+            left -= m.size
+    return frozenset(chosen) | _greedy([m for m in movables if m.buffer not in chosen], left)

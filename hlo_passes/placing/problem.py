@@ -1,0 +1,301 @@
+"""What the planner has to solve, as numbers: ticks, loads, seconds, and what may move.
+
+    tick        0     1     2     3
+    load       [t0    t1    t2    t3]      temporaries live at each tick, bytes
+    clock      [0  s0   s1    s2    s3]    seconds of compute before each tick
+    movable w        read        read      a weight that lives on the host
+
+Everything else on the device is one number, `fixed_bytes`: arguments that stay, outputs,
+less what is aliased.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hlo_passes.analysis.dataflow import analyze_dataflow
+from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.hardware.machine import Link, Machine
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
+from hlo_passes.memory.usage import measure_memory
+from hlo_passes.placing.arena import Arena, live_load
+from hlo_passes.placing.prefetch import Fetch
+from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, entry_ticks
+from hlo_passes.plan import LiveRange, LogicalTime
+from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.loop_floor import floor_costs, link_floor_s
+from hlo_passes.simulator.timeline import queue_of
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """What is copied from the host to the device for its readers.
+
+    Attributes:
+      buffer: HLO name of the parameter instruction, or of the evicted temporary.
+      size: bytes on the device.
+      reads: ticks, half-open, one range for each direct reader, in order; all of them in
+        one when a copy cannot be dropped and made again.
+      parameter: its number; −1 of a temporary.
+      eviction: of a temporary, the number in ``Problem.evictions`` of what brought it there.
+    """
+
+    buffer: str
+    size: int
+    reads: tuple[LiveRange, ...]
+    parameter: int = -1
+    eviction: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A temporary that is copied to the host and leaves the device.
+
+    Attributes:
+      buffer: HLO name of the instruction whose result it is.
+      size: bytes on the device.
+      written: the tick from which it can be copied.
+      free: the earliest tick from which its bytes can be free.
+      holder: the resident of the arena that ends at `free`, and ends later where the copy
+        takes longer; ``""`` where that may not be.
+    """
+
+    buffer: str
+    size: int
+    written: LogicalTime
+    free: LogicalTime
+    holder: str
+
+
+class Departure(NamedTuple):
+    """The ticks at which an eviction is issued and waited for."""
+
+    start: LogicalTime
+    done: LogicalTime
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Device bytes of the arguments, of the outputs, and of the outputs that take the place
+    of a donated argument; named as in ``memory_analysis()``."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One module on one machine.
+
+    Attributes:
+      ranges, ticks: of the module.
+      arena: what transferred weights share their memory with.
+      load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
+        compute before each tick; costs: float64[ticks], seconds of each. A loop that moves
+        bytes takes no less than they do.
+      movables: in the order of their first read; `evictions` in that of their definition.
+      boundary: device bytes of what goes in and comes out.
+      link: from the host tier to the device's.
+      link_floor_s: seconds for which other transfers than the movables' occupy it.
+      in_place: numbers of the arguments on the host that are read where they are (CPU).
+    """
+
+    module: Module
+    machine: Machine
+    ranges: LiveRanges
+    ticks: EntryTicks
+    boundary: Boundary
+    arena: Arena
+    load: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+    clock: npt.NDArray[np.float64]
+    movables: tuple[Movable, ...]
+    evictions: tuple[Evicted, ...]
+    link: Link
+    link_floor_s: float = 0.0
+    in_place: frozenset[int] = frozenset()
+
+    def arena_until(self, departures: Sequence[Departure]) -> Arena:
+        """Returns the arena in which each evicted temporary is held until its copy is done."""
+        until: dict[str, int] = {}
+        for eviction, departure in zip(self.evictions, departures, strict=True):
+            if eviction.holder:
+                until[eviction.holder] = departure.done
+        return self.arena.until(until) if until else self.arena
+
+    @property
+    def link_out(self) -> Link:
+        """From the device's memory to where `link` comes from."""
+        return self.machine.link(self.link.destination, self.link.source)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes outside the arena."""
+        return self.boundary.arguments + self.boundary.outputs - self.boundary.aliased
+
+
+def host_link(machine: Machine) -> Link:
+    """The link that feeds the device's memory: the machine file's first that ends there."""
+    device = machine.device_memory.name
+    return next(link for link in machine.links if link.destination == device)
+
+
+def pose(
+    module: Module,
+    machine: Machine,
+    host_parameters: Collection[int],
+    sliced_parameters: Collection[int] = (),
+) -> Problem:
+    """Analyses a scheduled module.
+
+    Args:
+      host_parameters: numbers of the entry parameters that live on the host. Read on CPU
+        only, where the module does not say it; elsewhere the module's own copies count.
+      sliced_parameters: numbers of those that live there and are read where they are, by the
+        slice. Read on CPU only.
+
+    Raises:
+      UnscheduledModuleError: when the module has no schedule.
+    """
+    on_cpu = machine.platform == "cpu"
+    ranges = compute_live_ranges(analyze_dataflow(module))
+    ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
+    temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
+    seconds = floor_costs(module, machine, instruction_costs(module, machine))
+    costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
+    arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine))
+    evictions = _evictions(ranges, ticks, arena.smallest)
+    movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
+    sliced = frozenset(sliced_parameters if on_cpu else ())
+    on_host = sliced.union(m.parameter for m in movables) if on_cpu else sliced
+    link = host_link(machine)
+    return Problem(
+        module,
+        machine,
+        ranges,
+        ticks,
+        _boundary(module, on_host),
+        arena,
+        live_load(temporaries, ticks.end),
+        costs,
+        np.concatenate([[0.0], np.cumsum(costs)]),
+        tuple(movables),
+        evictions,
+        link,
+        link_floor_s(module, machine).get(queue_of(link), 0.0),
+        sliced,
+    )
+
+
+def staying(problem: Problem, parameters: Collection[int]) -> Problem:
+    """Returns the problem with these arguments, by number, on the device."""
+    left = tuple(m for m in problem.movables if m.parameter not in parameters)
+    shapes = {p.parameter_number: p.shape for p in problem.module.entry.parameters}
+    more = sum(shapes[n].byte_size for n in parameters)
+    boundary = replace(problem.boundary, arguments=problem.boundary.arguments + more)
+    return replace(problem, movables=left, boundary=boundary) if parameters else problem
+
+
+def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
+    """Bytes of tables, where XLA:TPU has moved to VMEM what it wants there; None before that.
+
+    It notes then what each fusion takes of VMEM.
+    """
+    instructions = ranges.dataflow.module.instructions.values()
+    if machine.platform != "tpu" or not any(
+        b'"used_scoped_memory_configs":[{' in i.proto.backend_config for i in instructions
+    ):
+        return None
+    usage = measure_memory(ranges, machine.platform)
+    return max(0, usage.temp_bytes - usage.heap_bytes)
+
+
+def fetches(
+    movables: Sequence[Movable], clock: npt.NDArray[np.float64], keep_s: float
+) -> list[Fetch]:
+    """Groups the reads of each movable into fetches, ordered by first read.
+
+    Args:
+      keep_s: a copy is kept between two reads when at most so many seconds of compute lie
+        between them, else it is dropped and fetched again (it is clean: no write back).
+    """
+    found: list[Fetch] = []
+    for m in movables:
+        start, end = m.reads[0]
+        for read in m.reads[1:]:
+            if read.start <= end or clock[read.start] - clock[end] <= keep_s:
+                end = max(end, read.end)
+                continue
+            found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
+            start, end = read
+        found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
+    return sorted(found, key=lambda f: f.reads)
+
+
+def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
+    def device_bytes(shape: Shape) -> int:
+        return sum(s.byte_size for _, s in shape.leaves() if s.memory_space == DEVICE_MEMORY_SPACE)
+
+    parameters = {p.parameter_number: p.shape for p in module.entry.parameters}
+    # XLA:CPU calls all arguments the device's: its host memory is the same memory.
+    arguments = sum(device_bytes(s) for n, s in parameters.items() if n not in on_host)
+    aliased = sum(
+        device_bytes(parameters[a.parameter].at(a.parameter_index))
+        for a in module.input_output_aliases
+    )
+    return Boundary(arguments, device_bytes(module.entry.root.shape), aliased)
+
+
+def _evictions(ranges: LiveRanges, ticks: EntryTicks, smallest: int) -> tuple[Evicted, ...]:
+    found: list[Evicted] = []
+    for transfer in ticks.transfers:
+        if not transfer.evicts:
+            continue
+        value = ranges.dataflow.value_at(transfer.source)
+        written = ticks.tick_of[transfer.source.id] + 1
+        # Where it lies in others' bytes, or in the arena's base, the copy is waited for at once.
+        holder = ticks.holders.get(value.id)
+        assert transfer.done is not None
+        free = ticks.tick_of[transfer.done.id]
+        is_alone = holder is not None and holder.live_range.end == free
+        is_alone = is_alone and transfer.size >= smallest
+        name = holder.name if holder is not None and is_alone else ""
+        found.append(Evicted(transfer.source.name, transfer.size, written, free, name))
+    return tuple(sorted(found, key=lambda e: (e.written, e.free, e.buffer)))
+
+
+def _movables(ticks: EntryTicks, evictions: Sequence[Evicted]) -> Iterator[Movable]:
+    """An argument is one movable, however often XLA copies it; each refetch is one."""
+    number = {e.buffer: n for n, e in enumerate(evictions)}
+    copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
+    for transfer in ticks.transfers:
+        if transfer.evicts or not (transfer.reads or (transfer.lives_out and ticks.end)):
+            continue
+        if transfer.source.opcode == "parameter":
+            copies[transfer.source.id].append(transfer)
+            continue
+        name = transfer.source.name
+        end = max(r.last + 1 for r in transfer.reads)
+        reads = (LiveRange(transfer.reads[0].tick, ticks.end if transfer.lives_out else end),)
+        yield Movable(name, transfer.size, reads, eviction=number[name])
+    for found in copies.values():
+        yield _movable(found, ticks.end)
+
+
+def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
+    """One argument; XLA may copy it several times."""
+    reads = sorted(LiveRange(r.tick, r.last + 1) for copy in copies for r in copy.reads)
+    if not reads:  # The copy itself is the result.
+        reads = [LiveRange(end - 1, end)]
+    if any(copy.is_written or copy.lives_out for copy in copies):
+        lives_out = any(copy.lives_out for copy in copies)
+        reads = [LiveRange(reads[0].start, end if lives_out else max(r.end for r in reads))]
+    p = copies[0].source
+    return Movable(p.name, copies[0].size, tuple(reads), p.parameter_number)

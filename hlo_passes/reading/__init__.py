@@ -1,0 +1,1 @@
+"""From files, dumps and text to modules, and what XLA wrote beside them."""

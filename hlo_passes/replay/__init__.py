@@ -1,0 +1,1 @@
+"""A module that was compiled for one device, made to run on any."""

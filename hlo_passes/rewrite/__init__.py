@@ -1,0 +1,1 @@
+"""Edits and transfers written into a module, at the place in XLA's compilation for that."""

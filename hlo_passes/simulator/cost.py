@@ -1,0 +1,259 @@
+"""How long each instruction occupies the compute engine: XLA's estimate, else a roofline.
+
+    seconds = estimated_cycles / clock                              where XLA wrote them
+            = max(FLOPs / peak FLOP/s, HBM bytes / HBM bytes/s)     elsewhere
+
+XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of its final
+modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
+has one for GPU or CPU. But XLA:TPU keeps the names of instructions from there on (of the
+estimated cycles of the programs below, 91 to 100% stand at a name that the hook sees), so
+an executable of the same program can lend its estimates (`lend_estimates`; a clone has those
+of what it is a clone of). By then some operands have moved to on-chip memory, and the time to bring
+them there is not in the estimate: the larger of it and the roofline counts.
+
+Estimate over roofline, kernel by kernel (libtpu of jax 0.12):
+
+                                         v5e          v5p          v6e
+    matmul, 256 rows and more, bf16      1.03–1.14    1.04–1.40    1.15–1.71
+    element-wise, f32                    1.12         1.20         1.24
+    element-wise, bf16                   2.2–3.7      2.3          2.5–5.8
+    reduction, bf16                      6.4          8.4          10.5
+    two Llama layers, forward            1.16         1.33         1.27
+
+The estimate charges a bf16 element like an f32 one, which is most of the third row. No
+kernel's estimate was below its roofline: an estimate is taken as it stands, and where there
+is none, compute is underpriced rather than overpriced.
+
+The roofline (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) counts the FLOPs
+of dots and convolutions (`hlo_passes.flops`) and the bytes that go to or come from device
+memory (`hlo_passes.traffic`); operands that live in on-chip memory are free. Memory runs at
+the bandwidth that one long stream reaches, where the machine has a link for it (TPU), else
+at the nominal one. Transcendentals and other element-wise work are ignored.
+
+Nothing here is charged for moving bytes between tiers: a transfer occupies its link
+(`hlo_passes.timeline`), not the compute engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hlo_passes.analysis.async_chains import wrapped_by
+from hlo_passes.analysis.collectives import collectives
+from hlo_passes.analysis.flops import MatrixWork, matrix_work
+from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
+from hlo_passes.analysis.moves import Move, moves
+from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
+from hlo_passes.analysis.trip_count import trip_count
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Computation, Instruction, Module
+
+_HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
+
+# jax.lax.Precision on TPU: an f32 product as a sum of that many bf16 ones.
+_BF16_PASSES = {_HIGH: 3, _HIGHEST: 6}
+
+
+def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
+    """Returns the seconds of compute of every instruction outside fusions, by its id.
+
+    A `while` costs its trip count times its body and condition (once, where the count is
+    not known), a `conditional` its dearest branch, an asynchronous computation all of it at
+    its start: what XLA overlaps there is not modelled. A synchronous collective takes no less
+    than it occupies the interconnect, where the machine has one; an asynchronous one costs what
+    it reads and writes in device memory, and the rest is the timeline's.
+
+    Args:
+      module: any module; unscheduled ones too.
+
+    Raises:
+      NotOnMachineError: when the machine knows no peak FLOP/s at all.
+    """
+    moved = traffic(module)
+    return _Costs(module, machine, moved, moves(module, machine, moved)).all()
+
+
+def step_seconds(module: Module, machine: Machine) -> float:
+    """Returns the seconds that all instructions of a step take, one after another."""
+    costs = instruction_costs(module, machine)
+    return sum(costs[i.id] for i in module.entry.instructions)
+
+
+def estimates(executable: Module) -> Mapping[Hashable, int]:
+    """Returns the cycles of the instructions for which XLA wrote them, by what they can be
+    known by in another module of the same program. O(instructions)."""
+    found = {
+        _known_by(i): _estimated_cycles(i)
+        for computation in executable.computations.values()
+        if not computation.is_fusion
+        for i in computation.instructions
+    }
+    return {known_by: cycles for known_by, cycles in found.items() if cycles}
+
+
+def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
+    """Returns `module` with the cycles of its instructions that are known.
+
+    Args:
+      module: as the hook sees it.
+      known: of `estimates`, of executables of the same program, arguments perhaps in other
+        memory.
+
+    O(instructions).
+    """
+    cycles = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
+    return module.lent({name: n for name, n in cycles.items() if n})
+
+
+def _known_by(instruction: Instruction) -> Hashable:
+    """Name, opcode, types and dimensions: one of another shape is another one."""
+    shapes = tuple((s.dtype, s.dimensions) for _, s in instruction.shape.leaves())
+    return instruction.name, instruction.opcode, shapes
+
+
+@dataclass
+class _Costs:
+    module: Module
+    machine: Machine
+    traffic: Mapping[int, Traffic]
+    moves: Mapping[int, Move]
+
+    def __post_init__(self) -> None:
+        self._found: dict[int, float] = {}
+        self._bytes_per_s = stream_bytes_per_s(self.machine)
+        self._exchange_s: dict[int, float] = {}
+        if self.machine.interconnect is not None:
+            for id_, collective in collectives(self.module).items():
+                if collective.done is None:
+                    self._exchange_s[id_] = collective.seconds(self.machine.interconnect)
+        self._elsewhere = {
+            tier.memory_space
+            for tier in self.machine.tiers
+            if tier is not self.machine.device_memory and tier.memory_space is not None
+        }
+
+    def all(self) -> Mapping[int, float]:
+        for computation in self.module.computations.values():
+            if not computation.is_fusion:
+                self._computation(computation)
+        return self._found
+
+    def _computation(self, computation: Computation) -> float:
+        return sum(self._seconds(i) for i in computation.instructions)
+
+    def _seconds(self, instruction: Instruction) -> float:
+        if instruction.id not in self._found:
+            self._found[instruction.id] = self._once(instruction)
+        return self._found[instruction.id]
+
+    def _once(self, instruction: Instruction) -> float:
+        opcode = instruction.opcode
+        if instruction.id in self.moves or opcode == "copy-start":
+            return 0.0
+        if (wrapped := wrapped_by(self.module, instruction)) is not None:
+            return self._computation(wrapped)
+        if opcode == "async-start" or opcode.endswith(("-done", "-update")):
+            return 0.0
+        if opcode == "while":
+            count = trip_count(self.module, instruction)
+            return (1 if count is None else count) * sum(self._called(instruction))
+        if opcode == "conditional":
+            return max(self._called(instruction))
+        if opcode == "call":
+            return sum(self._called(instruction))
+        if opcode in NO_TRAFFIC_OPCODES:
+            return 0.0
+        cycles = _estimated_cycles(instruction)
+        if cycles:
+            return self.machine.cycles_seconds(cycles)
+        lent = self.machine.cycles_seconds(self._lent_cycles(instruction))
+        exchange_s = self._exchange_s.get(instruction.id, 0.0)
+        return max(lent, exchange_s, self._roofline(instruction))
+
+    def _lent_cycles(self, instruction: Instruction) -> int:
+        if not self.module.cycles:
+            return 0
+        original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
+        return self.module.cycles.get(original or instruction.name, 0)
+
+    def _called(self, instruction: Instruction) -> Iterable[float]:
+        called = (self.module.computations[i] for i in instruction.called_computation_ids)
+        return (self._computation(computation) for computation in called)
+
+    def _roofline(self, instruction: Instruction) -> float:
+        estimate = _custom_call_estimate(instruction)
+        if estimate is not None:
+            flops, size = estimate
+            dtype = self.module.instructions[instruction.operand_ids[0]].shape.dtype
+            return max(flops / _peak(self.machine, dtype), size / self._bytes_per_s)
+        work = matrix_work(self.module, instruction)
+        return max(
+            sum(_matrix_seconds(self.machine, part) for part in work),
+            self._device_bytes(instruction) / self._bytes_per_s,
+        )
+
+    def _device_bytes(self, instruction: Instruction) -> int:
+        moved = self.traffic.get(instruction.id)
+        if moved is None:
+            return 0
+        # A memory space without a tier (GPU collectives, TPU scalars) is device memory.
+        return sum(
+            size
+            for direction in (moved.read, moved.written)
+            for space, size in direction.items()
+            if space not in self._elsewhere
+        )
+
+
+def _estimated_cycles(instruction: Instruction) -> int:
+    # What a kernel of ours is expected to take: `pallas_call(metadata=...)`.
+    metadata = instruction.proto.frontend_attributes.map.get("kernel_metadata", "")
+    if "estimated_cycles" in metadata:
+        return int(json.loads(metadata)["estimated_cycles"])
+    # Most instructions have a configuration without it, not worth parsing.
+    if b"estimated_cycles" not in instruction.proto.backend_config:
+        return 0
+    window: Mapping[str, Any] = instruction.backend_config.get("window_config", {})
+    return int(window.get("estimated_cycles", 0))
+
+
+def _custom_call_estimate(instruction: Instruction) -> tuple[int, int] | None:
+    """FLOPs and bytes that a kernel's author declared (``pallas_call(cost_estimate=...)``)."""
+    if instruction.opcode != "custom-call":
+        return None
+    config = instruction.backend_config
+    estimate = config.get("custom_call_config", config).get("cost_estimate")
+    if estimate is None or not instruction.operand_ids:
+        return None
+    return int(estimate.get("flops", 0)), int(estimate.get("bytes_accessed", 0))
+
+
+def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
+    flops_per_s = min(_peak(machine, dtype) for dtype in work.dtypes)
+    if work.dtypes == ("f32", "f32"):
+        if machine.platform == "tpu":
+            flops_per_s /= _BF16_PASSES.get(work.precision, 1)
+        elif machine.gpu is not None and work.precision == _HIGHEST:
+            # Off the tensor cores: a multiply-add a lane and clock.
+            lanes = machine.gpu.core_count * machine.gpu.fpus_per_core
+            flops_per_s = 2 * lanes * machine.clock_hz
+    return work.flops / flops_per_s
+
+
+def _peak(machine: Machine, dtype: str) -> float:
+    """FLOP/s of a dot; of a type that the machine file leaves out, those of its slowest."""
+    known = dict(machine.peak_flops)
+    return known[dtype] if dtype in known else min(known.values())
+
+
+def stream_bytes_per_s(machine: Machine) -> float:
+    """Returns how fast a kernel reads or writes device memory."""
+    device = machine.device_memory.name
+    for link in machine.links:
+        on_chip = machine.tier(link.destination).memory_space == 1
+        if link.source == device and on_chip:
+            return link.bytes_per_s
+    return machine.hbm_bytes_per_s

@@ -1,0 +1,105 @@
+"""The least time that a loop with transfers takes: each iteration moves what it moves.
+
+    compute   │ c │ c │▒▒▒▒▒▒│ c │ c │▒▒▒▒▒▒│
+    link      ├──────────────┼──────────────┤       floor = trips × the longer of the two
+              one iteration
+
+An asynchronous pair stands in one computation, so that an iteration ends neither before its
+compute nor before its transfers. What else uses the link can only add to that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from hlo_passes.analysis.host_copies import evicted_copies, host_copies
+from hlo_passes.analysis.moves import Move, moves
+from hlo_passes.analysis.traffic import traffic
+from hlo_passes.analysis.trip_count import trip_count
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Computation, Instruction, Module
+from hlo_passes.simulator.timeline import Direction, queue_of
+
+
+def floor_costs(
+    module: Module, machine: Machine, costs: Mapping[int, float]
+) -> Mapping[int, float]:
+    """Returns `costs` with what runs other computations at no less than its transfers take.
+
+    Args:
+      costs: seconds of compute of each instruction, of `cost.instruction_costs`.
+
+    O(instructions).
+    """
+    return _Floors(module, machine, costs).all()
+
+
+def link_floor_s(module: Module, machine: Machine) -> Mapping[Direction, float]:
+    """Returns the seconds for which all transfers of a step but the copies of whole arguments
+    and temporaries (`host_copies`) occupy each queue of the links, by the queue of
+    `timeline.queue_of`."""
+    managed = {copy.start.id for copy in (*host_copies(module), *evicted_copies(module))}
+    return _Floors(module, machine, {}).within(module.entry, managed)
+
+
+class _Floors:
+    def __init__(self, module: Module, machine: Machine, costs: Mapping[int, float]) -> None:
+        self._module = module
+        self._machine = machine
+        self._costs = costs
+        self._moves: Mapping[int, Move] = moves(module, machine, traffic(module))
+        self._queued: dict[int, Mapping[Direction, float]] = {}
+        self._found: dict[int, float] = {}
+
+    def all(self) -> Mapping[int, float]:
+        opened = [i for i in self._module.instructions.values() if self.queued_s(i)]
+        return {**self._costs, **{i.id: self._seconds(i) for i in opened}}
+
+    def queued_s(self, i: Instruction) -> Mapping[Direction, float]:
+        """Seconds that each queue is busy with what an instruction runs."""
+        if i.opcode not in ("while", "call", "conditional"):
+            return {}
+        if i.id not in self._queued:
+            repeated = self._repeated(i)
+            parts = [self.within(c) for c in self._called(i)]
+            queues = {queue for part in parts for queue in part}
+            merge = max if i.opcode == "conditional" else sum
+            self._queued[i.id] = {
+                queue: repeated * merge(part.get(queue, 0.0) for part in parts) for queue in queues
+            }
+        return self._queued[i.id]
+
+    def within(
+        self, computation: Computation, without: Collection[int] = ()
+    ) -> Mapping[Direction, float]:
+        """Seconds that each queue is busy with one run of a computation."""
+        busy: defaultdict[Direction, float] = defaultdict(float)
+        for i in computation.instructions:
+            if i.id not in without and (move := self._moves.get(i.id)) is not None:
+                link = self._machine.link(move.source, move.destination)
+                busy[queue_of(link)] += move.size / link.bytes_per_s / link.engines
+            for queue, seconds in self.queued_s(i).items():
+                busy[queue] += seconds
+        return busy
+
+    def _seconds(self, i: Instruction) -> float:
+        if i.id not in self._found:
+            found = [self._computation_s(c) for c in self._called(i)]
+            merge = max if i.opcode == "conditional" else sum
+            self._found[i.id] = self._repeated(i) * merge(found)
+        return self._found[i.id]
+
+    def _computation_s(self, computation: Computation) -> float:
+        compute = sum(
+            self._seconds(i) if self.queued_s(i) else self._costs.get(i.id, 0.0)
+            for i in computation.instructions
+        )
+        return max([compute, *self.within(computation).values()])
+
+    def _called(self, i: Instruction) -> Iterable[Computation]:
+        return (self._module.computations[c] for c in i.called_computation_ids)
+
+    def _repeated(self, i: Instruction) -> int:
+        count = trip_count(self._module, i) if i.opcode == "while" else None
+        return 1 if count is None else count

@@ -1,0 +1,114 @@
+"""A loop's body as a program of its own: there and back, planned, and what the checker refuses."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from hlo_passes import pipeline
+from hlo_passes.analysis.host_copies import host_copies
+from hlo_passes.errors import MalformedModuleError, VerificationError
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.ir import Module
+from hlo_passes.loops.bodies import copies_of_bodies, fetching_bodies, with_body
+from hlo_passes.loops.body_plans import Bodies
+from hlo_passes.loops.host_transfers import host_transfers
+from hlo_passes.proto import hlo_pb2
+from hlo_passes.rewrite import inject
+from hlo_passes.verify import verify_equivalent
+from memplan.api import jit
+from memplan.topologies import topology
+
+TARGETS = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+COUNT, WIDTH = 4, 1024
+
+
+def loop(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    def body(_: int, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    return lax.fori_loop(0, 3, body, x)
+
+
+def captured(target: str, *, inside: bool) -> Module:
+    """The module with all weights on the host, which the loop brings in each iteration, or the
+    entry before it."""
+    x = jax.ShapeDtypeStruct((128, WIDTH), jnp.float32)
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    placing = jit(loop, hbm=1 << 40, machine=topology(target)).lower([w] * COUNT, x).placing
+    hosting = placing.everything(2, 1.0)
+    if inside:
+        hosting = replace(hosting, inside=frozenset(range(COUNT)))
+    program = placing.placed(hosting)
+    platform = placing.lowering.target.platform
+    return inject.capture(platform, program.stablehlo, program.compiler(placing.ring_options))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_body_is_a_program_and_a_body_again(target: str):
+    module = captured(target, inside=True)
+    (body,) = fetching_bodies(module)
+    assert sorted(body.arguments.values()) == list(range(COUNT))
+    assert {c.parameter.parameter_number for c in host_copies(body.program)} == {*body.arguments}
+    again = with_body(module, body, body.program)
+    verify_equivalent(module, again)
+    names = [[i.name for i in m.instructions.values()] for m in (module, again)]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_its_transfers_are_no_other_pass_s(target: str):
+    module = captured(target, inside=True)
+    assert len(copies_of_bodies(module)) == COUNT
+    assert not host_transfers(module, load_machine(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_loop_that_brings_nothing_is_left_alone(target: str):
+    module = captured(target, inside=False)
+    assert not fetching_bodies(module)
+    found = Bodies(module, load_machine(target), None)
+    assert found.least is module
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_least_of_a_body_is_one_weight_at_a_time(target: str):
+    module, machine = captured(target, inside=True), load_machine(target)
+    least, all_at_once = (
+        pipeline.least_budget(m, machine) for m in (module, captured(target, inside=False))
+    )
+    assert all_at_once - least > 4 * WIDTH * WIDTH
+    plan = pipeline.plan_module(module, machine, least)
+    verify_equivalent(module, pipeline.rewrite_module(module, plan, machine))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_fetch_behind_its_reader_is_refused(target: str):
+    module, machine = captured(target, inside=True), load_machine(target)
+    plan = pipeline.plan_module(module, machine, 1 << 34)
+    (planned,) = plan.bodies
+    first, *others = planned.plan.transfers
+    late = replace(first, start=first.end, done=first.end, end=first.end + 1)
+    broken = replace(planned, plan=replace(planned.plan, transfers=(late, *others)))
+    with pytest.raises(MalformedModuleError, match="does not come before it"):
+        pipeline.rewrite_module(module, replace(plan, bodies=(broken,)), machine)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_weight_than_the_reader_s_is_refused(target: str):
+    module = captured(target, inside=True)
+    (body,) = fetching_bodies(module)
+    proto = hlo_pb2.HloModuleProto.FromString(module.to_bytes())
+    written = next(c for c in proto.computations if c.id == body.computation.id)
+    first, *_, last = [i for i in written.instructions if i.id in copies_of_bodies(module)]
+    last.operand_ids[:] = first.operand_ids
+    changed = Module(proto)
+    with pytest.raises(VerificationError):
+        verify_equivalent(module, changed)
