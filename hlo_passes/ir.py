@@ -525,6 +525,11 @@ class Module:
         return tuple(map(_shape, self._proto.host_program_shape.parameters))
 
     @cached_property
+    def entry_result_shape(self) -> Shape:
+        """Shape of the result as the caller lays it out; see `entry_parameter_shapes`."""
+        return _shape(self._proto.host_program_shape.result)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of the module's content: equal for equal programs, whatever the module
         is called, whichever token the frontend put on it and whichever lines of Python it

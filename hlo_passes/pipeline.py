@@ -11,6 +11,7 @@ from typing import Any
 
 from hlo_passes import verify
 from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
+from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import MalformedModuleError, UnreachableTierError
 from hlo_passes.fitting import assembling
@@ -24,7 +25,7 @@ from hlo_passes.loops import rewrite as loop_rewrite
 from hlo_passes.loops import schedule as loop_schedule
 from hlo_passes.memory import assignment
 from hlo_passes.memory import usage as memory
-from hlo_passes.normalize import barriers, sink
+from hlo_passes.normalize import barriers, sink, stores
 from hlo_passes.normalize import stable_names as settled
 from hlo_passes.orders import reorder
 from hlo_passes.placing import (
@@ -58,7 +59,9 @@ PASSES = (
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
     Pass("settle-names", settled.settle_names, "one program, one module: the same names"),
     Pass("barriers", barriers.remove_barriers, "no barrier hides who reads what"),
+    Pass("add-stores", stores.add_stores, "what goes to the host is copied there (CPU)"),
     Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
+    Pass("settle-stores", stores.settle_stores, "stores stand behind what they copy"),
     # Loops.
     Pass("host-transfers", host_transfers.host_transfers, "the slices that cross to the host"),
     Pass("dependences", dependences.dependences, "what must stand before what in a body"),
@@ -128,10 +131,17 @@ def choose_stay(
     found = body_plans.Bodies(module, machine, slots)
     posed = problem.pose(found.least, machine, host_parameters, sliced_parameters)
     for numbers, beyond in found.stay(budget, posed):
-        stay = fitting.choose_stay(problem.staying(posed, numbers), budget - beyond, slots)
+        stay = fitting.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
         if stay is not None:
-            return numbers | {m.parameter for m in posed.movables if m.buffer in stay}
-    raise fitting.budget_error(posed, budget, slots)
+            break
+    else:
+        raise fitting.budget_error(posed, budget, slots)
+    chosen = numbers | {m.parameter for m in posed.movables if m.buffer in stay}
+    if machine.platform != "cpu":
+        return chosen
+    # With one memory XLA:CPU updates a donated argument where it is: there is nothing to fetch.
+    steady = {p.parameter_number for p in steady_parameters(module)}
+    return chosen | (frozenset(host_parameters) - steady)
 
 
 @collection_paused()
@@ -180,8 +190,8 @@ def plan_module(
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
-      `sink.sink_weight_work`, `loops.rewrite.rewrite_loops`, `body_plans.write_bodies` and
-      `edits.apply`. That those
+      `stores.add_stores`, `sink.sink_weight_work`, `stores.settle_stores`,
+      `loops.rewrite.rewrite_loops`, `body_plans.write_bodies` and `edits.apply`. That those
       compute the same `rewrite_module` proves, of what is handed to XLA.
 
     Raises:
@@ -234,7 +244,8 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
 
 
 def _sunk(module: Module) -> Module:
-    return sink.sink_weight_work(barriers.remove_barriers(module))
+    module = stores.add_stores(barriers.remove_barriers(module))
+    return stores.settle_stores(sink.sink_weight_work(module))
 
 
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:

@@ -8,10 +8,10 @@ transfers that memplan manages; *tick* t is the moment just before ``ct`` runs.
     transfer w2          start ─────► done                  start=1, done=2
     slot of w2           [───── live_range ─────)           LiveRange(1, 3)
 
-At a tick, evictions come first: their starts are issued, then their dones wait. Then the
-other starts are issued, in the order of ``Plan.transfers``, and their dones wait. So what
-starts at a tick may overwrite what an eviction that is done there has left behind, and may
-fetch it again.
+At a tick, evictions come first, and stores, which take to the host what the program returns
+there: their starts are issued, then their dones wait. Then the other starts are issued, in the
+order of ``Plan.transfers``, and their dones wait. So what starts at a tick may overwrite what an
+eviction that is done there has left behind, and may fetch it again.
 A transfer occupies its slot from its start until after the last instruction that reads
 it, so ``live_range.end`` is the tick after that instruction. All ranges are half-open.
 
@@ -84,14 +84,14 @@ class Transfer:
     Attributes:
       id: its place in the plan's issue order.
       buffer: the HLO name of the value that moves: a parameter, or the instruction of the
-        entry whose result is evicted and fetched again.
+        entry whose result is evicted and fetched again, or returned in host memory.
       source, destination: tier names.
       size: bytes moved.
       start: tick at which it is issued.
       done: tick at which its reader waits for it; ``start <= done``. Of an eviction the tick
         from which its bytes on the device may be overwritten.
       end: tick after the last instruction that reads this copy; of an eviction the tick at
-        which the last fetch of it is done.
+        which the last fetch of it is done, of what is returned the end of the program.
       kind: ``"prefetch"`` brings data to the device, ``"evict"`` takes it away.
     """
 

@@ -527,6 +527,28 @@ def keep_arguments(stablehlo: Any, parameters: Collection[int]) -> None:
         main.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
+def alias_arguments(
+    stablehlo: Any, results: Mapping[int, int], parameters: Collection[int]
+) -> None:
+    """Says, in place, which results take the place of donated parameters of a lowered module.
+
+    Args:
+      stablehlo: ``Lowered.compiler_ir("stablehlo")``.
+      results: numbers of all donated parameters, and of the results of their kind; none twice.
+      parameters: those of them for which it is said in any case; of the others for which jax
+        did so, with ``tf.aliasing_output`` (0.11.2, 0.12.0.1).
+    """
+    with stablehlo.context:
+        main: Any = ir.SymbolTable(stablehlo.operation)["main"]
+        attributes = list(main.arg_attrs)
+        for n, result in results.items():
+            kept = {a.name: a.attr for a in attributes[n] if a.name != "jax.buffer_donor"}
+            if n in parameters or "tf.aliasing_output" in kept:
+                number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), result)
+                attributes[n] = ir.DictAttr.get({**kept, "tf.aliasing_output": number})
+        main.arg_attrs = ir.ArrayAttr.get(attributes)
+
+
 def set_layouts(
     stablehlo: Any,
     arguments: Mapping[int, Sequence[int] | None],

@@ -224,11 +224,13 @@ class Compiled:
 
     @functools.cached_property
     def consumed(self) -> tuple[int, ...]:
-        """The flat arguments that are donated and on the host. XLA is not told so (see
-        `Placing.placed`): whoever calls deletes them, or the host would hold them beside their
+        """The flat arguments that are donated, and on the host by the slice. XLA is not told so
+        (see `Placing.placed`): whoever calls deletes them, or the host would hold them beside their
         results."""
         infos = jax.tree.leaves(self.args_info)
-        return tuple(n for n in sorted(self.hosting.arguments) if infos[n].donated)
+        whole = set(self._placing.stored(self.hosting).values())
+        hosted = sorted(self.hosting.arguments - whole)
+        return tuple(n for n in hosted if infos[n].donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program. Static arguments are left out, as in jax.

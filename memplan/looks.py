@@ -344,7 +344,14 @@ class Looks:
         return self._as_look(program, plan, hosting)
 
     def _as_look(self, program: Program, plan: Plan, hosting: Hosting) -> Look:
-        away = sum(p.size for p in plan.placements if p.tier != plan.device_tier)
+        numbers = program.arguments.parameters
+        # Whose place is taken on the host, XLA:CPU knows to be there.
+        known = {numbers[n] for n in self._placing.stored(hosting).values()}
+        away = sum(
+            p.size
+            for p in plan.placements
+            if p.tier != plan.device_tier and p.parameter not in known
+        )
         on_cpu = self._lowering.target.platform == "cpu"
         return Look(program, plan, hosting, away if on_cpu else 0)
 

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from hlo_passes import xla
 from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
@@ -82,6 +83,32 @@ class Lowering:
         constants of the program, and counts them nowhere."""
         return sum(getattr(a, "nbytes", 0) for a in closed_over(self.traced.jaxpr))
 
+    @functools.cached_property
+    def places(self) -> Mapping[int, int]:
+        """The results that take the place of donated arguments, by flat numbers: of the same kind
+        and divided alike, of several the one whose path ends most like the argument's, else in
+        order, as in jax."""
+        results = jax.tree_util.tree_flatten_with_path(self.traced.out_info)[0]
+        ends = [jax.tree_util.keystr(p, simple=True, separator=".").split(".") for p, _ in results]
+        infos = [info for _, info in results]
+        alike: list[tuple[int, int, int]] = []
+        for n, argument in enumerate(self.arguments):
+            path = self.paths[n].split(".")
+            alike += (
+                (-_common_end(path, ends[k]), n, k)
+                for k, result in enumerate(infos)
+                if argument.donated
+                and (argument.shape, argument.dtype) == (result.shape, result.dtype)
+                and self._can_take_place(k, n)
+            )
+        found: dict[int, int] = {}
+        taken: set[int] = set()
+        for _, n, k in sorted(alike):
+            if n not in found and k not in taken:
+                found[n] = k
+                taken.add(k)
+        return found
+
     @property
     def budget(self) -> int:
         """Device bytes that the user allows."""
@@ -126,6 +153,21 @@ class Lowering:
             return asked
         return self.program.replicated() if self.program.arguments.device_count == 1 else None
 
+    def hosted_sharding(self, k: int, n: int) -> Any:
+        """How the flat result `k` lies across devices where it takes the place of the flat argument
+        `n` on the host. The memory that the user's sharding names is the device's where they named
+        none."""
+        return self._asked_of_results[k] or self.sharding(n)
+
+    def _can_take_place(self, k: int, n: int) -> bool:
+        """Whether a device has as much of the flat result `k` as of the flat argument `n`. A layout
+        that the user asks for is kept where that puts it."""
+        if isinstance(self._asked_of_results[k], Format):
+            return False
+        shape, shardings = self.arguments[n].shape, (self.sharding(n), self.hosted_sharding(k, n))
+        argument, result = (sharding.shard_shape(shape) for sharding in shardings)
+        return argument == result
+
     @functools.cached_property
     def _asked_of_results(self) -> list[Any]:
         """What ``out_shardings`` say of each flat result; None where they say nothing."""
@@ -144,7 +186,7 @@ class Lowering:
         *,
         donors: Mapping[int, int] | None = None,
         hosted: frozenset[int] = frozenset(),
-        hosted_results: Collection[int] = (),
+        hosted_results: Mapping[int, int] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Program:
         """Lowers a function of the flat arguments as the user's is lowered.
@@ -153,7 +195,8 @@ class Lowering:
           layouts: of the arguments and results.
           donors: of results, the arguments whose place they take, by flat number.
           hosted: the arguments that are on the host.
-          hosted_results: the results that `run` gives on the host.
+          hosted_results: the results that `run` gives on the host, each in the place of such an
+            argument, by flat number; to the argument's.
           options: of XLA, beside the user's.
         """
 
@@ -169,8 +212,9 @@ class Lowering:
         given = {k: v for k, v in self.function.jit_options.items() if k in _PASSED_ON}
         if None in told_by_jax.arguments.values():
             given["in_shardings"] = _left_to_xla(args, told_by_jax)
-        if told_by_jax.results or (hosted_results and given.get("out_shardings") is not None):
-            given["out_shardings"] = self._out_shardings(told_by_jax, donors or {}, hosted_results)
+        on_host = hosted_results or {}
+        if told_by_jax.results or (on_host and given.get("out_shardings") is not None):
+            given["out_shardings"] = self._out_shardings(told_by_jax, donors or {}, on_host)
         merged = {**self.compiler_options, **(options or {})}
         jitted = jax.jit(
             placed,
@@ -183,6 +227,14 @@ class Lowering:
             program = self.target.lower(jitted.trace(*args, **kwargs), merged)
         if self.target.absent:
             tell_xla(program, layouts)
+        if on_host:
+            # With some results on the host and others anywhere, jax would pair them by kind alone.
+            numbers = program.arguments.parameters
+            xla.alias_arguments(
+                program.stablehlo,
+                {numbers[n]: k for n, k in self.places.items() if n in numbers},
+                {numbers[n] for n in on_host.values()},
+            )
         return program
 
     @contextmanager
@@ -201,17 +253,16 @@ class Lowering:
         return dict(self.function.jit_options.get("compiler_options") or {})
 
     def _out_shardings(
-        self, layouts: Layouts, donors: Mapping[int, int], hosted: Collection[int]
+        self, layouts: Layouts, donors: Mapping[int, int], on_host: Mapping[int, int]
     ) -> Any:
         leaves: list[Any] = []
         for k, asked in enumerate(self._asked_of_results):
             sharding = asked
-            if k in layouts.results:
+            if k in on_host:
+                n = on_host[k]
+                sharding = self._on_host(self.hosted_sharding(k, n), n)
+            elif k in layouts.results:
                 sharding = self.sharding(donors[k]) if k in donors else self.result_sharding(k)
-            # A sharding says where a result lies across devices, and of their memories the device's
-            # where the user named none.
-            if k in hosted and sharding is not None:
-                sharding = sharding.with_memory_kind(HOST_MEMORY_KIND)
             if k in layouts.results:
                 sharding = Format(as_jax_has_it(layouts.results[k]), sharding)
             leaves.append(sharding)
@@ -220,7 +271,7 @@ class Lowering:
     def _structs(self, hosted: frozenset[int], layouts: Layouts) -> list[jax.ShapeDtypeStruct]:
         """The flat arguments, bound as jax resolved them, or to the host."""
         shardings: dict[int, Any] = dict(self.program.arguments.shardings)
-        shardings |= {n: self._sharding_on_host(n) for n in hosted}
+        shardings |= {n: self._on_host(self.sharding(n), n) for n in hosted}
         for n, order in layouts.arguments.items():
             sharding = shardings.get(n) or self.sharding(n)
             shardings[n] = sharding if order is None else Format(as_jax_has_it(order), sharding)
@@ -231,8 +282,9 @@ class Lowering:
             for n, info in enumerate(self.arguments)
         ]
 
-    def _sharding_on_host(self, n: int) -> Any:
-        found = self.sharding(n).with_memory_kind(HOST_MEMORY_KIND)
+    def _on_host(self, sharding: Any, n: int) -> Any:
+        """A sharding of the flat argument `n`, or of what takes its place, in host memory."""
+        found = sharding.with_memory_kind(HOST_MEMORY_KIND)
         if self.target.absent and found.memory_kind != HOST_MEMORY_KIND:
             raise TopologyError(
                 self.target.absent.name,
@@ -240,6 +292,12 @@ class Lowering:
                 "have no memories: take a mesh from Topology.mesh(), which names none",
             )
         return found
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many of the last parts of two paths are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _left_to_xla(args: Any, layouts: Layouts) -> Any:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from hlo_passes import xla
@@ -37,6 +38,7 @@ from memplan.products import Form, Inner, Product, find_forms, products, with_fo
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
 from memplan.streams.rewrite import streamed
+from memplan.streams.ring import HOST
 from memplan.streams.turning import order_as_it_was, order_of_turned
 from memplan.streams.uses import Result, Source
 
@@ -115,19 +117,26 @@ class Placing:
             turned_results=self.streams.turned_results if rings else {},
             tied=tied,
         )
+        stored = self.stored(hosting)
         program = self._lower(
-            run,
+            functools.partial(self._with_stores, run, stored),
             layouts,
             donors=self._donors_beside(hosting),
             hosted=hosting.arguments,
-            hosted_results=self.streams.returned(hosting) if rings else (),
+            hosted_results={**self.streams.returned(hosting), **stored},
             options=self.ring_options if has_loops and scheduled else {},
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.
         numbers = program.arguments.parameters
-        donated = hosting.arguments & self.streams.donated & frozenset(numbers)
+        donated = hosting.arguments & self.streams.replaced_by.keys() & frozenset(numbers)
         xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
         return program
+
+    def stored(self, hosting: Hosting) -> Mapping[int, int]:
+        """The results that go to the host whole, by flat number; to that of the argument whose
+        place they take there."""
+        found = hosting.arguments & self._replaced.keys()
+        return {self._replaced[n]: n for n in sorted(found)}
 
     def prepared(self, hosting: Hosting) -> Preparation:
         """What a plan with that on the host has to say of the program."""
@@ -212,6 +221,18 @@ class Placing:
         """Arrays of fewer bytes stay on the device."""
         return min(int(sum(self.lowering.sizes) * _SMALLEST_SHARE), _SMALLEST_BYTES)
 
+    def _with_stores(
+        self, run: Callable[..., list[Any]], stored: Mapping[int, int], *args: Any
+    ) -> list[Any]:
+        """Runs the program, and takes to the host what is stored there."""
+        results = run(*args)
+        for k, n in stored.items():
+            if self.program.arguments.device_count > 1:
+                sharding = self.lowering.hosted_sharding(k, n)
+                results[k] = jax.lax.with_sharding_constraint(results[k], sharding)
+            results[k] = jax.device_put(results[k], HOST)
+        return results
+
     def _choose_movable(self) -> frozenset[int]:
         """The arguments whose kind and size allow them on the host."""
         return frozenset(
@@ -237,7 +258,7 @@ class Placing:
     def left_alone(self) -> Mapping[str, str]:
         """Why arguments stay, by path: those that a loop takes apart but that cannot be
         streamed, and those that cannot be moved whatever reads them."""
-        stay = {n: "it is donated, and written while it would be away" for n in self._donated}
+        stay = dict.fromkeys(self._donated, "it is donated, and no result takes its place")
         if self.lowering.function.options.offload is not None:
             stay |= {n: "no pattern of offload= names it" for n in self._movable - self._may_move}
         found = stay | self.streams.left_alone
@@ -253,6 +274,7 @@ class Placing:
             self._jaxpr,
             self._may_move,
             [n for n, info in enumerate(self.lowering.arguments) if info.donated],
+            self.lowering.places,
             sharded=sharded,
             order_of=self._usual_order if self.lowering.target.platform == "tpu" else None,
             # The others transpose an array on the host where no byte would have to move.
@@ -261,9 +283,9 @@ class Placing:
 
     @functools.cached_property
     def candidates(self) -> frozenset[int]:
-        """The arguments that may live on the host. A donated one may where a stack takes its
-        place: the others are written while they would be away. XLA:CPU has one memory, whose
-        bytes it counts as the device's where a program writes to it."""
+        """The arguments that may live on the host. A donated one may where a result takes its
+        place there: a stack by the slice, anything else whole. XLA:CPU has one memory, whose
+        bytes it counts as the device's where a loop writes to it."""
         return self._may_move - self._donated
 
     @property
@@ -271,7 +293,23 @@ class Placing:
         """The donated ones that stay."""
         on_cpu = self.lowering.target.platform == "cpu"
         replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
-        return self._may_move & (self.streams.donated - replaced)
+        return self._may_move & (self.streams.donated - replaced - self._replaced.keys())
+
+    @functools.cached_property
+    def _replaced(self) -> Mapping[int, int]:
+        """The donated arguments that a result replaces whole, by flat numbers; to the result's.
+        One that is returned twice, or as it was given, does not."""
+        results, given = self._jaxpr.outvars, set(self._jaxpr.invars)
+        counts = Counter(r for r in results if isinstance(r, Var))
+        return {
+            n: k
+            for n, k in self.lowering.places.items()
+            if n not in self.streams.replaced_by
+            and n in self.lowering.program.arguments.parameters
+            and isinstance(made := results[k], Var)
+            and counts[made] == 1
+            and made not in given
+        }
 
     def _lower(self, run: Callable[..., list[Any]], layouts: Layouts, **given: Any) -> Program:
         given.setdefault("donors", self._donors)

@@ -2,9 +2,10 @@
 
     p = parameter, S(5) ─► copy-start ─► copy-done, S(0) ─► readers
 
-A donated parameter's copy is not among them: once its output is written, another copy made
-from the same bytes would not be the same. Nor are several copies of one parameter of which one
-is worked on in place: no copy can stand for the others.
+A donated parameter's copy is among them only where a store takes its place (`stores`), which
+the planner has wait for it: once its output is written, another copy made from the same bytes
+would not be the same. Nor are several copies of one parameter of which one is worked on in place:
+no copy can stand for the others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.marks import EVICTION_ATTRIBUTE
+from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
 
 
@@ -23,12 +25,6 @@ class HostCopy(NamedTuple):
     parameter: Instruction
     start: Instruction
     done: Instruction
-
-
-def steady_parameters(module: Module) -> tuple[Instruction, ...]:
-    """The entry's parameters that are never written: those that are not donated."""
-    donated = {a.parameter for a in module.input_output_aliases}
-    return tuple(p for p in module.entry.parameters if p.parameter_number not in donated)
 
 
 def host_copies(module: Module) -> tuple[HostCopy, ...]:

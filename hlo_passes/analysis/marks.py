@@ -13,3 +13,6 @@ EVICTION_ATTRIBUTE = "memplan.evict"
 
 RECOMPUTE_ATTRIBUTE = "memplan.recompute"
 """On an instruction that runs again: the name of the first."""
+
+STORE_ATTRIBUTE = "memplan.store"
+"""On a copy that stands for a store on XLA:CPU: the argument whose place it takes."""

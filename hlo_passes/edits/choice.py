@@ -95,7 +95,7 @@ def edited_lower_bound_s(posed: Problem, budget: int) -> float:
     """Returns seconds that no plan within `budget` undercuts, whatever it evicts, recomputes
     and streams, with the compute in this order; infinity when there is no plan."""
     work = work_on(posed)
-    choices, _ = work.choices(posed.load, may_stay=True)
+    choices, _ = work.choices(posed.load - posed.stored_load, may_stay=True)
     return lower_bound_s(choices, budget - posed.fixed_bytes - posed.arena.tables)
 
 
@@ -281,10 +281,9 @@ class Work:
         if selection.load.max(initial=0) > capacity:
             return np.inf
         load = selection.load - self._weights
-        evicted: list[Evicted] = []
+        evicted = list(self.posed.evictions)  # Of what is returned.
         jobs = list(self._streamed)
-        order = sorted(self.temporaries, key=lambda t: t.written)
-        for t in order:
+        for t in sorted(self.temporaries, key=lambda t: t.written):
             found = pieces_of(selection, t)
             if not any(piece.action == "evict" for piece in found):
                 continue
@@ -294,13 +293,18 @@ class Work:
                 if piece.action == "evict":
                     jobs.append(Fetch(t.name, t.size, piece.reads, len(evicted) - 1))
                     load[piece.reads.start : piece.reads.end] -= t.size
+        order = sorted(range(len(evicted)), key=lambda n: evicted[n].written)
+        number = {n: k for k, n in enumerate(order)}
+        evicted = [evicted[n] for n in order]
+        jobs = [f if f.eviction is None else replace(f, eviction=number[f.eviction]) for f in jobs]
         jobs.sort(key=lambda f: f.reads)
         posed = self.posed
         departures = schedule_evictions(
             evicted, jobs, load, capacity, selection.costs, posed.link_out
         )
         for eviction, departure in zip(evicted, departures, strict=True):
-            load[eviction.free : departure.done] += eviction.size
+            if eviction.holder:
+                load[eviction.free : departure.done] += eviction.size
         clock = np.concatenate([[0.0], np.cumsum(selection.costs)])
         try:
             starts = schedule_starts(

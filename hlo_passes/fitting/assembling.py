@@ -21,6 +21,7 @@ from hlo_passes.plan import (
     Allocation,
     BodyPlan,
     LiveRange,
+    LogicalTime,
     LoopSchedule,
     Placement,
     Plan,
@@ -51,10 +52,15 @@ def assemble(
     plan = _assemble(found, budget, labels, loops, bodies, ())
     machine = found.posed.machine
     host = machine.tier(found.posed.link.source)
-    stored = _stored_bytes(found.posed.module, plan, host.name, machine)
+    module = found.posed.module
+    if machine.platform != "cpu" and any(e.returned is not None for e in found.posed.evictions):
+        # What is returned is in host memory from where the plan has it copied there.
+        module = rewrite.move_copies(module, plan.transfers)
+    stored = _stored_bytes(module, plan, host.name, machine)
     if sum(stored.values()) <= host.capacity_bytes:
         return plan
-    if not found.posed.evictions or len(tiers.off_device_tiers(machine)) == 1:
+    is_evicting = any(e.returned is None for e in found.posed.evictions)
+    if not is_evicting or len(tiers.off_device_tiers(machine)) == 1:
         raise TierCapacityError(machine.name, host.name, stored, host.capacity_bytes)
     return _assemble(found, budget, labels, loops, bodies, _tiers(found, plan, host.name))
 
@@ -86,8 +92,10 @@ def _tiers(found: Solution, plan: Plan, host: str) -> tuple[str, ...]:
             float(clock[away[e.buffer].end] - clock[e.free]),
         )
         for e in posed.evictions
+        if e.returned is None
     ]
-    return tiers.choose_tiers(machine, copies, {host: held})
+    chosen = iter(tiers.choose_tiers(machine, copies, {host: held}))
+    return tuple(host if e.returned is not None else next(chosen) for e in posed.evictions)
 
 
 def _arena_slots(
@@ -104,9 +112,9 @@ def _arena_slots(
     )
 
 
-def _away_slots(transfers: tuple[Transfer, ...], tier: str) -> tuple[Slot, ...]:
+def _away_slots(evicted: Sequence[Transfer], tier: str) -> tuple[Slot, ...]:
     """The places of evicted temporaries in a tier: named slots, used in turn."""
-    evicted = [t for t in transfers if t.kind == "evict" and t.destination == tier]
+    evicted = [t for t in evicted if t.destination == tier]
     # At a tick evictions start before fetches are done: the bytes are free behind it.
     ranges = [LiveRange(t.start, t.end + 1) for t in evicted]
     packing = assignment.assign_offsets([t.size for t in evicted], ranges)
@@ -114,6 +122,12 @@ def _away_slots(transfers: tuple[Transfer, ...], tier: str) -> tuple[Slot, ...]:
         Slot(fences.slot_name(t.buffer, t.id), f"{tier}_temp", offset, t.size, live)
         for t, live, offset in zip(evicted, ranges, packing.offsets, strict=True)
     )
+
+
+def _returned_slot(store: Transfer, offset: int, end: LogicalTime) -> Slot:
+    """The place of a result in the host's memory: that of an argument, or its own."""
+    name = fences.slot_name(store.buffer, store.id)
+    return Slot(name, "host", offset, store.size, LiveRange(store.start, end + 1))
 
 
 def _assemble(
@@ -129,7 +143,11 @@ def _assemble(
     packing = choice.packing
     arena_slots = _arena_slots(posed, transfers, choice)
     device, host = posed.link.destination, posed.link.source
-    away_slots = {tier: _away_slots(transfers, tier) for tier in dict.fromkeys((host, *away))}
+    leaving = {t.buffer: t for t in transfers if t.kind == "evict"}
+    stores = {e.buffer: leaving[e.buffer] for e in posed.evictions if e.returned is not None}
+    evicted = [t for t in leaving.values() if t.buffer not in stores]
+    away_slots = {tier: _away_slots(evicted, tier) for tier in dict.fromkeys((host, *away))}
+    homes = {t.home.name: stores.pop(t.source.name) for t in posed.ticks.transfers if t.home}
     moving = {m.buffer: m for m in posed.movables}
     placements: list[Placement] = []
     slots = [*arena_slots, *(slot for of_tier in away_slots.values() for slot in of_tier)]
@@ -149,14 +167,21 @@ def _assemble(
         off_device = {
             name
             for name, leaf in parts
-            if in_place or name in moving or leaf.memory_space == HOST_MEMORY_SPACE
+            if in_place or name in moving or name in homes or leaf.memory_space == HOST_MEMORY_SPACE
         }
         tier = host if parts and len(off_device) == len(parts) else device
         size = sum(leaf.byte_size for _, leaf in parts)
         placements.append(Placement(p.parameter_number, p.name, tier, size, in_place))
         for name, leaf in parts:
             allocation = "host" if name in off_device else "arguments"
-            hold(name, allocation, leaf.byte_size, lives.get(name, everywhere))
+            live = lives.get(name, everywhere)
+            if (store := homes.get(name)) is not None:
+                live = LiveRange(0, store.start)
+                slots.append(_returned_slot(store, tops[allocation], everywhere.end))
+            hold(name, allocation, leaf.byte_size, live)
+    for store in stores.values():
+        slots.append(_returned_slot(store, tops["host"], everywhere.end))
+        tops["host"] += store.size
     for resident in residents:
         if resident.kind in ("output", "constant"):
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
@@ -196,7 +221,7 @@ def _assemble(
         ),
         slots=tuple(slots),
         transfers=transfers,
-        fences=fences.derive_fences(transfers, arena_slots),
+        fences=fences.derive_fences(transfers, arena_slots, posed.ticks.end),
         prediction=prediction,
         device_tier=device,
         loops=loops,

@@ -125,7 +125,7 @@ def _choose_stay(posed: Problem, budget: int, slots: int | None) -> _Stay | None
     if best is not None and _is_hidden(best.step_time_s, posed):
         return best
     for stay in placement.shares(posed):
-        streamed = replace(posed, movables=tuple(m for m in posed.movables if m.buffer not in stay))
+        streamed = posed.staying(stay)
         capacity = placement.capacity_beside(posed, budget, stay)
         if capacity <= 0:
             continue

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 from hlo_passes.analysis.async_chains import dones_of
 from hlo_passes.analysis.host_copies import host_copies
 from hlo_passes.analysis.moves import moves
+from hlo_passes.analysis.stores import stored_copies
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
@@ -52,6 +53,7 @@ def host_transfers(module: Module, machine: Machine) -> Mapping[int, tuple[HostT
     """
     host = next((t.name for t in machine.tiers if t.memory_space == HOST_MEMORY_SPACE), None)
     managed = {copy.start.id for copy in host_copies(module)} | copies_of_bodies(module)
+    managed |= {copy.start.id for copy in stored_copies(module) if copy.start is not None}
     moved = moves(module, machine, traffic(module))
     found: dict[int, tuple[HostTransfer, ...]] = {}
     for computation in module.computations.values():

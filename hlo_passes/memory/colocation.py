@@ -44,11 +44,11 @@ def find_guests(
     for b in _by_size(ranges.dataflow, buffers):
         if b.kind in ("constant", "tuple"):
             continue
+        if any(v.id in apart for v in b.values):
+            continue
         if b.kind == "parameter":
             if b.live_out:
                 hosts.add(b)
-            continue
-        if any(v.id in apart for v in b.values):
             continue
         host = hosts.find(b)
         if host is not None:

@@ -7,7 +7,7 @@ XLA's scheduler runs what depends on arguments alone (a weight brought into anot
 or type) as early as it can. All results are then live at once, and so is every streamed
 weight that they are made from, which no order of transfers can mend. Such work moves to
 just before its first reader. Nothing that it reads can change in between: a donated
-argument, which can, does not count.
+argument, which can, does not count, unless only a store overwrites it, on the host.
 
 XLA chose what hides a collective: work that stands between its start and its done stays there,
 nothing comes in, and what starts or ends one does not move at all.
@@ -21,8 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hlo_passes.analysis.collectives import collectives, has_collective
+from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.memoize import memoized
+from hlo_passes.normalize.entry_order import in_order
 
 # What is one kernel (or none) without effects, whatever it reads.
 _MOVABLE = frozenset(
@@ -87,7 +89,7 @@ def sink_weight_work(module: Module) -> Module:
             place(i)
     if sequence == [i.id for i in order]:
         return module
-    return _reordered(module, sequence)
+    return in_order(module, sequence)
 
 
 def _within_spans(module: Module, sinking: Mapping[int, Instruction]) -> dict[int, Instruction]:
@@ -124,24 +126,15 @@ def _ordered_by_hand(order: Iterable[Instruction]) -> set[int]:
 
 
 def _steady_values(module: Module) -> dict[int, frozenset[int]]:
-    """Ids of what is there from the beginning and never written (arguments that are not
-    donated, what is copied from them, constants), with the arguments they come from."""
-    donated = {a.parameter for a in module.input_output_aliases}
+    """Ids of what is there from the beginning and never written (arguments that are steady,
+    what is copied from them, constants), with the arguments they come from."""
+    arguments = {p.id for p in steady_parameters(module)}
     steady: dict[int, frozenset[int]] = {}
     for i in module.entry.instructions:
         if i.opcode == "parameter":
-            if i.parameter_number not in donated:
+            if i.id in arguments:
                 steady[i.id] = frozenset({i.id})
         elif i.opcode in ("constant", "copy-start", "copy-done"):
             if all(o in steady for o in i.operand_ids):
                 steady[i.id] = frozenset[int]().union(*(steady[o] for o in i.operand_ids))
     return steady
-
-
-def _reordered(module: Module, sequence: list[int]) -> Module:
-    proto = module.to_proto()
-    entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
-    position = {id_: n for n, id_ in enumerate(sequence)}
-    entry.instructions.sort(key=lambda i: position[i.id])
-    proto.schedule.sequences[entry.id].instruction_ids[:] = sequence
-    return Module(proto, module)

@@ -82,8 +82,10 @@ class _Collector:
         self._ranges, self._ticks, self._machine = ranges, ticks, machine
         self._dataflow = ranges.dataflow
         self._entry = ranges.dataflow.module.entry
-        moved = {h.id for t in ticks.transfers for h in (t.start, t.done) if h is not None}
-        self._apart = frozenset(v.id for v in self._dataflow.values if v.instruction.id in moved)
+        halves = (h for t in ticks.transfers for h in (t.start, t.done) if h is not None)
+        self._moved = frozenset(h.id for h in halves)
+        values = self._dataflow.values
+        self._apart = frozenset(v.id for v in values if v.instruction.id in self._moved)
         self.sizes: list[int] = []
         self.touches: list[tuple[int, ...]] = []
         self._holding_of: dict[int, int] = {}  # a buffer's id → its holding
@@ -138,12 +140,13 @@ class _Collector:
                 return
 
     def _steps_at(self, values: Iterable[Value]) -> set[int]:
-        """The steps that write or read one of `values`; an argument is there before all."""
+        """The steps that write or read one of `values`; an argument is there before all, and a
+        transfer is no step."""
         steps: set[int] = set()
         for v in values:
             touching = [p.instruction for p in v.positions if not self._is_argument(p.instruction)]
             touching += [use.instruction for use in v.uses]
-            steps.update(self._ticks.tick_of[i.id] for i in touching)
+            steps.update(self._ticks.tick_of[i.id] for i in touching if i.id not in self._moved)
         return steps
 
     def _is_argument(self, i: Instruction) -> bool:
@@ -179,7 +182,7 @@ class _Collector:
                 if u.id in touching and u.id not in found:
                     found.add(u.id)
                     pending.append(u.id)
-        return {self._ticks.tick_of[i] for i in found}
+        return {self._ticks.tick_of[i] for i in found - self._moved}
 
     def workspace(self) -> Bytes:
         needed = np.zeros(self._ticks.end, np.int64)

@@ -18,7 +18,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from hlo_passes.analysis.host_copies import host_copies, steady_parameters
+from hlo_passes.analysis.host_copies import host_copies
+from hlo_passes.analysis.stores import steady_parameters, stored_copies
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Computation, Instruction, Module, Shape
 from hlo_passes.orders.load import covered
 
@@ -54,7 +55,8 @@ class _Bound:
         fetched |= {
             p.id for p in steady_parameters(self._module) if p.parameter_number in host_parameters
         }
-        first, last = _reads(entry)
+        stored = {(copy.start or copy.done).id for copy in stored_copies(self._module)}
+        first, last = _reads(entry, stored)
         sizes, start, end = [], [], []
         inside = np.zeros(len(instructions), np.int64)
         for place, i in enumerate(instructions):
@@ -101,15 +103,20 @@ def _makes(i: Instruction) -> bool:
     )
 
 
-def _reads(entry: Computation) -> tuple[dict[int, int], dict[int, int]]:
+def _reads(entry: Computation, stored: Collection[int]) -> tuple[dict[int, int], dict[int, int]]:
     """The places of the first reader of each result, where there is one, and of the last
-    that reads it or what shows it."""
+    that reads it or what shows it.
+
+    Args:
+      stored: ids of what begins to copy a result to the host, which frees it.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for place in reversed(range(len(entry.instructions))):
         i = entry.instructions[place]
         until = last.setdefault(i.id, place)
         shows = i.opcode in _VIEWS or i.opcode.endswith(("-done", "-start", "-update"))
+        shows &= i.id not in stored
         for o in i.operand_ids:
             first[o] = place
             last[o] = max(last.get(o, 0), until if shows else place)

@@ -24,6 +24,7 @@ import numpy as np
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.analysis.sharing import Target
+from hlo_passes.analysis.stores import touching
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.memory.assignment import assign_offsets, max_live_load
@@ -251,15 +252,23 @@ class _Entry:
         return Load(load.problem, np.array(order, np.intp))
 
     def names(self, load: Load) -> tuple[str, ...]:
-        """The order by name, each copy from the host in front of its first reader."""
+        """The order by name, each copy from the host in front of its first reader, and each to the
+        host behind the last reader of what it copies."""
         fetched: defaultdict[int, list[str]] = defaultdict(list)
+        stored: defaultdict[int, list[str]] = defaultdict(list)
+        tick_of, touched = self.present.ticks.tick_of, touching(self._module)
         for transfer in self.present.ticks.transfers:
-            halves = (transfer.start, transfer.done)
-            readers = [self.present.ticks.tick_of[read.user.id] for read in transfer.reads]
+            halves = [half.name for half in (transfer.start, transfer.done) if half is not None]
+            if transfer.evicts:
+                last = load.place[[tick_of[i.id] for i in touched[transfer.source.id]]].max()
+                stored[int(last)] += halves
+                continue
+            readers = [tick_of[read.user.id] for read in transfer.reads]
             first = load.place[readers or [self.present.ticks.end - 1]].min()
-            fetched[int(first)] += [half.name for half in halves if half is not None]
+            fetched[int(first)] += halves
         names: list[str] = []
         for place, step in enumerate(load.order.tolist()):
             names += fetched[place]
             names.append(self.present.ticks.instructions[step].name)
+            names += stored[place]
         return tuple(names)

@@ -9,6 +9,9 @@ else crosses the link; or they leave room for m alone, and then the link stands 
 weight of m bytes is read, for whatever arrived then would lie beside it. The least over all
 m bounds every plan.
 
+Where a weight is donated, what takes its place goes back; the same bytes that cannot stay leave by
+the other direction of the link, or by the same, where there is one for both.
+
 What loops move crosses the same link, and they take no less time than that.
 
 `bounds.lower_bound_s` adds what the order of the reads says: the link cannot run ahead of
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from hlo_passes.placing.problem import Problem
 from hlo_passes.simulator.bounds import Demand, lower_bound_s
+from hlo_passes.simulator.timeline import queue_of
 
 
 def budget_lower_bound_s(problem: Problem, budget: int) -> float:
@@ -28,7 +32,7 @@ def budget_lower_bound_s(problem: Problem, budget: int) -> float:
     """
     link = problem.link
     room = budget - problem.fixed_bytes - problem.arena.tables
-    headroom = (room - problem.load).tolist()
+    headroom = (room - problem.load + problem.stored_load).tolist()
     least_headroom = min(headroom, default=room)
     compute_s = max(float(problem.clock[-1]), problem.link_floor_s)
     if not problem.movables or sum(m.size for m in problem.movables) <= least_headroom:
@@ -40,12 +44,28 @@ def budget_lower_bound_s(problem: Problem, budget: int) -> float:
     streamed = sum(m.size for m in problem.movables) - max(0, max(headroom))
     return max(
         compute_s,
+        _both_ways_s(problem, max(0, max(headroom))),
         problem.link_floor_s + max(0, streamed) / link.bytes_per_s,
         _link_s(problem, max(headroom)),
         lower_bound_s(
             problem.costs.tolist(), demands, problem.machine, headroom, max(0, least_headroom)
         ),
     )
+
+
+def _both_ways_s(problem: Problem, room: int) -> float:
+    """The seconds for which what cannot stay occupies the way out, and all of the link where it has
+    but one queue."""
+    link, out = problem.link, problem.link_out
+    stored = sum(m.size for m in problem.movables if m.store is not None)
+    out_s = max(0, stored - room) / out.bytes_per_s
+    if queue_of(link) != queue_of(out):
+        return out_s
+    # What stays saves its bytes both ways.
+    fetched = sum(m.size for m in problem.movables)
+    both = 1 / link.bytes_per_s + 1 / out.bytes_per_s
+    unstored_s = (fetched - stored) / link.bytes_per_s
+    return max(out_s, unstored_s + stored * both - room * both) + problem.link_floor_s
 
 
 def _link_s(problem: Problem, room: int) -> float:

@@ -1,14 +1,15 @@
-"""When each evicted temporary leaves: as early as it can, waited for as late as memory allows.
+"""When what goes to the host leaves: as early as it can, waited for as late as memory allows.
 
     tick       0     1     2     3     4     5     6     7
     temporary  written           free              fetched again
     eviction         start═══════════════ done
                [──────── its bytes ───────)
 
-The copy starts as soon as there is something to copy, while others may still read it. From
-`free` on nobody does, and its bytes are held for nothing but the copy: until that has ended,
-at a link `prefetch.LINK_MARGIN` times slower than it says, or somebody else needs them. Then
-the step waits for it.
+So do evicted temporaries, and results that the program returns in host memory (`stores`), which
+nobody fetches again. The copy starts as soon as there is something to copy, while others may
+still read it. From `free` on nobody does, and its bytes are held for nothing but the copy: until
+that has ended, at a link `prefetch.LINK_MARGIN` times slower than it says, or somebody else needs
+them. Then the step waits for it. A result has to be there when the program returns it.
 
 The copies go one after the other: the oldest is the first to end, and waiting for a later one
 is waiting for all before it.
@@ -50,7 +51,7 @@ def schedule_evictions(
     """
     ticks = len(load)
     needed = np.concatenate([load, [0]]).astype(np.int64)
-    due = [ticks] * len(evictions)
+    due = [ticks if e.returned is None else e.returned for e in evictions]
     change = np.zeros(ticks + 1, np.int64)
     for fetch in fetches:
         change[fetch.reads.start] += fetch.size

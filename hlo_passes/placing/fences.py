@@ -3,10 +3,12 @@
     data    done(i)  ──► the first instruction that reads what i brought
             done of an eviction  ──► start of what fetches it again
     reuse   the last reader of the bytes' earlier holder ──► start(i)
-            done of an eviction  ──► the first instruction from which its bytes are free
+            done of an eviction or a store  ──► the first instruction from which its bytes are
+            free
 
 A program that runs its schedule in sequence keeps every fence by itself. One that runs
-whatever is ready (XLA:CPU's thunk executor) gets each as a control edge.
+whatever is ready (XLA:CPU's thunk executor) gets each as a control edge, but for those that it
+keeps by itself: it runs what touches the same bytes in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from collections.abc import Sequence
 from hlo_passes.plan import Event, Fence, LogicalTime, Slot, Transfer
 
 
-def derive_fences(transfers: Sequence[Transfer], slots: Sequence[Slot]) -> tuple[Fence, ...]:
+def derive_fences(
+    transfers: Sequence[Transfer], slots: Sequence[Slot], end: LogicalTime
+) -> tuple[Fence, ...]:
     """Returns the fences of a plan, in issue order, each order stated once.
 
     Args:
       transfers: in issue order.
       slots: of the arena that the transfers arrive in: of transfer i the slot of buffer
         ``"<buffer>#<i>"``, and those of the temporaries that share the arena.
+      end: the tick behind the last.
 
     O(n log n) in transfers and slots.
     """
@@ -34,7 +39,8 @@ def derive_fences(transfers: Sequence[Transfer], slots: Sequence[Slot]) -> tuple
         done = Event("done", transfer.id)
         if transfer.kind == "evict":
             evicted[transfer.buffer] = transfer.id
-            fences.append(Fence(done, Event("compute", transfer.done), "reuse"))
+            if transfer.done < end:
+                fences.append(Fence(done, Event("compute", transfer.done), "reuse"))
             continue
         if transfer.buffer in evicted:
             away = Event("done", evicted[transfer.buffer])

@@ -31,7 +31,9 @@ def issue(posed: Problem, choice: Choice, away: Sequence[str] = ()) -> tuple[Tra
         )
         for fetch, start in zip(choice.fetches, choice.starts, strict=True)
     ]
-    back = {f.eviction: f.reads.start for f in choice.fetches}  # The last of each.
+    # Of a temporary the last fetch of it; a result stays.
+    back = dict.fromkeys(range(len(posed.evictions)), posed.ticks.end)
+    back |= {f.eviction: f.reads.start for f in choice.fetches if f.eviction is not None}
     for n, (evicted, departure) in enumerate(zip(posed.evictions, choice.departures, strict=True)):
         leaving = Transfer(
             id=0,

@@ -67,7 +67,8 @@ class Choice:
       stay: buffers of the weights that live on the device.
       keep_s: see `problem.fetches`.
       fetches, starts: what is streamed, and from which tick.
-      departures: when each of ``Problem.evictions`` is issued and waited for.
+      departures: when each of ``Problem.evictions`` is issued and waited for, of those that there
+        are with `stay` on the device.
       step_time_s: predicted.
       packing: offsets in the arena of the fetches, then of ``Problem.arena.temporaries``.
     """
@@ -163,8 +164,13 @@ def fit_or_excess(
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """A schedule to be made, with `capacity` bytes for fetches and the temporaries among
-    them; with less than `least` there is none."""
+    them; with less than `least` there is none.
 
+    Attributes:
+      posed: the problem with `stay` on the device.
+    """
+
+    posed: Problem
     stay: frozenset[str]
     keep_s: float
     fetches: tuple[Fetch, ...]
@@ -183,31 +189,34 @@ def _search(
     queue: list[tuple[float, int, int, _Attempt, _Schedule | None]] = []
 
     def push(seconds: float, attempt: _Attempt, schedule: _Schedule | None) -> None:
-        moved = sum(f.size for f in attempt.fetches)
+        leaving = sum(e.size for e in attempt.posed.evictions)
+        moved = leaving + sum(f.size for f in attempt.fetches)
         heapq.heappush(queue, (seconds, moved, next(serial), attempt, schedule))
 
     for attempt in _attempts(problem, budget, candidates):
-        push(_unhindered_s(problem, attempt.fetches), attempt, None)
+        push(_unhindered_s(attempt.posed, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
     nearest = 0
     while queue:
         seconds, _, _, attempt, schedule = heapq.heappop(queue)
         if schedule is None:
-            schedule = _schedule(problem, attempt, slots)
+            schedule = _schedule(attempt, slots)
             if schedule is None:
                 continue
-            seconds = step_seconds(problem, attempt.fetches, schedule.starts, schedule.departures)
+            seconds = step_seconds(
+                attempt.posed, schedule.fetches, schedule.starts, schedule.departures
+            )
             if seconds > enough:
                 push(seconds, attempt, schedule)
                 continue
-        arena = problem.arena_until(schedule.departures)
-        packing = arena.pack(attempt.fetches, schedule.starts)
+        arena = attempt.posed.arena_until(schedule.departures)
+        packing = arena.pack(schedule.fetches, schedule.starts)
         over = packing.total - problem.arena.base - capacity_beside(problem, budget, attempt.stay)
         if over <= 0:
             return Choice(
                 attempt.stay,
                 attempt.keep_s,
-                attempt.fetches,
+                schedule.fetches,
                 tuple(schedule.starts),
                 tuple(schedule.departures),
                 seconds,
@@ -215,7 +224,7 @@ def _search(
             )
         if not nearest or over < nearest:
             nearest = over
-            excess = _excess(arena, attempt.fetches, schedule.starts, packing, over)
+            excess = _excess(arena, schedule.fetches, schedule.starts, packing, over)
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
             # No schedule for less memory is known to be faster. Steps double, so that the last
             # one is the whole way to the least: in a broken up arena it may be the first to fit.
@@ -259,16 +268,17 @@ def _attempts(
         return tuple(f for f in known[keep_s] if f.buffer not in stay)
 
     for stay in candidates:
+        posed = problem.staying(stay)
         capacity = capacity_beside(problem, budget, stay)
         dropped = streamed(stay, 0.0)
         least, _ = least_capacity(dropped, load)
         if least > capacity:
             continue
-        yield _Attempt(stay, 0.0, dropped, capacity, least)
+        yield _Attempt(posed, stay, 0.0, dropped, capacity, least)
         longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
         kept = streamed(stay, longest)
         if len(kept) < len(dropped):
-            yield _Attempt(stay, longest, kept, capacity, least_capacity(kept, load)[0])
+            yield _Attempt(posed, stay, longest, kept, capacity, least_capacity(kept, load)[0])
 
 
 def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
@@ -278,12 +288,13 @@ def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
 
 
 class _Schedule(NamedTuple):
+    fetches: tuple[Fetch, ...]
     starts: list[int]
     departures: list[Departure]
 
 
-def _schedule(problem: Problem, attempt: _Attempt, slots: int | None) -> _Schedule | None:
-    arena = problem.arena
+def _schedule(attempt: _Attempt, slots: int | None) -> _Schedule | None:
+    problem, arena, fetched = attempt.posed, attempt.posed.arena, attempt.fetches
     departures: list[Departure] = []
     if problem.evictions:
         departures = schedule_evictions(
@@ -294,14 +305,14 @@ def _schedule(problem: Problem, attempt: _Attempt, slots: int | None) -> _Schedu
             problem.costs,
             problem.link_out,
         )
+        fetched = problem.fetched_until(fetched, departures)
     load = problem.arena_until(departures).load
     # Among large temporaries the compiler's gaps are no ring; packing will tell.
-    is_ring = arena.in_order and attempt.capacity - int(load.max(initial=0)) >= max(
-        (f.size for f in attempt.fetches), default=0
-    )
+    at_once, _ = least_capacity(fetched, np.zeros_like(load))
+    is_ring = arena.in_order and attempt.capacity - int(load.max(initial=0)) >= at_once
     try:
         starts = schedule_starts(
-            attempt.fetches,
+            fetched,
             load,
             attempt.capacity,
             problem.clock,
@@ -312,7 +323,7 @@ def _schedule(problem: Problem, attempt: _Attempt, slots: int | None) -> _Schedu
         )
     except DoesNotFit:
         return None
-    return _Schedule(starts, departures)
+    return _Schedule(fetched, starts, departures)
 
 
 def _unhindered_s(problem: Problem, jobs: Sequence[Fetch]) -> float:
@@ -392,7 +403,8 @@ def _times(
         if kind % 2:
             wait = max(0.0, finish[way][i] - now)
             stall += wait
-            waited[tick + 1] += wait
+            # What starts at a tick waits for the evictions that are done there.
+            waited[tick + (kind == 3)] += wait
         else:
             # The latency of a queued transfer passes while the one before it moves.
             queue = queues[way]
@@ -462,7 +474,8 @@ def _selections(
     movables: Sequence[Movable], fetched: Mapping[str, int], room: int
 ) -> Iterator[frozenset[str]]:
     """Sets of weights of at most `room` bytes: the first read, those fetched most often,
-    evenly spread ones, and half first, half spread.
+    evenly spread ones, half first, half spread, and of those that are stored the last read: behind
+    the last store the link brings nothing more.
 
     Args:
       fetched: how often each is fetched when it is dropped between reads.
@@ -473,6 +486,9 @@ def _selections(
     half = _greedy(movables, room // 2)
     rest = [m for m in movables if m.buffer not in half]
     yield half | _spread(rest, room - sum(m.size for m in movables if m.buffer in half))
+    if any(m.store is not None for m in movables):
+        late = sorted(movables, key=lambda m: (m.store is None, -m.reads[-1].start))
+        yield _greedy(late, room)
 
 
 def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hlo_passes.analysis.async_chains import dones_of
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.hardware.machine import Link, Machine
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, Module, Shape
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.placing.arena import Arena, live_load
 from hlo_passes.placing.prefetch import Fetch
@@ -44,6 +45,8 @@ class Movable:
         one when a copy cannot be dropped and made again.
       parameter: its number; −1 of a temporary.
       eviction: of a temporary, the number in ``Problem.evictions`` of what brought it there.
+      store: of a donated argument, the number there of what takes its place: where the one
+        stays on the device, so does the other.
     """
 
     buffer: str
@@ -51,19 +54,22 @@ class Movable:
     reads: tuple[LiveRange, ...]
     parameter: int = -1
     eviction: int | None = None
+    store: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A temporary that is copied to the host and leaves the device.
+    """A temporary or a result that is copied to the host and leaves the device.
 
     Attributes:
       buffer: HLO name of the instruction whose result it is.
       size: bytes on the device.
-      written: the tick from which it can be copied.
+      written: the tick from which it can be copied: when it is there, and, where it takes the
+        place of an argument, that has been read.
       free: the earliest tick from which its bytes can be free.
-      holder: the resident of the arena that ends at `free`, and ends later where the copy
-        takes longer; ``""`` where that may not be.
+      holder: the resident of the arena, or the argument that was fetched, in whose bytes it lies,
+        which end at `free`, and later where the copy takes longer; ``""`` where that may not be.
+      returned: of a result, the tick at which the program returns it; None of a temporary.
     """
 
     buffer: str
@@ -71,6 +77,7 @@ class Evicted:
     written: LogicalTime
     free: LogicalTime
     holder: str
+    returned: LogicalTime | None = None
 
 
 class Departure(NamedTuple):
@@ -122,13 +129,55 @@ class Problem:
     link_floor_s: float = 0.0
     in_place: frozenset[int] = frozenset()
 
+    def staying(self, stay: Collection[str]) -> Problem:
+        """Returns the problem in which some arguments are on the device, and what takes their
+        place on the host is not taken there. No temporary is evicted yet."""
+        if not stay:
+            return self
+        assert all(m.eviction is None for m in self.movables)
+        moving = [m for m in self.movables if m.buffer not in stay]
+        stored = {m.store for m in self.movables if m.buffer in stay}
+        kept = [n for n in range(len(self.evictions)) if n not in stored]
+        number = {n: k for k, n in enumerate(kept)}
+        return replace(
+            self,
+            movables=tuple(
+                m if m.store is None else replace(m, store=number[m.store]) for m in moving
+            ),
+            evictions=tuple(self.evictions[n] for n in kept),
+        )
+
+    @property
+    def stored_load(self) -> npt.NDArray[np.int64]:
+        """int64[ticks], bytes of `load` that results on their way to the host take at least, and
+        that they need not where what they take the place of stays on the device."""
+        homes = {m.store for m in self.movables}
+        names = {e.holder for n, e in enumerate(self.evictions) if n in homes}
+        stored = (t for t in self.arena.temporaries if t.kind == "temp" and t.name in names)
+        return live_load(stored, self.ticks.end)
+
+    def fetched_until(
+        self, fetches: Sequence[Fetch], departures: Sequence[Departure]
+    ) -> tuple[Fetch, ...]:
+        """Returns the fetches of which each is held until what was made in its bytes, in place, has
+        been copied."""
+        until = self._until(departures)
+        last = {f.buffer: n for n, f in enumerate(fetches) if f.buffer in until}
+        found = list(fetches)
+        for buffer, n in last.items():
+            start, end = found[n].reads
+            found[n] = replace(found[n], reads=LiveRange(start, max(end, until[buffer])))
+        return tuple(found)
+
     def arena_until(self, departures: Sequence[Departure]) -> Arena:
         """Returns the arena in which each evicted temporary is held until its copy is done."""
-        until: dict[str, int] = {}
-        for eviction, departure in zip(self.evictions, departures, strict=True):
-            if eviction.holder:
-                until[eviction.holder] = departure.done
+        until = self._until(departures)
         return self.arena.until(until) if until else self.arena
+
+    def _until(self, departures: Sequence[Departure]) -> dict[str, LogicalTime]:
+        """Of each holder the tick at which what lies in it has been copied."""
+        pairs = zip(self.evictions, departures, strict=True)
+        return {e.holder: departure.done for e, departure in pairs if e.holder}
 
     @property
     def link_out(self) -> Link:
@@ -174,7 +223,10 @@ def pose(
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
-    on_host = sliced.union(m.parameter for m in movables) if on_cpu else sliced
+    on_host = set(sliced)
+    if on_cpu:
+        on_host |= {m.parameter for m in movables}
+        on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
     link = host_link(machine)
     return Problem(
         module,
@@ -194,13 +246,13 @@ def pose(
     )
 
 
-def staying(problem: Problem, parameters: Collection[int]) -> Problem:
-    """Returns the problem with these arguments, by number, on the device."""
-    left = tuple(m for m in problem.movables if m.parameter not in parameters)
+def resident(problem: Problem, parameters: Collection[int]) -> Problem:
+    """Returns the problem with these arguments, by number, on the device, and counted there."""
+    left = problem.staying({m.buffer for m in problem.movables if m.parameter in parameters})
     shapes = {p.parameter_number: p.shape for p in problem.module.entry.parameters}
     more = sum(shapes[n].byte_size for n in parameters)
     boundary = replace(problem.boundary, arguments=problem.boundary.arguments + more)
-    return replace(problem, movables=left, boundary=boundary) if parameters else problem
+    return replace(left, boundary=boundary)
 
 
 def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
@@ -259,7 +311,8 @@ def _evictions(ranges: LiveRanges, ticks: EntryTicks, smallest: int) -> tuple[Ev
         if not transfer.evicts:
             continue
         value = ranges.dataflow.value_at(transfer.source)
-        written = ticks.tick_of[transfer.source.id] + 1
+        made = ranges.dataflow.value_at(transfer.source).instruction
+        written = max(ticks.tick_of[i.id] for i in (made, transfer.source)) + 1
         # Where it lies in others' bytes, or in the arena's base, the copy is waited for at once.
         holder = ticks.holders.get(value.id)
         assert transfer.done is not None
@@ -267,13 +320,39 @@ def _evictions(ranges: LiveRanges, ticks: EntryTicks, smallest: int) -> tuple[Ev
         is_alone = holder is not None and holder.live_range.end == free
         is_alone = is_alone and transfer.size >= smallest
         name = holder.name if holder is not None and is_alone else ""
-        found.append(Evicted(transfer.source.name, transfer.size, written, free, name))
+        if transfer.lies_in is not None:
+            name = transfer.lies_in.name
+        returned = None
+        if transfer.lives_out:
+            root = ranges.dataflow.module.entry.root
+            returned = ticks.end if root is transfer.done else ticks.tick_of[root.id]
+            written = max([written, *_copied_from(ranges, ticks, transfer.home)])
+        found.append(Evicted(transfer.source.name, transfer.size, written, free, name, returned))
     return tuple(sorted(found, key=lambda e: (e.written, e.free, e.buffer)))
+
+
+def _copied_from(
+    ranges: LiveRanges, ticks: EntryTicks, home: Instruction | None
+) -> Iterator[LogicalTime]:
+    """The ticks from which the copies of an argument are on the device, and those behind what reads
+    it where it is: before, nothing may take its place."""
+    if home is None:
+        return
+    users, dataflow = ranges.dataflow.users, ranges.dataflow
+    dones = dones_of(dataflow.module, dataflow.module.entry)
+    copies = [t for t in ticks.transfers if t.source is home and not t.evicts]
+    for copy in copies:
+        yield from (r.tick + 1 for r in copy.reads[:1] if r.user is not dataflow.module.entry.root)
+    halves = {h.id for t in ticks.transfers for h in (t.start, t.done) if h is not None}
+    for reader in users.get(home.id, ()) if all(c.start for c in copies) else ():
+        if reader.id not in halves:
+            yield ticks.tick_of[dones.get(reader.id, reader).id] + 1
 
 
 def _movables(ticks: EntryTicks, evictions: Sequence[Evicted]) -> Iterator[Movable]:
     """An argument is one movable, however often XLA copies it; each refetch is one."""
     number = {e.buffer: n for n, e in enumerate(evictions)}
+    stores = {t.home.id: number[t.source.name] for t in ticks.transfers if t.home is not None}
     copies: defaultdict[int, list[ManagedTransfer]] = defaultdict(list)
     for transfer in ticks.transfers:
         if transfer.evicts or not (transfer.reads or (transfer.lives_out and ticks.end)):
@@ -285,17 +364,26 @@ def _movables(ticks: EntryTicks, evictions: Sequence[Evicted]) -> Iterator[Movab
         end = max(r.last + 1 for r in transfer.reads)
         reads = (LiveRange(transfer.reads[0].tick, ticks.end if transfer.lives_out else end),)
         yield Movable(name, transfer.size, reads, eviction=number[name])
-    for found in copies.values():
-        yield _movable(found, ticks.end)
+    for argument, found in copies.items():
+        store = stores.get(argument)
+        written = ticks.end if store is None else evictions[store].written
+        yield replace(_movable(found, ticks.end, written), store=store)
 
 
-def _movable(copies: Sequence[ManagedTransfer], end: int) -> Movable:
-    """One argument; XLA may copy it several times."""
+def _movable(copies: Sequence[ManagedTransfer], end: int, written: LogicalTime) -> Movable:
+    """One argument; XLA may copy it several times.
+
+    Args:
+      written: the tick from which something else takes its place.
+    """
     reads = sorted(LiveRange(r.tick, r.last + 1) for copy in copies for r in copy.reads)
     if not reads:  # The copy itself is the result.
         reads = [LiveRange(end - 1, end)]
     if any(copy.is_written or copy.lives_out for copy in copies):
         lives_out = any(copy.lives_out for copy in copies)
         reads = [LiveRange(reads[0].start, end if lives_out else max(r.end for r in reads))]
+    if reads[-1].start >= written:  # One copy, made before, serves them all.
+        first = min(reads[0].start, written - 1)
+        reads = [LiveRange(first, max(r.end for r in reads))]
     p = copies[0].source
     return Movable(p.name, copies[0].size, tuple(reads), p.parameter_number)

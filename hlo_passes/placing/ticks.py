@@ -5,9 +5,9 @@
     transfer      └─────────────────┘     └ read at 2
     workspace                [──)                           what the loop needs inside
 
-A *managed transfer* brings an entry parameter from host memory to the device, or takes a
-temporary there and brings it back (`edits`); it has no tick, for the planner decides where it
-stands. What a called computation needs inside
+A *managed transfer* brings an entry parameter from host memory to the device, takes a
+temporary there and brings it back (`edits`), or takes a result there (`stores`); it has no tick,
+for the planner decides where it stands. What a called computation needs inside
 belongs to the tick of the instruction that calls it. Everything that is neither is a
 `Resident`: bytes that are on the device during a range of ticks whatever the planner does.
 """
@@ -21,9 +21,10 @@ from typing import Literal, NamedTuple
 
 from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.analysis.dataflow import Buffer, Value
-from hlo_passes.analysis.host_copies import evicted_copies, host_copies, steady_parameters
+from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.live_ranges import LiveRanges
 from hlo_passes.analysis.sharing import Target
+from hlo_passes.analysis.stores import steady_parameters, stored_copies
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.memory.allocations import HeapRange, find_allocations
 from hlo_passes.memory.assignment import assign_offsets, peak_load
@@ -53,14 +54,18 @@ class ManagedTransfer:
     """A copy between host and device memory that the entry makes of a parameter or temporary.
 
     Attributes:
-      source: the parameter's instruction, or the one whose result is evicted and fetched.
-      start, done: the pair that copies it; None where the target has no such pair (CPU).
+      source: the parameter's instruction, or the one whose result is evicted and fetched, or
+        stored.
+      start, done: the pair that copies it; where the target has no such pair (CPU), None, or of
+        a store no start.
       size: bytes on the device.
-      reads: of what it brings to the device, in schedule order; none of an eviction.
-      evicts: it takes `source` away; otherwise it brings it.
+      reads: of what it brings to the device, in schedule order; none of an eviction or a store.
       is_written: an in-place operation overwrites the copy, so that a second copy made
         afterwards would not be the same.
       lives_out: the entry returns the copy.
+      evicts: it takes `source` away; otherwise it brings it.
+      home: of a store, the donated argument whose place on the host it takes, if there is one.
+      lies_in: of a store, the argument in the bytes of whose copy its source lies, if it does.
     """
 
     source: Instruction
@@ -71,6 +76,8 @@ class ManagedTransfer:
     is_written: bool
     lives_out: bool
     evicts: bool = False
+    home: Instruction | None = None
+    lies_in: Instruction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +145,9 @@ def entry_ticks(
         HLO has no transfers (CPU): they are read where the parameter is. None: managed is
         what a copy-start and copy-done of the entry bring from memory space 5 to 0. A
         parameter that is read in any other way (by a fusion that reads host memory, through
-        an asynchronous slice) is not. No donated parameter is managed: it cannot be fetched
-        again after the output that lies in it was written. What copies it is compute.
+        an asynchronous slice) is not. A donated parameter is managed only where a store takes
+        its place, which is managed too: it cannot be fetched again after the output that lies
+        in it was written. What copies another one is compute.
 
     Complexity: that of `find_allocations`, and linear in the positions.
     """
@@ -165,6 +173,8 @@ class _Managed(NamedTuple):
     start: Instruction | None
     done: Instruction | None
     evicts: bool = False
+    stores: bool = False
+    home: Instruction | None = None
 
     @property
     def copy(self) -> Instruction:
@@ -173,13 +183,18 @@ class _Managed(NamedTuple):
 
 
 def _managed(module: Module, host_parameters: Collection[int] | None) -> list[_Managed]:
+    stores = [
+        _Managed(copy.source, copy.start, copy.done, evicts=True, stores=True, home=copy.home)
+        for copy in stored_copies(module)
+    ]
     if host_parameters is None:
         return [
             *(_Managed(*copy) for copy in host_copies(module)),
             *(_Managed(*copy) for copy in evicted_copies(module)),
+            *stores,
         ]
     chosen = (p for p in steady_parameters(module) if p.parameter_number in host_parameters)
-    return [_Managed(p, None, None) for p in chosen]
+    return [*(_Managed(p, None, None) for p in chosen), *stores]
 
 
 class _View:
@@ -197,6 +212,13 @@ class _View:
         pairs = {i.id for m in managed for i in (m.copy, m.start) if i is not None}
         self.moved = {v.id for v in self.dataflow.values if v.instruction.id in pairs}
         self.hidden = pairs - {m.source.id for m in managed}
+        self.stored = {m.copy.id for m in managed if m.stores}
+        # A buffer's id → the argument or temporary of which it is a copy.
+        self.copied = {
+            self.dataflow.buffer_at(m.copy).id: m.source
+            for m in managed
+            if not m.evicts and m.start is not None
+        }
         self.holders: dict[int, Resident] = {}
 
     @property
@@ -205,9 +227,22 @@ class _View:
 
     def transfer(self, m: _Managed) -> ManagedTransfer:
         if m.evicts:
-            size = m.source.shape.byte_size
-            return ManagedTransfer(m.source, m.start, m.done, size, (), False, False, evicts=True)
+            return ManagedTransfer(
+                m.source,
+                m.start,
+                m.done,
+                m.source.shape.byte_size,
+                reads=(),
+                is_written=False,
+                lives_out=m.stores,
+                evicts=True,
+                home=m.home,
+                lies_in=self.copied.get(self.dataflow.buffer_at(m.source).id),
+            )
         buffer = self.dataflow.buffer_at(m.copy)
+        # What takes the place of an argument on CPU (`stores`) shares its bytes, and comes later.
+        values = [v for v in buffer.values if v.instruction.id not in self.stored]
+        returned = {p.instruction for v in values for p in v.positions}
         users = self.dataflow.users.get(m.copy.id, ())
         reads = [Read(u, self.tick_of[u.id], self._last_read(u, buffer)) for u in users]
         return ManagedTransfer(
@@ -216,8 +251,8 @@ class _View:
             m.done,
             m.copy.shape.byte_size,
             tuple(sorted(reads, key=lambda r: r.tick)),
-            is_written=sum(not v.is_phi for v in buffer.values) > 1,
-            lives_out=buffer.live_out,
+            is_written=sum(not v.is_phi for v in values) > 1,
+            lives_out=buffer.live_out and self.entry.root in returned,
         )
 
     def _last_read(self, user: Instruction, buffer: Buffer) -> LogicalTime:
@@ -229,7 +264,8 @@ class _View:
         for i in queue:
             if i is self.entry.root and i.id in holders:
                 return self.end
-            last = max(last, self.tick_of[i.id])
+            # A transfer takes no tick.
+            last = max(last, self.tick_of[i.id] - (i.id in self.hidden))
             if i.id not in holders:
                 continue
             for u in self.dataflow.users.get(i.id, ()):
@@ -263,7 +299,9 @@ class _View:
             yield Resident(self._name(b), b.size, live, b.kind)
         groups: dict[int, list[HeapRange]] = {}
         for h in allocations.heap:
-            if h.value.id not in self.moved:
+            # What is worked on in place in a copy from the host lies there.
+            is_copy = self.dataflow.buffer_of(h.value).id in self.copied
+            if h.value.id not in self.moved and not is_copy:
                 groups.setdefault(h.group, []).append(h)
         inside: defaultdict[LogicalTime, list[HeapRange]] = defaultdict(list)
         carried: defaultdict[LogicalTime, list[HeapRange]] = defaultdict(list)

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from custom_calls.targets import COPY_DONE
 from hlo_passes import xla
+from hlo_passes.analysis.stores import returned_arrays
 from hlo_passes.errors import HookError
-from hlo_passes.ir import Module
+from hlo_passes.ir import HOST_MEMORY_SPACE, Module
 from hlo_passes.normalize.stable_names import settle_names
 from hlo_passes.proto import hlo_pb2
 
@@ -163,7 +165,8 @@ def _hook(
 
 
 def _serialized(module: Module) -> bytes:
-    """What XLA goes on with: the module, its instructions naming their source lines themselves.
+    """What XLA goes on with: the module, its instructions naming their source lines themselves,
+    and on CPU what is stored naming its memory.
 
     Stack frames would be looked up in the table of the module that XLA gave to the hook, whose
     numbers are others than those that it serialized (seen with jax 0.12.0.1).
@@ -175,4 +178,33 @@ def _serialized(module: Module) -> bytes:
             if file:
                 i.metadata.source_file, i.metadata.source_line = file, int(line)
                 i.metadata.stack_frame_id = 0
+    _name_host_memory(module, proto)
     return proto.SerializeToString()
+
+
+def _name_host_memory(module: Module, proto: hlo_pb2.HloModuleProto) -> None:
+    """Writes into the message of a module for XLA:CPU which of its arrays are in host memory: the
+    results that transfers store there, and the arguments in whose place.
+
+    XLA:CPU takes that from the shapes that a hook hands back, and not from the entry's layout: jax
+    would be told that they are on the device (seen with jax 0.12.0.1).
+    """
+    homes = {a.output_index: a.parameter for a in module.input_output_aliases}
+    if not homes:
+        return
+    entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
+    by_id = {i.id: i for i in entry.instructions}
+    for index, done in returned_arrays(module):
+        if done.custom_call_target != COPY_DONE or index not in homes:
+            continue
+        start = module.instructions[done.operand_ids[0]]
+        if not start.proto.output_operand_aliasing:
+            continue  # It is a copy on the device.
+        number = homes[index]
+        home = next(p for p in module.entry.parameters if p.parameter_number == number)
+        shapes = [by_id[i.id].shape for i in (home, start, done)]
+        shapes.append(entry.program_shape.parameters[number])
+        for shape in (by_id[module.entry.root.id].shape, entry.program_shape.result):
+            shapes.append(shape.tuple_shapes[index[0]] if index else shape)
+        for shape in shapes:
+            shape.layout.memory_space = HOST_MEMORY_SPACE

@@ -9,7 +9,8 @@ compilers follow the sequence that they are given.
 
 XLA:CPU has no such pair and runs whatever is ready. There a transfer is the project's own
 pair of custom calls (see `custom_calls.targets`), inserted for every transfer, and an order
-is an operand: a call also takes, unread, what must have been computed before it.
+is an operand: a call also takes, unread, what must have been computed before it. What is stored
+there is written over the argument whose place it takes, so that this is such an operand, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Collection, Iterable
 from custom_calls import targets
 from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.marks import TRANSFER_ATTRIBUTE
+from hlo_passes.analysis.stores import stored_copies
 from hlo_passes.errors import PlanMismatchError
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan, Transfer
@@ -79,11 +81,14 @@ class _Editor:
                 self.evictions[copy.source.name] = pair
             else:
                 self.copies[copy.source.name].append(pair)
+        self.stores = {copy.source.name: copy for copy in stored_copies(module)}
+        for name, copy in self.stores.items():
+            self.evictions[name] = by_id[(copy.start or copy.done).id], by_id[copy.done.id]
         pairs = (*self.evictions.values(), *(p for found in self.copies.values() for p in found))
         moved = {i.id for pair in pairs for i in pair}
         self.parameters = [by_id[i.id] for i in order if i.opcode == "parameter"]
         self.compute = [by_id[i.id] for i in order if i.opcode != "parameter" and i.id not in moved]
-        self.by_name = {i.name: i for i in self.parameters}
+        self.by_name = {i.name: i for i in (*self.parameters, *self.compute)}
         self.before: defaultdict[int, list[_Proto]] = defaultdict(list)
         self._moved = moved
         self._ticks_reading: defaultdict[int, list[int]] = defaultdict(list)
@@ -122,6 +127,7 @@ class _Editor:
         for tick, instruction in enumerate(self.compute):
             sequence += self.before[tick]
             sequence.append(instruction)
+        sequence += self.before[len(self.compute)]
         present = {i.id for i in sequence}
         ordered = []
         for instruction in sequence:
@@ -188,15 +194,16 @@ def _pair(editor: _Editor, transfer: Transfer, number: int) -> tuple[_Proto, _Pr
 
 
 def _insert_custom_calls(editor: _Editor, plan: Plan) -> None:
-    served: defaultdict[str, list[tuple[Transfer, int]]] = defaultdict(list)
-    dones: defaultdict[int, list[_Proto]] = defaultdict(list)
+    served: defaultdict[int, list[tuple[Transfer, int]]] = defaultdict(list)
+    # What stands at a tick, in this order: see `plan`.
+    halves: defaultdict[int, tuple[list[_Proto], ...]] = defaultdict(lambda: ([], [], [], []))
     fences: defaultdict[int, list[int]] = defaultdict(list)
     for fence in plan.fences:
-        if fence.reason == "reuse":
+        if fence.reason == "reuse" and fence.after.kind == "start":
             fences[fence.after.index].append(fence.before.index)
     fence_values = _FenceValues(editor)
     for transfer in plan.transfers:
-        source = editor.by_name[transfer.buffer]
+        source, store = editor.by_name[transfer.buffer], editor.stores.get(transfer.buffer)
         start = editor.add(_Proto(), f"memplan_copy_start.{transfer.id}")
         done = editor.add(_Proto(), f"memplan_copy_done.{transfer.id}")
         for call, target in ((start, targets.COPY_START), (done, targets.COPY_DONE)):
@@ -204,23 +211,30 @@ def _insert_custom_calls(editor: _Editor, plan: Plan) -> None:
             call.shape.CopyFrom(source.shape)
             call.custom_call_target = target
             call.custom_call_api_version = targets.API_VERSION
-            call.backend_config = targets.attributes(transfer.id).encode()
+            engine = targets.TO_DEVICE if store is None else targets.TO_HOST
+            call.backend_config = targets.attributes(transfer.id, engine).encode()
             call.metadata.op_name = source.metadata.op_name
             _tag(call, transfer)
         reuse = fence_values.at(transfer.start - 1)
         for tick in fences[transfer.id]:
             reuse |= fence_values.at(tick)
-        start.operand_ids[:] = [source.id, *sorted(reuse)]
+        start.operand_ids[:] = [source.id, *sorted(reuse - {source.id})]
         done.operand_ids[:] = [start.id, source.id, *sorted(fence_values.at(transfer.done - 1))]
-        alias = done.output_operand_aliasing.add()
-        alias.operand_index = 0
-        editor.before[transfer.start].append(start)
-        dones[transfer.done].append(done)
-        served[transfer.buffer].append((transfer, done.id))
-    for tick, waiting in dones.items():
-        editor.before[tick] += waiting
-    for buffer, transfers in served.items():
-        editor.replace_reads({editor.by_name[buffer].id}, transfers)
+        done.output_operand_aliasing.add(operand_index=0)
+        if store is None:
+            served[source.id].append((transfer, done.id))
+        else:
+            assert store.home is not None
+            start.operand_ids.insert(1, store.home.id)
+            start.output_operand_aliasing.add(operand_index=1)
+            served[store.done.id].append((transfer, done.id))
+        rank = 0 if store is not None else 2
+        halves[transfer.start][rank].append(start)
+        halves[transfer.done][rank + 1].append(done)
+    for tick, waiting in halves.items():
+        editor.before[tick] += (half for of_rank in waiting for half in of_rank)
+    for value, transfers in served.items():
+        editor.replace_reads({value}, transfers)
 
 
 class _FenceValues:

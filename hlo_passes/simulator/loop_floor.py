@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.moves import Move, moves
+from hlo_passes.analysis.stores import stored_copies
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
@@ -36,10 +37,11 @@ def floor_costs(
 
 
 def link_floor_s(module: Module, machine: Machine) -> Mapping[Direction, float]:
-    """Returns the seconds for which all transfers of a step but the copies of whole arguments
-    and temporaries (`host_copies`) occupy each queue of the links, by the queue of
-    `timeline.queue_of`."""
-    managed = {copy.start.id for copy in (*host_copies(module), *evicted_copies(module))}
+    """Returns the seconds for which all transfers of a step but the copies of whole arguments,
+    temporaries (`host_copies`) and results (`stores`) occupy each queue of the links, by the queue
+    of `timeline.queue_of`."""
+    copies = (*host_copies(module), *evicted_copies(module), *stored_copies(module))
+    managed = {copy.start.id for copy in copies if copy.start is not None}
     return _Floors(module, machine, {}).within(module.entry, managed)
 
 

@@ -111,8 +111,8 @@ def _check_reuse(
             f"Add the reuse fence compute:{reader} -> {start}.",
         )
     for t in holder.readers if holder is not None else ():
-        # There are evictions only where transfers are issued in order: one that is done before
-        # another starts needs no fence.
+        # There are evictions only where transfers are issued in order, and XLA:CPU runs what
+        # touches the same bytes in order: one that is done before another starts needs no fence.
         if issue_rank(plan, Event("done", t.id)) > issue_rank(plan, start):
             raise VerificationError(
                 f"transfer {transfer.id} of %{transfer.buffer} may overwrite %{old.buffer} while "

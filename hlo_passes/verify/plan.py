@@ -49,6 +49,7 @@ def verify_plan(module: Module, plan: Plan, machine: Machine | None = None) -> N
     _check_allocations(program, plan)
     replay = Replay(program, plan, "" if machine is None else machine.platform)
     holders = assign_slots(replay, plan)
+    _check_homes(replay, holders, plan)
     check_order(replay, holders, plan)
     _check_workspaces(replay, holders, plan)
     _check_capacity(replay, holders, plan, machine)
@@ -122,14 +123,17 @@ def _check_transfers(program: Program, plan: Plan) -> None:
         if source is None or (t.kind == "prefetch") != is_there:
             raise VerificationError(
                 f"transfer {t.id} ({t.kind}) of %{t.buffer}: expected the prefetch of an argument, "
-                "or the one eviction of a temporary that the entry evicts before its prefetches",
+                "the one eviction of a temporary that the entry evicts before its prefetches, or "
+                "the one of a result that it returns in host memory",
                 f"module {program.module.name}",
             )
         where = describe(program.module, source)
         here, there = plan.device_tier, tier_of.get(t.buffer, "")
         if t.buffer in away:
             there = away[t.buffer].destination
-        expected_tiers = (here, t.destination) if t.kind == "evict" else (there, here)
+        home = program.stored[t.buffer].home if t.buffer in program.stored else None
+        away_tier = t.destination if home is None else tier_of[home.name]
+        expected_tiers = (here, away_tier) if t.kind == "evict" else (there, here)
         for what, found, expected in (
             ("id", t.id, k),
             ("size in bytes", t.size, source.shape.byte_size),
@@ -160,12 +164,15 @@ def _check_ticks(program: Program, t: Transfer, earlier: int, away: Transfer | N
     """Checks that the ticks of a transfer follow on each other, and on what it needs."""
     source = program.moving(t.buffer)
     assert source is not None
-    if t.kind == "evict":
+    order = "<= end <" if t.kind == "evict" else "< end <="
+    if t.buffer in program.stored:
+        first, order = program.tick_of[source.id] + 1, f"<= {program.returned_at} < end ="
+        is_right = t.done <= program.returned_at and t.end == program.end
+    elif t.kind == "evict":
         first, is_right = program.tick_of[source.id] + 1, t.done <= t.end < program.end
     else:
         first, is_right = 0 if away is None else away.done, t.done < t.end <= program.end
     if not (max(earlier, first) <= t.start <= t.done and is_right):
-        order = "<= end <" if t.kind == "evict" else "< end <="
         raise VerificationError(
             f"transfer {t.id} of %{t.buffer}: expected {max(earlier, first)} <= start <= done "
             f"{order} {program.end}, found start {t.start}, done {t.done}, end {t.end}",
@@ -203,6 +210,8 @@ def _check_untouched(
 def _check_fetched_again(program: Program, plan: Plan, eviction: Transfer) -> None:
     """Checks that a copy in host memory is kept until the last fetch of it is done."""
     dones = [t.done for t in plan.transfers if t.buffer == eviction.buffer and t is not eviction]
+    if eviction.buffer in program.stored and not dones:
+        return  # The caller has it.
     if eviction.end != max(dones, default=-1):
         raise VerificationError(
             f"transfer {eviction.id} keeps %{eviction.buffer} in {eviction.destination} until tick "
@@ -236,6 +245,21 @@ def _check_allocations(program: Program, plan: Plan) -> None:
                 f"{bytes_of(slot)} are not within allocation {slot.allocation!r} of "
                 f"{sizes[slot.allocation]} bytes",
                 where,
+            )
+
+
+def _check_homes(replay: Replay, holders: Mapping[Slot, Value], plan: Plan) -> None:
+    """Checks that what takes the place of an argument in host memory lies in its bytes."""
+    place = {value: (slot.allocation, slot.offset) for slot, value in holders.items()}
+    program, values = replay.program, {v.name: v for v in replay.values}
+    for t in plan.transfers:
+        home = program.stored[t.buffer].home if t.buffer in program.stored else None
+        if home is not None and place[values[home.name]] != place[replay.values[t.id]]:
+            raise VerificationError(
+                f"transfer {t.id} takes %{t.buffer} to {place[replay.values[t.id]]}, but the "
+                f"module returns it in the place of %{home.name}, {place[values[home.name]]}",
+                describe(program.module, program.stored[t.buffer].done),
+                "Give both one place in host memory.",
             )
 
 

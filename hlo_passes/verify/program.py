@@ -5,8 +5,9 @@
     fetched                done ─► p                             r ─► a
 
 Each copy is a pair, a start and a done. The plan's are those that bring an argument from host
-memory, and those that edits have marked: they take the result of an instruction there, and
-bring it back. Whoever reads what came reads the transfer that serves its tick.
+memory; those that edits have marked: they take the result of an instruction there, and
+bring it back; and, where the plan says so, those that take there what the entry returns. Whoever
+reads what came reads the transfer that serves its tick.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import (
@@ -31,6 +33,25 @@ EVICTION_ATTRIBUTE = "memplan.evict"
 """Frontend attribute of the copies of a temporary that are the plan's to place."""
 
 
+STORE_ATTRIBUTE = "memplan.store"
+"""Frontend attribute of a copy that is one to the host where all memory looks alike (CPU)."""
+
+
+class Store(NamedTuple):
+    """A result that is copied to host memory.
+
+    Attributes:
+      source: the instruction whose array is copied.
+      start, done: the copy, which the entry returns; one instruction where all memory looks alike.
+      home: the donated argument whose place it takes, if there is one.
+    """
+
+    source: Instruction
+    start: Instruction
+    done: Instruction
+    home: Instruction | None
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The entry in ticks, and the values that transfers bring to it.
@@ -41,28 +62,33 @@ class Program:
         `copy-done` the parameter, or what was evicted; on CPU, where there is no copy, of the
         parameter to itself.
       evicted: what leaves the device, by name.
+      stored: of these what the entry returns in host memory.
     """
 
     module: Module
     compute: tuple[Instruction, ...]
     fetched: Mapping[int, Instruction]
     evicted: Mapping[str, Instruction]
+    stored: Mapping[str, Store]
 
     @classmethod
     def of(cls, module: Module, plan: Plan) -> Program:
         """Raises VerificationError when a marked pair is no eviction, or none of the host."""
         moved = {t.buffer for t in plan.transfers}
+        stored = _stores(module, plan)
         # A donated argument may be overwritten before the program ends: no transfer's copy of
-        # it stands for it, and the program's own copies are compute.
+        # it stands for it, and the program's own copies are compute; unless it is a transfer that
+        # overwrites it.
         donated = {a.parameter for a in module.input_output_aliases}
+        donated -= {s.home.parameter_number for s in stored.values() if s.home is not None}
         steady = [p for p in module.entry.parameters if p.parameter_number not in donated]
         fetched = {p.id: p for p in steady if p.name in moved and on_device(p.shape)}
         # Several copies of one argument may be compute, too: XLA works on one of them in place.
         copied = Counter(
             o for i in module.entry.instructions if i.opcode == "copy-start" for o in i.operand_ids
         )
-        copies: set[int] = set()
-        evicted: dict[str, Instruction] = {}
+        copies = {half.id for s in stored.values() for half in (s.start, s.done)}
+        evicted = {name: s.source for name, s in stored.items()}
         away: dict[int, Instruction] = {}
         for done in module.entry.instructions:
             if done.opcode != "copy-done":
@@ -109,11 +135,16 @@ class Program:
         compute = tuple(
             i for i in module.entry.instructions if i.opcode != "parameter" and i.id not in copies
         )
-        return cls(module, compute, fetched, evicted)
+        return cls(module, compute, fetched, evicted, stored)
 
     @property
     def end(self) -> LogicalTime:
         return len(self.compute)
+
+    @property
+    def returned_at(self) -> LogicalTime:
+        """The tick by which what the entry returns has to be there."""
+        return self.tick_of.get(self.module.entry.root.id, self.end)
 
     @cached_property
     def tick_of(self) -> Mapping[int, LogicalTime]:
@@ -132,6 +163,38 @@ class Program:
     def at(self, tick: LogicalTime) -> str:
         """Names a tick's instruction, for an error."""
         return f"tick {tick}, {describe(self.module, self.compute[tick])}"
+
+
+def _stores(module: Module, plan: Plan) -> dict[str, Store]:
+    """The stores that the plan moves, by the name of what they copy."""
+    leaving = {t.buffer for t in plan.transfers if t.kind == "evict"}
+    entry, parameters = module.entry, {p.parameter_number: p for p in module.entry.parameters}
+    homes = {
+        a.output_index: parameters[a.parameter]
+        for a in module.input_output_aliases
+        if not a.parameter_index
+    }
+    results = [((), entry.root.id)]
+    if entry.root.opcode == "tuple":
+        results = [((k,), o) for k, o in enumerate(entry.root.operand_ids)]
+    # What else reads a result in host memory would read it there.
+    uses = Counter(o for i in entry.instructions for o in i.operand_ids)
+    found: dict[str, Store] = {}
+    for index, result in results:
+        done = start = module.instructions[result]
+        marks = done.proto.frontend_attributes.map
+        if done.opcode == "copy-done":
+            start = module.instructions[done.operand_ids[0]]
+        elif done.opcode != "copy" or STORE_ATTRIBUTE not in marks:
+            continue
+        source = module.instructions[start.operand_ids[0]]
+        crosses = on_device(source.shape) and (
+            done.opcode == "copy" or done.shape.memory_space == HOST_MEMORY_SPACE
+        )
+        is_last = uses[done.id] == len(index) and EVICTION_ATTRIBUTE not in marks
+        if crosses and is_last and source.name in leaving and source.name not in found:
+            found[source.name] = Store(source, start, done, homes.get(index))
+    return found
 
 
 def on_device(shape: Shape) -> bool:

@@ -9,7 +9,8 @@ One walk along the schedule carries a table from every position (an instruction,
 element of its tuple) to the value whose bytes lie there. Instructions that only show bytes
 under another name hand the entry on; whatever else has a result starts a value. What is
 fetched is no one value: each user meets the copy that serves its tick. An eviction reads what
-it takes away until it is done, and its copy in host memory is read by those that bring it back.
+it takes away until it is done, and its copy in host memory is read by those that bring it back, or
+by who called the program; a fetch reads the argument, whose place such a copy may take.
 """
 
 from __future__ import annotations
@@ -149,6 +150,9 @@ class Replay:
                 self._copies[t.buffer].append(copy)
             self.values.append(copy)
         self._held: dict[int, Mapping[ShapeIndex, Value]] = {}
+        for t in plan.transfers:
+            if t.buffer in program.stored:
+                self._held[program.stored[t.buffer].done.id] = {(): self.values[t.id]}
         finish = ends_of(program.compute)
         for p in self.module.entry.parameters:
             self._step(p, 0, 0)
@@ -235,7 +239,8 @@ class Replay:
         # The caller may look at an argument again, unless it gave it away.
         is_donated = (p.parameter_number, index) in self._donated
         last = 0 if is_donated else self.program.end - 1
-        value = Value(position_name(p, index), p, shape.byte_size, 0, last, last)
+        used = -1 if is_donated else last
+        value = Value(position_name(p, index), p, shape.byte_size, 0, last, used)
         value.needs_slot = p.parameter_number in self._on_device and needs_bytes(p, shape)
         value.is_taken = not is_donated
         self.argument_bytes += value.size if value.needs_slot else 0
@@ -279,7 +284,8 @@ class Replay:
         for index, value in self._look_up(root.id, last).items():
             value.read(last)
             size = root.shape.at(index).byte_size
-            if not needs_bytes(root, root.shape.at(index)):
+            is_stored = value.transfer is not None and value.transfer.kind == "evict"
+            if is_stored or not needs_bytes(root, root.shape.at(index)):
                 continue
             self.output_bytes += size
             if value.transfer is None:
@@ -306,6 +312,10 @@ class Replay:
                 self._held[self.program.evicted[t.buffer].id][()].leave(t)
             elif t.buffer in away:
                 away[t.buffer].leave(t)
+            else:
+                source = self.program.moving(t.buffer)
+                assert source is not None
+                self._held[source.id][()].leave(t)
 
 
 def _defining_names(module: Module, i: Instruction, index: ShapeIndex) -> Iterator[str]:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
 from custom_calls import targets
 from hlo_passes.errors import VerificationError
@@ -180,13 +180,20 @@ def _check_pairs(program: Program, plan: Plan, rewrite: _Rewrite) -> None:
         is_call = start.opcode == "custom-call"
         # XLA:CPU ends the life of a source at the start, unless the done names it too.
         of_start, of_done = [source], [start.id, source] if is_call else [start.id]
+        placed: list[Any] = []
+        store = program.stored.get(t.buffer)
+        if is_call and store is not None and store.home is not None:
+            # It is written over the argument, which it therefore takes as well.
+            of_start.append(named[store.home.name])
+            placed.append(((), 1, ()))
         operands = [
             list(i.operand_ids[: len(expected)] if is_call else i.operand_ids)
             for i, expected in ((start, of_start), (done, of_done))
         ]
-        aliases = [
-            (a.output_index, a.operand, a.operand_index) for a in done.output_operand_aliasing
-        ]
+        aliases_of_start, aliases = (
+            [(a.output_index, a.operand, a.operand_index) for a in half.output_operand_aliasing]
+            for half in (start, done)
+        )
         opcodes = ("custom-call", "custom-call") if is_call else ("copy-start", "copy-done")
         for i, what, found, expected in (
             (start, "opcode", start.opcode, opcodes[0]),
@@ -194,6 +201,7 @@ def _check_pairs(program: Program, plan: Plan, rewrite: _Rewrite) -> None:
             (start, "operands", rewrite.names(operands[0]), rewrite.names(of_start)),
             (done, "operands", rewrite.names(operands[1]), rewrite.names(of_done)),
             (start, "size in bytes", next(start.shape.leaves())[1].byte_size, t.size),
+            (start, "aliasing", aliases_of_start, placed),
             (done, "aliasing", aliases, [((), 0, ())] if is_call else []),
         ):
             if found != expected:
@@ -236,7 +244,18 @@ def _check_served(program: Program, plan: Plan, rewrite: _Rewrite) -> None:
         if t.kind == "prefetch":
             copies[t.buffer].append(t)
 
+    returned = {
+        program.stored[t.buffer].done.id: t for t in plan.transfers if t.buffer in program.stored
+    }
+
     def check(wanted: int, found: int, tick: LogicalTime, reader: Instruction) -> None:
+        if wanted in returned and found != rewrite.half("done", returned[wanted]).id:
+            raise VerificationError(
+                f"%{reader.name} returns {rewrite.names([found])}, expected "
+                f"%{rewrite.half('done', returned[wanted]).name}, of transfer "
+                f"{returned[wanted].id}",
+                describe(rewrite.module, reader),
+            )
         source = program.fetched.get(wanted)
         if source is None:
             return
@@ -267,7 +286,10 @@ def _check_fences(plan: Plan, rewrite: _Rewrite) -> None:
             rewrite.compute[e.index] if e.kind == "compute" else rewrite.halves[e]
             for e in (fence.before, fence.after)
         )
-        if rewrite.runs_when_ready:
+        if rewrite.runs_when_ready and fence.before.kind == "done" and fence.reason == "reuse":
+            # A store's done reads what it copies: what is written there runs after it.
+            holds = place[before.id] < place[after.id]
+        elif rewrite.runs_when_ready:
             holds = bool(needs[after.id] >> place[before.id] & 1)
         else:
             holds = place[before.id] < place[after.id]

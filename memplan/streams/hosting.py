@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +106,7 @@ class Streams:
         jaxpr: Jaxpr,
         candidates: Collection[int],
         donated: Collection[int],
+        places: Mapping[int, int],
         *,
         sharded: Mapping[int, Collection[int]] = MappingProxyType({}),
         order_of: OrderOf | None = None,
@@ -116,12 +116,13 @@ class Streams:
         Args:
           candidates: flat numbers of the arguments that may live on the host.
           donated: those of the arguments whose memory results may take.
+          places: the flat results that take the place of donated arguments.
           sharded: by number, the axes of arguments that are divided among devices.
           order_of: of a target that keeps arrays in tiles, as TPUs do.
           can_turn: whether the target sees an array on the host as another one of the same bytes.
         """
         self.donated = frozenset(donated)
-        places = _places(jaxpr, self.donated & frozenset(candidates))
+        places = {n: k for n, k in places.items() if n in candidates}
         counted = inline_calls(count_loops(jaxpr))
         counted, self.turned, self.turned_results = (
             turn_stacks(counted) if can_turn else Turned(counted, {}, {})
@@ -210,9 +211,11 @@ class Streams:
         nests = frozenset[tuple[Path, ...]]().union(*found)
         return frozenset(p for loops in nests for p in (loops if hosting.nested else loops[:1]))
 
-    def returned(self, hosting: Hosting) -> frozenset[int]:
-        """The results of the program, by flat number, that are on the host."""
-        return frozenset(k for r in self.stored(hosting) for k in self.sources[r].returned)
+    def returned(self, hosting: Hosting) -> Mapping[int, int]:
+        """The results of the program that scans leave on the host, by flat number; to that of the
+        argument whose place they take."""
+        replaced = sorted(hosting.arguments & self.replaced_by.keys())
+        return {k: n for n in replaced for k in self.sources[self.replaced_by[n]].returned}
 
     def rings(
         self, hosting: Hosting, orders: Mapping[Source, Order] | None = None
@@ -274,20 +277,3 @@ def _reason(stack: Stack, order_of: OrderOf | None) -> str:
         if order is None or not is_outside_tiles(order):
             return f"XLA:TPU has its leading axis inside the tiles of {list(aval.shape)}"
     return ""
-
-
-def _places(jaxpr: Jaxpr, donated: Collection[int]) -> dict[int, int]:
-    """Pairs donated arguments with results of their kind, in order, as jax does."""
-    free = dict(enumerate(jaxpr.outvars))
-    pairs: dict[int, int] = {}
-    for argument in sorted(donated):
-        kind = _kind(jaxpr.invars[argument])
-        found = next((k for k, made in free.items() if _kind(made) == kind), None)
-        if found is not None:
-            pairs[argument] = found
-            del free[found]
-    return pairs
-
-
-def _kind(atom: Any) -> tuple[Any, Any]:
-    return atom.aval.shape, atom.aval.dtype

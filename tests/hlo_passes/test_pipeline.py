@@ -17,14 +17,16 @@ from hlo_passes.errors import (
     PlanMismatchError,
     TierCapacityError,
     UnreachableTierError,
+    VerificationError,
 )
 from hlo_passes.hardware.machine import Machine, Tier, load_machine
 from hlo_passes.ir import Module
+from hlo_passes.normalize.stores import settle_stores
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
-from hlo_passes.plan import LiveRange, Plan
+from hlo_passes.placing.fences import slot_name
+from hlo_passes.placing.problem import pose
+from hlo_passes.plan import Event, LiveRange, Plan, Transfer
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import schedule_events, simulate
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
 from memplan.replaying import max_difference, replay
@@ -112,23 +114,159 @@ ENTRY %main {
 
 
 @pytest.mark.parametrize("name", ["v5e", "h200"])
-def test_a_donated_host_argument_stays_where_xla_copies_it(name: str):
+def test_a_donated_host_argument_is_fetched_once_and_what_replaces_it_is_stored(name: str):
     # After %put, %state holds the new state: a second fetch of it would be another value.
     module, machine = read_module(DONATED), load_machine(name)
     for budget in (least_budget(module, machine), 1 << 30):
         plan = plan_module(module, machine, budget)
-        assert {t.buffer for t in plan.transfers} == {"w"}
+        assert {t.buffer for t in plan.transfers} == {"w", "state", "new"}
+        (old,) = (t for t in plan.transfers if t.buffer == "state")
+        (new,) = (t for t in plan.transfers if t.buffer == "new")
+        assert (new.kind, new.source, new.destination) == ("evict", "hbm", "host")
+        assert old.done < new.start <= new.done < new.end
         assert [p.tier == "host" for p in plan.placements] == [False, True, True]
+        assert plan.loops == ()
         rewritten = rewrite_module(module, plan, machine)
         places = {i.name: n for n, i in enumerate(rewritten.entry.instructions)}
-        assert len(places) == len(module.entry.instructions)
         assert places["get"] < places["old"] < places["put"] < places["kept"]
-        (own,) = plan.loops
-        assert [t.start_name for t in own.transfers] == ["get", "put"]
         assert verify_executable(plan, rewritten).exactly
-        costs = instruction_costs(rewritten, machine)
-        timed = simulate(schedule_events(rewritten, costs, machine), machine)
-        assert [t.transfer for t in timed.transfers] == ["go", "get", "put"]
+
+
+STEPS = """HloModule steps, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }
+
+ENTRY %main {
+  %x = f32[256,1024]{1,0} parameter(0)
+  %m = f32[256,1024]{1,0:S(5)} parameter(1)
+  %get = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%m)
+  %old = f32[256,1024]{1,0} copy-done(%get)
+  %new = f32[256,1024]{1,0} add(%x, %old)
+  %a = f32[256,1024]{1,0} sine(%x)
+  %b = f32[256,1024]{1,0} sine(%a)
+  %put = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%new)
+  %c = f32[256,1024]{1,0} sine(%b)
+  %kept = f32[256,1024]{1,0:S(5)} copy-done(%put)
+  ROOT %result = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}) tuple(%kept, %c)
+}
+"""
+
+
+def planned_steps() -> tuple[Module, Plan, Transfer]:
+    """The module as it was planned: ticks new 0, a 1, b 2, c 3, result 4."""
+    module, machine = settle_stores(read_module(STEPS)), load_machine("v5e")
+    plan = plan_module(module, machine, 1 << 30)
+    (store,) = (t for t in plan.transfers if t.kind == "evict")
+    return module, plan, store
+
+
+def test_a_store_stands_behind_the_last_reader_of_what_it_copies():
+    module = settle_stores(read_module(STEPS))
+    names = [i.name for i in module.entry.instructions]
+    assert names[names.index("new") :][:3] == ["new", "put", "kept"]
+    assert settle_stores(module) is module
+    alone = read_module(STEPS.replace(":S(5)}", "}"))
+    assert settle_stores(alone) is alone
+
+
+def test_a_store_starts_when_its_result_is_there_and_ends_before_it_is_returned():
+    module, plan, store = planned_steps()
+    assert (store.buffer, store.start, store.end) == ("new", 1, 5)
+    assert store.start <= store.done <= 4
+    verify_plan(module, plan, load_machine("v5e"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"start": 0, "done": 2}, "expected 1 <= start <= done <= 4 < end = 5, found start 0"),
+        ({"done": 5}, "found start 1, done 5, end 5"),
+        ({"end": 4}, "found start 1, done .*, end 4"),
+    ],
+    ids=["too early", "too late", "not kept"],
+)
+def test_the_checker_refuses_a_store_that_is_wrong(change: dict[str, int], said: str):
+    module, plan, store = planned_steps()
+    transfers = tuple(replace(t, **change) if t is store else t for t in plan.transfers)
+    with pytest.raises(VerificationError, match=said):
+        verify_plan(module, replace(plan, transfers=transfers), load_machine("v5e"))
+
+
+def test_the_checker_refuses_a_plan_without_the_store():
+    module, plan, store = planned_steps()
+    fences = tuple(f for f in plan.fences if f.before != Event("done", store.id))
+    transfers = tuple(t for t in plan.transfers if t is not store)
+    with pytest.raises(VerificationError):
+        verify_plan(module, replace(plan, transfers=transfers, fences=fences))
+
+
+def test_the_checker_refuses_a_store_beside_its_argument():
+    module, plan, store = planned_steps()
+    name = slot_name(store.buffer, store.id)
+    slots = tuple(replace(s, offset=s.size) if s.buffer == name else s for s in plan.slots)
+    sizes = tuple(replace(a, size=2 * a.size) if a.name == "host" else a for a in plan.allocations)
+    with pytest.raises(VerificationError, match="returns it in the place of %m"):
+        verify_plan(module, replace(plan, slots=slots, allocations=sizes))
+
+
+def test_the_checker_refuses_a_fetch_of_what_was_overwritten():
+    module, plan, _ = planned_steps()
+    slots = tuple(
+        replace(s, live_range=LiveRange(0, 0)) if s.buffer == "m" else s for s in plan.slots
+    )
+    with pytest.raises(VerificationError):
+        verify_plan(module, replace(plan, slots=slots))
+
+
+def test_an_argument_that_stays_takes_its_store_along():
+    module, machine = settle_stores(read_module(STEPS)), load_machine("v5e")
+    posed = pose(module, machine, ())
+    (movable,) = posed.movables
+    assert movable.store == 0
+    assert len(posed.evictions) == 1
+    assert posed.staying({"m"}).evictions == ()
+    assert posed.staying(()) is posed
+    assert choose_stay(module, machine, 1 << 30) == {1}
+
+
+CACHE = """HloModule cache, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }
+
+ENTRY %main {
+  %x = f32[1,1024]{1,0} parameter(0)
+  %m = f32[256,1024]{1,0:S(5)} parameter(1)
+  %at = s32[] parameter(2)
+  %get = (f32[256,1024]{1,0}, f32[256,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%m)
+  %old = f32[256,1024]{1,0} copy-done(%get)
+  %new = f32[256,1024]{1,0} dynamic-update-slice(%old, %x, %at, %at)
+  %a = f32[256,1024]{1,0} sine(%new)
+  %put = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%new)
+  %b = f32[256,1024]{1,0} sine(%a)
+  %c = f32[256,1024]{1,0} sine(%b)
+  %kept = f32[256,1024]{1,0:S(5)} copy-done(%put)
+  ROOT %result = (f32[256,1024]{1,0:S(5)}, f32[256,1024]{1,0}) tuple(%kept, %c)
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["v5e", "h200"])
+def test_what_is_updated_in_place_is_stored_from_the_bytes_that_were_fetched(name: str):
+    module, machine = read_module(CACHE), load_machine(name)
+    for budget in (least_budget(module, machine), 1 << 30):
+        plan = plan_module(module, machine, budget)
+        fetch, store = plan.transfers
+        assert (fetch.buffer, store.buffer) == ("m", "new")
+        # ticks: new 0, a 1, b 2, c 3, result 4
+        assert (store.start, store.end) == (1, 5)
+        assert 2 <= store.done == fetch.end <= 4
+        assert "new" not in {slot.buffer for slot in plan.slots}
+        assert verify_executable(plan, rewrite_module(module, plan, machine)).exactly
+
+
+def test_the_checker_refuses_a_copy_that_ends_before_what_was_made_in_it_is_stored():
+    module, machine = settle_stores(read_module(CACHE)), load_machine("v5e")
+    plan = plan_module(module, machine, 1 << 30)
+    fetch, store = plan.transfers
+    early = replace(fetch, end=store.done - 1)
+    with pytest.raises(VerificationError, match=r"ends at tick \d+, but what its users make of it"):
+        verify_plan(module, replace(plan, transfers=(early, store)), machine)
 
 
 ON_THE_HOST = """HloModule put_away, is_scheduled=true

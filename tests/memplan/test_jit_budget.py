@@ -265,11 +265,9 @@ def test_small_temporaries_and_tables_are_named_where_they_are_much():
     assert 0 < error.small < error.needed
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_why_arguments_stay_that_no_loop_reads():
-    def decayed(weights: Any, x: Any) -> Any:
-        return [w / 2 for w in weights], chain(weights, x)
-
-    donated = memplan.jit(decayed, hbm=HALF, donate_argnums=0)
+    donated = memplan.jit(chain, hbm=HALF, donate_argnums=0)
     with pytest.raises(MemoryBudgetError, match=r"weights\.0, .* more: it is donated"):
         donated.lower(weights(), activations()).plan()
     offered = memplan.jit(chain, hbm=HALF, offload=["weights.0"]).lower(weights(), activations())

@@ -28,14 +28,18 @@ def on_host(sharding: Any) -> bool:
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Compiled, list[bool]]]:
-    """A program with arguments on the host; CPU hosts no donated one. Instead of calling it, says
-    which of its arguments were deleted then."""
+    """A program with arguments on the host, of which none is stored whole unless `stored` says so;
+    CPU hosts no donated stack. Instead of calling it, says which of its arguments were deleted
+    then."""
 
-    def hosted(donated: tuple[int, ...], on_host: set[int]) -> tuple[Compiled, list[bool]]:
+    def hosted(
+        donated: tuple[int, ...], on_host: set[int], stored: dict[int, int] | None = None
+    ) -> tuple[Compiled, list[bool]]:
         struct = jax.ShapeDtypeStruct((4, 4), jnp.float32)
         lowered = memplan.jit(update, donate_argnums=donated).lower(struct, struct, struct)
         compiled = Compiled(lowered.unplanned(), lowered.placing, lowered.budget, None, (), {})
         compiled.hosting = Hosting(frozenset(on_host))
+        monkeypatch.setattr(lowered.placing, "stored", lambda _: stored or {})
         deleted: list[bool] = []
 
         def call(*args: Any) -> str:
@@ -59,6 +63,11 @@ def test_donated_arguments_on_the_host_are_consumed(hosted: Any, placed: bool):
     assert deleted == [False] * 3
     # The second is XLA's to consume, the third was not given away.
     assert [a.is_deleted() for a in args] == [True, False, False]
+
+
+def test_what_is_stored_in_its_place_is_xlas_to_consume(hosted: Any):
+    compiled, _ = hosted(donated=(0, 1), on_host={0, 1}, stored={0: 0})
+    assert compiled.consumed == (1,)
 
 
 def test_numpy_arrays_are_nobodys_to_consume(hosted: Any):

@@ -13,6 +13,9 @@ def transfer(i: int, buffer: str, start: int, done: int, end: int) -> Transfer:
     return Transfer(i, buffer, "host", "hbm", 4, start, done, end)
 
 
+END = 100  # Behind every tick of these tests.
+
+
 def slot(buffer: str, offset: int, size: int, start: int, end: int) -> Slot:
     return Slot(buffer, "arena", offset, size, LiveRange(start, end))
 
@@ -26,7 +29,9 @@ def test_a_ring_of_two():
     """
     transfers = [transfer(0, "a", 0, 1, 2), transfer(1, "b", 0, 2, 3), transfer(2, "c", 2, 3, 4)]
     slots = [slot("a#0", 0, 4, 0, 2), slot("b#1", 4, 4, 0, 3), slot("c#2", 0, 4, 2, 4)]
-    assert [(str(f.before), str(f.after), f.reason) for f in derive_fences(transfers, slots)] == [
+    assert [
+        (str(f.before), str(f.after), f.reason) for f in derive_fences(transfers, slots, END)
+    ] == [
         ("done:0", "compute:1", "data"),
         ("done:1", "compute:2", "data"),
         ("compute:1", "start:2", "reuse"),
@@ -43,7 +48,7 @@ def test_the_last_of_several_earlier_readers_speaks_for_all():
         slot("temporary", 6, 4, 1, 4),
         slot("y", 8, 4, 0, 5),
     ]
-    assert derive_fences(transfers, slots) == (
+    assert derive_fences(transfers, slots, END) == (
         Fence(Event("compute", 3), Event("start", 0), "reuse"),
         Fence(Event("done", 0), Event("compute", 6), "data"),
     )
@@ -51,16 +56,16 @@ def test_the_last_of_several_earlier_readers_speaks_for_all():
 
 def test_fresh_bytes_need_no_reuse_fence():
     later = slot("later", 0, 4, 3, 4)
-    fences = derive_fences([transfer(0, "w", 0, 1, 2)], [slot("w#0", 0, 4, 0, 2), later])
+    fences = derive_fences([transfer(0, "w", 0, 1, 2)], [slot("w#0", 0, 4, 0, 2), later], END)
     assert [f.reason for f in fences] == ["data"]
-    assert derive_fences([], [later]) == ()
+    assert derive_fences([], [later], END) == ()
 
 
 def test_a_buffer_that_is_fetched_twice_has_two_slots():
     assert slot_name("w", 0) != slot_name("w", 1)
     transfers = [transfer(0, "w", 0, 0, 1), transfer(1, "w", 1, 2, 3)]
     slots = [slot("w#0", 0, 4, 0, 1), slot("w#1", 0, 4, 1, 3)]
-    reuse = [f for f in derive_fences(transfers, slots) if f.reason == "reuse"]
+    reuse = [f for f in derive_fences(transfers, slots, END) if f.reason == "reuse"]
     assert reuse == [Fence(Event("compute", 0), Event("start", 1), "reuse")]
 
 
@@ -91,7 +96,7 @@ def shares(a: Slot, b: Slot) -> bool:
 @given(plans())
 def test_every_reuse_is_ordered_and_nothing_is_said_twice(plan: tuple[list[Transfer], list[Slot]]):
     transfers, slots = plan
-    fences = derive_fences(transfers, slots)
+    fences = derive_fences(transfers, slots, END)
     assert len(set(fences)) == len(fences)
     by_name = {s.buffer: s for s in slots}
     for t in transfers:

@@ -19,7 +19,7 @@ from hlo_passes.pipeline import plan_module
 from hlo_passes.placing.arena import Arena
 from hlo_passes.placing.budget_bound import budget_lower_bound_s
 from hlo_passes.placing.prefetch import Fetch
-from hlo_passes.placing.problem import Problem, pose
+from hlo_passes.placing.problem import Departure, Evicted, Problem, pose
 from hlo_passes.plan import LiveRange, Transfer
 from hlo_passes.simulator.timeline import plan_events, simulate
 from tests.hlo_passes.toys import link, module_of, toy_machine
@@ -319,3 +319,39 @@ def test_a_start_waits_while_the_link_is_busy():
     assert first == 0
     assert second == int(10 * KIB / 1e5 / per_tick)
     assert third == int(2 * 10 * KIB / 1e5 / per_tick)
+
+
+def test_a_start_stands_in_front_of_the_wait_for_an_eviction():
+    """Two fetches of 102 ms each. The link can begin with the second at a tick at which an eviction
+    of 200 ms is waited for."""
+    posed = problem([(-1, 10)] * 40, [])
+    jobs = tuple(Fetch("w", 10 * KIB, LiveRange(tick, tick + 1)) for tick in (37, 38))
+    tick = int(10 * KIB / 1e5 / float(posed.clock[1]))
+    posed = replace(posed, evictions=(Evicted("t", 2, 0, 1, "t"),))
+
+    def second(done: int) -> int:
+        departures = (Departure(0, done),)
+        choice = placement.Choice(frozenset(), 0.0, jobs, (0, 0), departures, 0.0, Packing((), 0))
+        return placement.started_late(posed, choice).starts[1]
+
+    assert second(done=tick + 1) == tick
+    assert second(done=tick) == tick - 1
+
+
+def test_what_is_stored_last_stays_where_fetches_of_others_go_on():
+    both_ways = [link(*way, nominal_bytes_per_s=1e5) for way in (("host", "hbm"), ("hbm", "host"))]
+    posed = problem([(k, 1) for k in range(12)], [64] * 12, replace(GPU, links=tuple(both_ways)))
+    budget = placement.least_budget(posed)[0] + 5 * 64 * KIB
+    plain = placement.choose_placement(posed, budget)
+    pairs = [(m, posed.movables[k + 1]) for k, m in enumerate(posed.movables) if k % 2 == 0]
+    movables = [m for k, (a, b) in enumerate(pairs) for m in (replace(a, store=k), b)]
+    stores = [
+        Evicted(f"new{k}", a.size, a.reads[0].end, a.reads[0].end, "", returned=posed.ticks.end)
+        for k, (a, _) in enumerate(pairs)
+    ]
+    posed = replace(posed, movables=tuple(movables), evictions=tuple(stores))
+    stored = placement.choose_placement(posed, budget)
+    assert plain is not None
+    assert stored is not None
+    assert "w10" not in plain.stay
+    assert "w10" in stored.stay

@@ -152,6 +152,7 @@ def test_a_compiler_that_shows_nothing():
 
 class Garbage:
     computations = ()
+    input_output_aliases = ()
 
     def to_proto(self) -> Any:
         return self

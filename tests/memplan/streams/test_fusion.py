@@ -400,7 +400,7 @@ def test_fused_scans_stream(depth: int):
         return update(0.1, w, m, g)
 
     args = stack(length=5), stack(1, length=5), X.astype(jnp.bfloat16)
-    streams = Streams(jax.make_jaxpr(train)(*args), range(3), (0, 1))
+    streams = Streams(jax.make_jaxpr(train)(*args), range(3), (0, 1), {0: 0, 1: 1})
     assert len(streams.scans) == 2
     assert [len(streams.stacks[n].scans) for n in (0, 1)] == [2, 1]
     hosting = Hosting(frozenset((0, 1)), streams.residuals(0), depth)

@@ -47,7 +47,7 @@ def names(stacks: tuple[LoopStack, ...]) -> list[str]:
 @pytest.fixture(scope="module")
 def training() -> Streams:
     jaxpr = jax.make_jaxpr(update)(WEIGHTS, WEIGHTS, X)
-    return Streams(jaxpr, candidates=[0, 1], donated=[0, 1])
+    return Streams(jaxpr, candidates=[0, 1], donated=[0, 1], places={0: 0, 1: 1})
 
 
 def test_a_donated_argument_is_fetched_and_stored(training: Streams):

@@ -94,7 +94,7 @@ def run_streamed(
     of every slice lie the other way round."""
     leaves, _ = jax.tree.flatten(args)
     traced, out = jax.make_jaxpr(program, return_shape=True)(*args)
-    streams = Streams(traced, range(len(leaves)), ())
+    streams = Streams(traced, range(len(leaves)), (), {})
     stacks = frozenset(s for s in streams.stacks if isinstance(s, int))
     hosting = Hosting(stacks, streams.residuals(0), depth, share)
     orders = {
@@ -143,7 +143,7 @@ def test_the_numbers_of_the_untouched_scan(program: Callable[..., Any], trips: i
 
 def test_stacks_whose_slices_are_in_pieces_are_taken_as_rows():
     args = weights(4), activations()
-    streams = Streams(jax.make_jaxpr(gradients)(*args), range(3), ())
+    streams = Streams(jax.make_jaxpr(gradients)(*args), range(3), (), {})
     hosting = Hosting(frozenset({0, 1}), streams.residuals(0), 2)
     orders = {source: tuple(range(len(s.aval.shape))) for source, s in streams.sources.items()}
     rings = streams.rings(hosting, orders)
