@@ -1,16 +1,24 @@
-"""Which budgets can be kept? 8 layers of 7B width, 100 % to 25 % of what XLA takes by itself.
+"""Which budgets can be kept, and how much of each is used? Shares of what XLA takes by itself.
 
     python -m experiments.budget_sweep
+    python -m experiments.budget_sweep --program attention
 
-Every point is compiled by the target's own compiler. A point that cannot be kept shows the
-least budget that the error names, and what comes of asking for that.
+*decode* is 8 layers of 7B width, 100 % to 10 %; *attention* the gradient of 6 small layers, whose
+temporaries are more than their weights, in steps of 5 % down to the first that is refused. Every
+point is compiled by the target's own compiler. A point that cannot be kept shows the least budget
+that the error names, and what comes of asking for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from experiments.running import Experiment, Row, Rows
+from absl import flags
+
+from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
@@ -18,11 +26,39 @@ from memplan.compare import compared, view_planned
 from memplan.executable import device_bytes
 from memplan.report.tables import Column, Table
 from memplan.topologies import topology
-from models.workloads import decode
+from models.workloads import Workload, attention_grad, decode
 
-MODEL, BATCH, CACHE_LENGTH = "llama2-7b-8l", 8, 512
 TARGETS = ("v5e", "h200")
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
+
+
+@dataclass(frozen=True)
+class _Program:
+    title: str
+    make: Callable[[], Workload]
+    shares: tuple[float, ...]
+    donated: str | None = None
+    to_the_least: bool = False
+
+    def jit(self, budget: int | str, target: str) -> tuple[Any, tuple[Any, ...]]:
+        fun, args = self.make()
+        step = jit(fun, hbm=budget, machine=topology(target), donate_argnames=self.donated)
+        return step, args
+
+
+PROGRAMS = {
+    "decode": _Program(
+        "llama2-7b-8l decode, batch 8, cache 512",
+        partial(decode, "llama2-7b-8l", batch=8, cache_length=512),
+        (1.0, 0.75, 0.5, 0.25, 0.1),
+        donated="cache",
+    ),
+    "attention": _Program(
+        "gradient of 6 layers of attention, width 512, batch 8, 256 tokens",
+        partial(attention_grad, 6, batch=8, tokens=256, width=512),
+        tuple(share / 100 for share in range(100, 0, -5)),
+        to_the_least=True,
+    ),
+}
 
 _COLUMNS = (
     Column("target"),
@@ -30,6 +66,7 @@ _COLUMNS = (
     Column("hbm=", right=True),
     Column("XLA total", right=True),
     Column("kept"),
+    Column("idle", right=True),
     Column("moved", right=True),
     Column("overlapped", right=True),
     Column("link busy", right=True),
@@ -39,33 +76,45 @@ _COLUMNS = (
 )
 
 
+def _define() -> None:
+    flags.DEFINE_multi_enum("program", ["decode"], list(PROGRAMS), "what is to fit")
+    flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "whose compiler")
+
+
 def _rows(rows: Rows) -> Iterator[Row]:
-    for target in TARGETS:
-        own = rows.of({"target": target, "asked": "own"}, lambda t=target: _own(t))
-        yield own
-        for share in SHARES:
-            row = _row(rows, target, f"{share:.0%}", int(own["total"] * share))
-            yield row
-            if "least" in row:
-                yield _row(rows, target, "least", row["least"])
+    for name in FLAGS.program:
+        for target in FLAGS.target:
+            yield from _sweep(rows, name, target)
 
 
-def _row(rows: Rows, target: str, asked: str, budget: int) -> Row:
-    case = {"target": target, "asked": asked, "budget": budget}
-    return rows.of(case, lambda: measure(target, budget))
+def _sweep(rows: Rows, name: str, target: str) -> Iterator[Row]:
+    program = PROGRAMS[name]
+    case = {"program": name, "target": target}
+    own = rows.of({**case, "asked": "own"}, lambda: _own(program, target))
+    yield own
+
+    def row(asked: str, budget: int) -> Row:
+        asked_for = {**case, "asked": asked, "budget": budget}
+        return rows.of(asked_for, lambda: measure(program, target, budget))
+
+    for share in program.shares:
+        found = row(f"{share:.0%}", int(own["total"] * share))
+        yield found
+        if "least" in found:
+            yield row("least", found["least"])
+            if program.to_the_least:
+                return
 
 
-def _own(target: str) -> Row:
+def _own(program: _Program, target: str) -> Row:
     """What XLA takes by itself."""
-    fun, args = decode(MODEL, batch=BATCH, cache_length=CACHE_LENGTH)
-    free = jit(fun, hbm="1TiB", machine=topology(target), donate_argnames="cache")
+    free, args = program.jit("1TiB", target)
     return {"total": device_bytes(free.lower(*args).compile(), 0)}
 
 
-def measure(target: str, budget: int) -> Row:
+def measure(program: _Program, target: str, budget: int) -> Row:
     """What becomes of a budget: figures, or the least one that would do."""
-    fun, args = decode(MODEL, batch=BATCH, cache_length=CACHE_LENGTH)
-    step = jit(fun, hbm=budget, machine=topology(target), donate_argnames="cache")
+    step, args = program.jit(budget, target)
     try:
         compiled = step.lower(*args).compile()
     except MemoryBudgetError as error:
@@ -75,10 +124,12 @@ def measure(target: str, budget: int) -> Row:
     return {**found, "total": compiled.device_bytes, "compilations": rounds}
 
 
-def _tables(rows: Sequence[Row]) -> list[Table]:
-    title = f"{MODEL} decode, batch {BATCH}, cache {CACHE_LENGTH}: budgets as shares of XLA's own"
-    found = (row for row in rows if row["asked"] != "own")
-    return [Table(title, _COLUMNS, tuple(map(_cells, found)))]
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for name, program in PROGRAMS.items():
+        found = [row for row in rows if row["program"] == name and row["asked"] != "own"]
+        if found:
+            title = f"{program.title}: budgets as shares of XLA's own"
+            yield Table(title, _COLUMNS, tuple(map(_cells, found)))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -89,6 +140,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         *asked,
         str(row["total"]),
         "yes" if row["total"] <= row["budget"] else "NO",
+        f"{1 - row['total'] / row['budget']:.1%}",
         format_bytes(row["moved"]),
         "–" if row["overlapped"] is None else f"{row['overlapped']:.1%}",
         f"{row['link_busy']:.1%}",
@@ -98,7 +150,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-EXPERIMENT = Experiment(_rows, _tables)
+EXPERIMENT = Experiment(_rows, _tables, _define)
 
 if __name__ == "__main__":
     EXPERIMENT.main()

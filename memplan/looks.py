@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -274,20 +274,49 @@ class Looks:
                 room -= max(error.least - budget, room // 8)
 
     def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
+        """Plans with these stacks on the host; of the other arguments as many as must be, or none
+        where a step waits long for them and is faster so."""
+        look = self._look_with_fewer(hosting, budget, options)
+        unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
+        fits = self._lowering.arguments_bytes - self._bytes(unmoved.arguments) <= budget
+        if look.step_time_s <= _SLOW * look.compute_s or look.hosting == unmoved or not fits:
+            return look
+        try:
+            other = self._look_with(unmoved, budget, options)
+        except MemoryBudgetError:
+            return look
+        return other if other.is_faster_than(look) else look
+
+    def _bytes(self, arguments: Collection[int]) -> int:
+        return sum(self._lowering.sizes[n] for n in arguments)
+
+    def _look_with_fewer(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Look:
         """Plans with these stacks on the host; of the other arguments as many as must be.
 
-        What an argument that stays takes is known beforehand but for packing: where that is more
-        than there is room for, fewer stay.
+        What an argument that stays takes is known beforehand but for packing, and for what XLA
+        schedules otherwise then: where there is no plan, fewer stay, and at last none.
         """
         room = budget
+        failures: list[MemoryBudgetError] = []
+        tried: set[frozenset[int]] = set()
         while True:
-            stay = self._stay(hosting, room, options)
             try:
-                return self._look_with(hosting.without(stay), budget, options)
-            except MemoryBudgetError as error:
-                if not stay:
+                stay = self._stay(hosting, room, options)
+            except MemoryBudgetError:
+                if not failures:
                     raise
-                room -= max(error.least - budget, room // 8)
+                stay = frozenset[int]()
+            if stay not in tried:
+                tried.add(stay)
+                try:
+                    return self._look_with(hosting.without(stay), budget, options)
+                except MemoryBudgetError as error:
+                    failures.append(error)
+            if not stay:
+                raise min(failures, key=lambda e: e.least)
+            room -= max(failures[-1].least - budget, room // 8)
 
     def _stay(
         self, hosting: Hosting, room: int, options: Mapping[str, Any] | None

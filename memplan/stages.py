@@ -32,6 +32,7 @@ from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan import __version__
 from memplan.agreeing import follow, is_shared, lead
+from memplan.calibration import calibrated
 from memplan.compiled import Compiled
 from memplan.executable import Executable, Target, device_bytes
 from memplan.function import Function
@@ -51,6 +52,13 @@ _MAX_ROUNDS = 3
 _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 }
+
+# Where XLA takes less than planned by more than this part of the budget, and a step takes longer by
+# more than this factor than with everything on the device, a plan for what is idle is worth one
+# more round, and another one where that ends above the budget. Half of the part is left free, so
+# that it does not.
+_IDLE, _WAITS = 0.05, 1.05
+_IDLE_ROUNDS = 2
 
 # How often a least budget that does not work is raised, each time by twice as much.
 _LEAST_ROUNDS = 8
@@ -357,7 +365,7 @@ class Lowered:
             except (PlanMismatchError, LoopMismatchError):
                 continue  # XLA does not promise to schedule a module in the same way again.
             total = device_bytes(executable, look.hosted_on_cpu)
-            said = f"planned {plan.prediction.total_bytes} bytes, XLA reports {total}"
+            said = _said(look, total)
             if total <= self._room(self.budget):
                 return Compiled(executable, self.placing, self.budget, look, (said,), options)
             self._plan_anew([f"{said}, allowed are {self._room(self.budget)}"])
@@ -368,16 +376,20 @@ class Lowered:
         return None
 
     def _compile_anew(self, options: Mapping[str, Any] | None) -> Compiled:
-        def within(budget: int) -> Compiled:
+        def within(budget: int) -> _Kept:
             return self._first(options, lambda tried: self._compile_with(budget, tried))
 
-        try:
-            return within(self._room(self.budget))
-        except MemoryBudgetError as error:
-            least = _least(error, within)
-            if (executable := self._as_xla_has_it(least, options)) is not None:
-                least = min(least, device_bytes(executable, 0))
-            raise self._told(error, self.budget, least) from None
+        room = self._room(self.budget)
+        found = _kept_to(room, within)
+        if isinstance(found, _Kept):
+            return self._with_idle_used(found, room)
+        least = found.least
+        if found.reported < (1 - _IDLE) * least:
+            lower = _kept_to(found.reported, within)
+            least = found.reported if isinstance(lower, _Kept) else least
+        if (executable := self._as_xla_has_it(least, options)) is not None:
+            least = min(least, device_bytes(executable, 0))
+        raise self._told(found.error, self.budget, least)
 
     def _first[T](
         self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
@@ -396,10 +408,11 @@ class Lowered:
             except MemoryBudgetError as again:
                 raise min(error, again, key=lambda e: e.least) from None
 
-    def _compile_with(self, budget: int, options: Mapping[str, Any]) -> Compiled:
+    def _compile_with(self, budget: int, options: Mapping[str, Any]) -> _Kept:
         executable = self._as_xla_has_it(budget, options)
-        if executable is not None and device_bytes(executable, 0) <= budget:
-            return Compiled(executable, self.placing, self.budget, None, (), options)
+        if executable is not None and (total := device_bytes(executable, 0)) <= budget:
+            compiled = Compiled(executable, self.placing, self.budget, None, (), options)
+            return _Kept(compiled, None, total)
         return self._compile_within(budget, options)
 
     @property
@@ -441,7 +454,7 @@ class Lowered:
                 self._looks.compiled(executable)
         return self._own[key]
 
-    def _compile_within(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
+    def _compile_within(self, budget: int, options: Mapping[str, Any] | None) -> _Kept:
         """Plans and compiles until XLA reports no more than `budget` bytes."""
         overhead = 0
         reported: list[int] = []
@@ -460,17 +473,48 @@ class Lowered:
                 continue
             total = device_bytes(executable, look.hosted_on_cpu)
             predicted = look.plan.prediction.total_bytes
-            rounds.append(f"planned {predicted} bytes, XLA reports {total}")
+            rounds.append(_said(look, total))
             if total <= budget:
-                return Compiled(
+                compiled = Compiled(
                     executable, self.placing, self.budget, look, tuple(rounds), options or {}
                 )
+                return _Kept(compiled, look, total)
             self._looks.compiled(executable)
             reported.append(total)
             overhead = max(overhead, total - predicted)
         if mismatch is not None and not reported:
             raise mismatch
         raise self._shortage().asked_for(budget, min(reported))
+
+    def _with_idle_used(self, kept: _Kept, budget: int) -> Compiled:
+        """What comes of the bytes that XLA left of the budget, if that is faster and within it."""
+        compiled, look = kept.compiled, kept.look
+        if look is None or look.plan.prediction.slowdown <= _WAITS:
+            return compiled
+        prediction, options = look.plan.prediction, compiled.options
+        if min(budget, prediction.total_bytes) - kept.total <= _IDLE * budget:
+            return compiled  # What the planner itself leaves is of no use to it.
+        seen = {prediction.total_bytes: kept.total}
+        own, unmoved = self._as_xla_has_it(budget, options), self._unmoved(options)
+        if own is not None and unmoved is not None:
+            seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
+        aim = int(budget * (1 - _IDLE / 2))
+        for _ in range(_IDLE_ROUNDS):
+            try:
+                faster = self._looks.look(calibrated(aim, seen), options)
+                if not faster.is_faster_than(look):
+                    break
+                executable = self._compile_planned(faster, options)
+            except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
+                break
+            total = device_bytes(executable, faster.hosted_on_cpu)
+            compiled.rounds += (_said(faster, total),)
+            if total <= budget:
+                return Compiled(
+                    executable, self.placing, self.budget, faster, compiled.rounds, options
+                )
+            seen[faster.plan.prediction.total_bytes] = total
+        return compiled
 
     def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
         """The same error, with what is known up here: the user's names, why arguments stay."""
@@ -505,16 +549,16 @@ class Lowered:
         """
         try:
             return self._look_below(budget, overhead, caution, options), overhead
-        except MemoryBudgetError:
+        except MemoryBudgetError as error:
+            if overhead:
+                raise
             own = self._as_xla_has_it(budget, options)
-            if overhead or own is None:
-                raise
-            unmoved = self._unmoved(options)
-            if unmoved is None:
-                raise
-            credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
-            if credit <= 0:
-                raise
+            unmoved = self._unmoved(options) if own is not None else None
+            credit = 0
+            if own is not None and unmoved is not None:
+                credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
+            if own is None or unmoved is None or credit <= 0:
+                raise error.asked_for(budget, self._least_planned(error)) from None
             if device_bytes(own, 0) <= budget:
                 return unmoved, -credit
             return self._look_below(budget, -credit, caution, options), -credit
@@ -545,8 +589,7 @@ class Lowered:
                 errors.append(error)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
-        least = error.least + overhead if overhead else self._least_planned(error)
-        raise error.asked_for(budget, least)
+        raise error.asked_for(budget, error.least + overhead)
 
     def _shortage(self) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""
@@ -583,17 +626,45 @@ class Lowered:
             raise
 
 
-def _least(error: MemoryBudgetError, within: Callable[[int], Compiled]) -> int:
-    """Returns a budget that works, from what the planner holds for the least.
+@dataclass(frozen=True)
+class _Kept:
+    """A program, the plan that it follows, if any, and the bytes that XLA reports of it."""
 
-    That leaves out what packing loses and what XLA's later passes add.
+    compiled: Compiled
+    look: Look | None
+    total: int
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A budget that no plan keeps to, and one that works, as far as is known: XLA reports
+    `reported` bytes of the program that was compiled for that."""
+
+    error: MemoryBudgetError
+    least: int
+    reported: int
+
+
+def _kept_to(budget: int, within: Callable[[int], _Kept]) -> _Kept | _Refused:
+    """Plans for a budget, and where the planner refuses, for more: XLA may take less than is
+    predicted.
+
+    What the planner holds for the least leaves out what packing loses and what XLA's later passes
+    add, so it is raised until it works.
     """
-    least, step = max(error.least, error.budget + 1), _LEAST_STEP
+    try:
+        return within(budget)
+    except MemoryBudgetError as error:
+        least, step, refusal = max(error.least, budget + 1), _LEAST_STEP, error
     for _ in range(_LEAST_ROUNDS):
         try:
-            within(least)
-        except MemoryBudgetError as again:
-            least, step = max(again.least, int(least * (1 + step))), 2 * step
+            kept = within(least)
+        except MemoryBudgetError as error:
+            least, step = max(error.least, int(least * (1 + step))), 2 * step
         else:
-            break
-    return least
+            return kept if kept.total <= budget else _Refused(refusal, least, kept.total)
+    return _Refused(refusal, least, least)
+
+
+def _said(look: Look, total: int) -> str:
+    return f"planned {look.plan.prediction.total_bytes} bytes, XLA reports {total}"

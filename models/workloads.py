@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +191,33 @@ def update(model: str, *, options: TrainOptions | None = None) -> Workload:
     options = options or TrainOptions()
     params = nnx.state(_abstract_model(dataclasses.replace(_config(model), dtype=jnp.float32)))
     return functools.partial(apply_gradients, options), (_state(params, options), params)
+
+
+def attention_grad(layers: int, *, batch: int, tokens: int, width: int) -> Workload:
+    """Loss and gradient of plain float32 layers of attention and a feed-forward, without
+    normalization: much that waits for the backward pass beside few weights.
+
+    Args:
+      width: of the residual stream, a multiple of the 8 heads.
+
+    Returns:
+      A function of (weights, x) and the arguments as `jax.ShapeDtypeStruct`.
+    """
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    layer = {name: shape(width, width) for name in ("q", "k", "v", "o")}
+    layer |= {"up": shape(width, 4 * width), "down": shape(4 * width, width)}
+    return jax.value_and_grad(_attention_loss), ([layer] * layers, shape(batch, tokens, width))
+
+
+def _attention_loss(weights: Sequence[Mapping[str, jax.Array]], x: jax.Array) -> jax.Array:
+    for w in weights:
+        q, k, v = (jnp.reshape(x @ w[name], (*x.shape[:2], 8, -1)) for name in "qkv")
+        x = x + jnp.reshape(jax.nn.dot_product_attention(q, k, v, is_causal=True), x.shape) @ w["o"]
+        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+    return jnp.mean(x**2)
 
 
 def _config(model: str) -> LlamaConfig:

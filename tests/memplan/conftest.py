@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import memplan.cli as cli
+import memplan.stages as stages
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.reading.reader import read_module
 from memplan.report.build import view_run
@@ -61,3 +62,9 @@ def refused(capsys):
         return captured.err
 
     return refused
+
+
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are for the budget that is asked for, whatever XLA leaves of it."""
+    monkeypatch.setattr(stages, "_IDLE", 1.0)

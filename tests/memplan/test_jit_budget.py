@@ -12,6 +12,7 @@ import pytest
 import hlo_passes.fitting.fit as fitting
 import hlo_passes.xla as xla
 import memplan.api as memplan
+import memplan.executable as executable
 import memplan.looks as looks
 import memplan.stages as stages
 from hlo_passes.errors import (
@@ -217,6 +218,79 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
+def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
+    """`chain` within HALF, where XLA reports these parts of what it is."""
+    left = iter(parts)
+    exact = executable.device_bytes
+    monkeypatch.setattr(stages, "device_bytes", lambda *of: int(exact(*of) * next(left)))
+    return memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+
+
+def test_what_xla_takes_less_than_planned_is_used(monkeypatch: pytest.MonkeyPatch):
+    before = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    compiled = reporting(monkeypatch, 0.6, 0.6)
+    assert len(before.rounds) == 1
+    assert len(compiled.rounds) == 2
+    assert compiled.plan.moved_bytes < before.plan.moved_bytes
+    assert compiled.plan.prediction.total_bytes > HALF
+    assert compiled.device_bytes * 0.6 <= HALF
+
+
+def test_a_plan_that_keeps_to_the_budget_is_not_given_up_for_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    compiled = reporting(monkeypatch, 0.6, 1.1, 1.1)
+    assert len(compiled.rounds) == 3
+    assert compiled.plan.prediction.total_bytes <= HALF
+
+
+def test_where_one_ends_above_the_budget_the_next_asks_for_less(monkeypatch: pytest.MonkeyPatch):
+    compiled = reporting(monkeypatch, 0.6, 1.1, 0.8)
+    planned = [int(said.split()[1]) for said in compiled.rounds]
+    assert planned[0] <= HALF < planned[2] < planned[1]
+    assert compiled.plan.prediction.total_bytes == planned[2]
+
+
+def test_where_little_is_left_idle_there_is_no_other_round(monkeypatch: pytest.MonkeyPatch):
+    assert len(reporting(monkeypatch, 0.97).rounds) == 1
+
+
+def test_where_no_step_waits_there_is_no_other_round(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stages, "_WAITS", 1e9)
+    assert len(reporting(monkeypatch, 0.6).rounds) == 1
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
+    """The planner refuses less than HALF, and XLA reports this part of what it is."""
+    look, exact = looks.Looks.look, executable.device_bytes
+
+    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+        if budget < HALF:
+            raise no_plan(budget, HALF)
+        return look(self, budget, options)
+
+    monkeypatch.setattr(looks.Looks, "look", fails)
+    monkeypatch.setattr(stages, "device_bytes", lambda *of: int(exact(*of) * part))
+
+
+def test_what_the_planner_refuses_is_kept_where_xla_takes_less(monkeypatch: pytest.MonkeyPatch):
+    refusing(monkeypatch, 0.6)
+    budget = int(HALF * 0.7)
+    compiled = memplan.jit(chain, hbm=budget).lower(weights(), activations()).compile()
+    assert compiled.device_bytes * 0.6 <= budget
+
+
+def test_the_least_is_what_xla_takes_where_that_works(monkeypatch: pytest.MonkeyPatch):
+    refusing(monkeypatch, 0.6)
+    args = weights(), activations()
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF // 4).lower(*args).compile()
+    least = raised.value.least
+    assert HALF // 2 < least < HALF * 0.7
+    found = memplan.jit(chain, hbm=least).lower(*args).compile()
+    assert int(found.device_bytes * 0.6) <= least
+
+
 def test_no_plan_takes_more_than_the_device_has():
     here = topology("cpu")
     device, *others = here.machine.tiers
@@ -291,7 +365,7 @@ def test_nothing_is_said_of_loops_that_are_not_the_users():
 
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stages, "_FINER_OPTIONS", {})
-    reported = itertools.chain([HALF + 30, HALF + 20, HALF + 10], itertools.repeat(HALF))
+    reported = itertools.chain([HALF + 30, HALF + 20], itertools.repeat(HALF + 10))
     monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
@@ -358,7 +432,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         return look(self, budget, options)
 
     monkeypatch.setattr(looks.Looks, "look", fails)
-    reported = itertools.chain([HALF + 1000], itertools.repeat(HALF))
+    reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
     monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()

@@ -18,6 +18,8 @@ from memplan.replaying import replay
 from memplan.topologies import topology
 from tests.sweeps import slow_but
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),

@@ -25,6 +25,8 @@ from tests.memplan.chains import (
 )
 from tests.sweeps import slow_but
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),

@@ -11,8 +11,10 @@ import pytest
 
 import memplan.api as memplan
 import memplan.looks as looks
-from hlo_passes.errors import VerificationError
-from tests.memplan.chains import HALF, activations, chain, weights
+from hlo_passes.errors import MemoryBudgetError, VerificationError
+from memplan.looks import Look
+from memplan.streams.hosting import Hosting
+from tests.memplan.chains import HALF, LAYERS, activations, chain, weights
 
 
 class Seen:
@@ -75,3 +77,72 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
     with pytest.raises(VerificationError) as raised:
         chosen(monkeypatch, dict(zip([(2, 1.0), (1, 1.0)], REFUSALS, strict=True)))
     assert raised.value is REFUSALS[0]
+
+
+def refusal(budget: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        budget=budget,
+        least=budget + 1,
+        instruction="dot",
+        op_name="dot",
+        source_line="",
+        largest=(),
+        fixed=0,
+    )
+
+
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch, stays: dict[int, int], seconds: dict[int, float]
+) -> Look:
+    """The look at `chain` that is taken.
+
+    Args:
+      stays: by room, how many arguments are to stay with as much; where none is said, an error.
+      seconds: by the number of those that are on the host, of a step with 1 s of compute; else
+        there is no plan.
+    """
+
+    def stay(_self: Any, hosting: Hosting, room: int, *_: Any) -> frozenset[int]:
+        count = next((n for least, n in stays.items() if room >= least), None)
+        if count is None:
+            raise refusal(room)
+        return frozenset(sorted(hosting.arguments)[:count])
+
+    def look_with(_self: Any, hosting: Hosting, budget: int, *_: Any) -> Any:
+        if len(hosting.arguments) not in seconds:
+            raise refusal(budget)
+        found: Any = Seen(2, seconds[len(hosting.arguments)], 1.0)
+        found.hosting = hosting
+        return found
+
+    monkeypatch.setattr(looks.Looks, "_stay", stay)
+    monkeypatch.setattr(looks.Looks, "_look_with", look_with)
+    lowered = memplan.jit(chain, hbm=1 << 20).lower(weights(), activations())
+    assert len(lowered.placing.candidates) == LAYERS + 1
+    return lowered._looks.look(1 << 20, None)
+
+
+def test_where_there_is_no_plan_fewer_arguments_stay(monkeypatch: pytest.MonkeyPatch):
+    stays = {1_000_000: 4, 500_000: 2}
+    assert len(looked_at(monkeypatch, stays, {5: 1.2}).hosting.arguments) == 5
+
+
+def test_where_nothing_else_is_left_none_stays(monkeypatch: pytest.MonkeyPatch):
+    found = looked_at(monkeypatch, {1_000_000: 4}, {LAYERS + 1: 1.2})
+    assert len(found.hosting.arguments) == LAYERS + 1
+
+
+def test_what_fits_with_no_choice_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(MemoryBudgetError):
+        looked_at(monkeypatch, {}, {LAYERS + 1: 1.2})
+
+
+def test_a_slow_plan_gives_way_to_one_that_moves_nothing(monkeypatch: pytest.MonkeyPatch):
+    stays = {1_000_000: 4}
+    assert not looked_at(monkeypatch, stays, {3: 1.6, 0: 1.4}).hosting.arguments
+    assert len(looked_at(monkeypatch, stays, {3: 1.6, 0: 1.8}).hosting.arguments) == 3
+    assert len(looked_at(monkeypatch, stays, {3: 1.6}).hosting.arguments) == 3
+
+
+def test_a_plan_that_is_not_slow_is_taken(monkeypatch: pytest.MonkeyPatch):
+    assert len(looked_at(monkeypatch, {1_000_000: 4}, {3: 1.4, 0: 1.0}).hosting.arguments) == 3

@@ -1,0 +1,26 @@
+"""What to plan for, from what XLA reported of plans before."""
+
+from memplan.calibration import calibrated
+
+
+def test_one_plan_says_how_far_all_are_off():
+    assert calibrated(100, {90: 60}) == 130
+    assert calibrated(100, {90: 110}) == 80
+
+
+def test_an_exact_plan_asks_for_no_more():
+    assert calibrated(100, {90: 90}) == 100
+
+
+def test_between_two_plans_the_report_is_on_their_line():
+    assert calibrated(100, {90: 60, 130: 140}) == 110
+    assert calibrated(60, {90: 60, 130: 140}) == 90
+
+
+def test_of_plans_on_one_side_the_nearest_counts():
+    assert calibrated(100, {90: 60, 50: 10}) == 130
+    assert calibrated(10, {90: 60, 50: 30}) == 30
+
+
+def test_more_bytes_planned_for_less_reported_make_no_line():
+    assert calibrated(100, {130: 90, 90: 140}) == 140
