@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -35,8 +36,11 @@ from memplan.layouts import (
 from memplan.lowering import Lowering
 from memplan.paths import matching
 from memplan.products import Form, Inner, Product, find_forms, products, with_forms
+from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
+from memplan.streams.programs import inline_calls
+from memplan.streams.recomputing import Recomputed, recompute_residuals
 from memplan.streams.rewrite import streamed
 from memplan.streams.ring import HOST
 from memplan.streams.turning import order_as_it_was, order_of_turned
@@ -63,6 +67,7 @@ class Placing:
       program: everything where the user has it, with the layouts and forms.
       layouts: of arguments and results; None where they are jax's.
       forms: of products, where they are not left to XLA.
+      recomputed: what scans compute again of what others leave for them.
     """
 
     def __init__(self, lowering: Lowering, preparation: Preparation | None = None) -> None:
@@ -84,8 +89,28 @@ class Placing:
         if chosen or self.forms:
             self._jaxpr = with_forms(self._jaxpr, self.forms)
             self.program = self._lower(self._as_written, chosen)
+        self.recomputed: Recomputed = "nothing"
+        if preparation is not None and preparation.recomputed != "nothing":
+            *_, last = self.recomputing(preparation.recomputed)
+            vars(self).update(vars(last))
         self._movable = self._choose_movable()
         self._may_move = self._choose_offered()
+
+    def recomputing(self, most: Recomputed = "everything") -> Iterator[Placing]:
+        """The same where scans compute again what others leave for them, the more the later; none
+        where there is nothing of that kind."""
+        jaxpr = inline_calls(count_loops(self._jaxpr))
+        for what in ("elementwise", "everything"):
+            again = recompute_residuals(jaxpr, what)
+            if again is not jaxpr:
+                more = copy.copy(self)
+                for name, attribute in vars(Placing).items():
+                    if isinstance(attribute, functools.cached_property):
+                        vars(more).pop(name, None)
+                more.recomputed, more._jaxpr, jaxpr = what, again, again
+                yield more
+            if what == most:
+                return
 
     def placed(
         self, hosting: Hosting, *, scheduled: bool = True, layouts: Layouts | None = None
@@ -156,6 +181,7 @@ class Placing:
             share=hosting.share,
             hosted_inside=tuple(sorted(hosting.inside)),
             nested=hosting.nested,
+            recomputed=self.recomputed,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors_beside(hosting).items()),

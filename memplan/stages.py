@@ -367,7 +367,7 @@ class Lowered:
             total = device_bytes(executable, look.hosted_on_cpu)
             said = _said(look, total)
             if total <= self._room(self.budget):
-                return Compiled(executable, self.placing, self.budget, look, (said,), options)
+                return Compiled(executable, look.placing, self.budget, look, (said,), options)
             self._plan_anew([f"{said}, allowed are {self._room(self.budget)}"])
             return None
         here = self._lowering.target.versions
@@ -476,7 +476,7 @@ class Lowered:
             rounds.append(_said(look, total))
             if total <= budget:
                 compiled = Compiled(
-                    executable, self.placing, self.budget, look, tuple(rounds), options or {}
+                    executable, look.placing, self.budget, look, tuple(rounds), options or {}
                 )
                 return _Kept(compiled, look, total)
             self._looks.compiled(executable)

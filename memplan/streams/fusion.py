@@ -76,12 +76,12 @@ def fuse_maps(jaxpr: Jaxpr) -> Jaxpr:
     if not all(map(operator.is_, eqns, jaxpr.eqns)):
         jaxpr = jaxpr.replace(eqns=eqns)
     for merge in (_merge_after, _merge_before):
-        while (merged := merge(jaxpr)) is not None:
-            jaxpr = jaxpr.replace(eqns=merged)
+        while (eqns_after := merge(jaxpr)) is not None:
+            jaxpr = jaxpr.replace(eqns=eqns_after)
     return jaxpr
 
 
-class _Scan(NamedTuple):
+class ScanEqn(NamedTuple):
     """A scan that can be merged.
 
     Attributes:
@@ -116,14 +116,15 @@ class _Scan(NamedTuple):
         return self.eqn.outvars[self.says.carried :]
 
 
-def _scan(eqn: JaxprEqn) -> _Scan | None:
+def scan_of(eqn: JaxprEqn) -> ScanEqn | None:
+    """An equation as a scan that can be merged; None where it is none."""
     says = decode(eqn)
     if not isinstance(says, Scan) or says_where(eqn):
         return None
     # Effects on mutable arrays name them by number.
     if says.body.constvars or not all(isinstance(a.aval, ShapedArray) for a in eqn.invars):
         return None
-    return _Scan(eqn, says)
+    return ScanEqn(eqn, says)
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
@@ -139,7 +140,7 @@ def _merge_after(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
     """Returns the equations with all maps merged that can follow one scan; None where there is
     no such scan."""
     for n, eqn in enumerate(jaxpr.eqns):
-        scan, after = _scan(eqn), jaxpr.eqns[n + 1 :]
+        scan, after = scan_of(eqn), jaxpr.eqns[n + 1 :]
         if scan is None:
             continue
         maps, free = _followers(scan, after)
@@ -149,19 +150,19 @@ def _merge_after(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
         gone = {id(e) for e in (*first, *(m.eqn for m in maps))}
         rest = [e for e in after if id(e) not in gone]
         needed = variables([*jaxpr.outvars, *(a for e in rest for a in e.invars)])
-        return [*jaxpr.eqns[:n], *first, _merged([scan, *maps], scan, needed), *rest]
+        return [*jaxpr.eqns[:n], *first, merged([scan, *maps], scan, needed), *rest]
     return None
 
 
-def _followers(scan: _Scan, after: Iterable[JaxprEqn]) -> tuple[list[_Scan], list[JaxprEqn]]:
+def _followers(scan: ScanEqn, after: Iterable[JaxprEqn]) -> tuple[list[ScanEqn], list[JaxprEqn]]:
     """Of the equations `after` a scan, the maps that can be merged into it, and the equations
     that do not wait for it."""
     slices, waited = set(scan.results), set(scan.last_carry)
-    maps: list[_Scan] = []
+    maps: list[ScanEqn] = []
     free: list[JaxprEqn] = []
     effects_wait = bool(scan.eqn.effects)
     for eqn in after:
-        read, other = variables(eqn.invars), _scan(eqn)
+        read, other = variables(eqn.invars), scan_of(eqn)
         if not (read & slices or read & waited or (eqn.effects and effects_wait)):
             free.append(eqn)
         elif (
@@ -189,7 +190,7 @@ def _merge_before(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
     for n, eqn in enumerate(jaxpr.eqns):
         for var in variables(eqn.invars):
             readers.setdefault(var, set()).add(n)
-    scans = dict(enumerate(map(_scan, jaxpr.eqns)))
+    scans = dict(enumerate(map(scan_of, jaxpr.eqns)))
     for n, scan in scans.items():
         if scan is None or not scan.is_map:
             continue
@@ -199,18 +200,18 @@ def _merge_before(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
             continue
         eqns = list(jaxpr.eqns)
         for m, reader in found.items():
-            eqns[m] = _merged([scan, reader], reader, set(reader.results))
+            eqns[m] = merged([scan, reader], reader, set(reader.results))
         del eqns[n]
         return eqns
     return None
 
 
-def _takes_apart(reader: _Scan, scan: _Scan) -> bool:
+def _takes_apart(reader: ScanEqn, scan: ScanEqn) -> bool:
     """Whether a scan needs of the results of another one only the slice of its iteration."""
     return reader.says.length == scan.says.length and reader.whole.isdisjoint(scan.results)
 
 
-def _pays(scan: _Scan, readers: Sequence[_Scan]) -> bool:
+def _pays(scan: ScanEqn, readers: Sequence[ScanEqn]) -> bool:
     """Whether no more bytes move when each reader computes what a map does."""
     if len(readers) > 1 and not all(map(_is_cheap, scan.says.body.eqns)):
         return False
@@ -227,7 +228,7 @@ def _bytes(arrays: Iterable[Var]) -> int:
 # --- the merged scan ------------------------------------------------------------------------
 
 
-def _merged(scans: Sequence[_Scan], main: _Scan, needed: Collection[Var]) -> JaxprEqn:
+def merged(scans: Sequence[ScanEqn], main: ScanEqn, needed: Collection[Var]) -> JaxprEqn:
     """One scan that does what `scans` do, those first whose results others take apart.
 
     Args:
@@ -268,14 +269,14 @@ def _merged(scans: Sequence[_Scan], main: _Scan, needed: Collection[Var]) -> Jax
     invars = [*(name for _, name in constants), *carry, *(name for _, name in stacks)]
     first = main.eqn.invars[main.says.constants : main.says.first_stack]
     body = main.says.body.replace(invars=invars, outvars=outvars, eqns=eqns)
-    merged = replace(main.says, body=body, constants=len(constants), carried=len(carry))
-    return as_scan(main.eqn, merged).replace(
+    says = replace(main.says, body=body, constants=len(constants), carried=len(carry))
+    return as_scan(main.eqn, says).replace(
         invars=[*(operand for operand, _ in constants), *first, *(stack for stack, _ in stacks)],
         outvars=[*main.last_carry, *stacked],
     )
 
 
-def _renamed(scan: _Scan, names: dict[Var, Atom], inside: _Scan) -> Iterator[JaxprEqn]:
+def _renamed(scan: ScanEqn, names: dict[Var, Atom], inside: ScanEqn) -> Iterator[JaxprEqn]:
     """Yields the equations of a scan's body; `names` says what its variables are called, and
     grows. Where they come to be inside another scan, they keep the scope of their own."""
     for eqn in scan.says.body.eqns:
