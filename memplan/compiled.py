@@ -83,6 +83,9 @@ class Compiled:
         said += f"; {self.plan.predicted}"
         if streamed := sum(loop.slots > 0 for loop in self.streams):
             said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
+        preparation = self.plan.preparation
+        if preparation is not None and preparation.recomputed != "nothing":
+            said += f"; computed again in loops, not kept for them: {preparation.recomputed}"
         return f"<Compiled {said}>"
 
     @property

@@ -8,12 +8,12 @@ they cost compute, as under ``jax.checkpoint``::
                 b [L, …] ──┤ backward                         ├ backward: x_n ─► a_n, b_n, c_n
                 c [L, …] ──┘                       W [L, …] ──┘
 
-A slice is computed from what is there in the same iteration anyway: slices of what the maker took
-apart, its constants, what it still leaves, and what it carried into that iteration, which it
-leaves in place of the others.
+What a layer leaves is then a least cut, in bytes, between what may not be computed again and what
+is read (as in PyTorch's min-cut partitioner, torch/_functorch/partitioners.py). There in each
+iteration anyway are slices of what the maker took apart, its constants, and what others read::
 
-    "elementwise"   what needs no product, nor a loop or a kernel, once the products are there
-    "everything"    all; a layer then leaves what it was given
+    "elementwise"   no product, loop or kernel runs again
+    "everything"    all may; a layer leaves what it was given, or less
 
 The operations are the same ones, on the same values.
 """
@@ -24,10 +24,13 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from hlo_passes.equations import (
     BroadcastInDim,
@@ -100,66 +103,97 @@ def _recompute(
 ) -> None:
     """Writes the scan that is equation `n`, and those that read what it leaves, anew."""
     readers = _readers(eqns, maker, returned)
-    body = maker.says.body
-    of = dict(zip(maker.results, body.outvars[maker.says.carried :], strict=True))
-    makers = {v: e for e in body.eqns for v in e.outvars}
-    carry = body.invars[maker.says.constants : maker.says.first_stack]
-    # What an iteration of a reader finds there.
-    there = {v: stack for stack, v in of.items() if isinstance(v, Var)}
-    gone: list[Var] = []
-    for stack in readers:
-        value = of[stack]
-        if not isinstance(value, Var) or value in carry or there.get(value) is not stack:
-            continue
-        others = {v: s for v, s in there.items() if v is not value}
-        if all(map(may, _slice([value], makers, others))):
-            there, gone = others, [*gone, stack]
-    needed = _slice([cast(Var, of[s]) for s in gone], makers, there)
-    read = variables([*(a for e in needed for a in e.invars), *(of[s] for s in gone)])
-    left = [v for v in carry if v in read and v not in there]
-    if _bytes(gone) <= maker.says.length * _bytes(left):
+    says, body = maker.says, maker.says.body
+    of = dict(zip(maker.results, body.outvars[says.carried :], strict=True))
+    read = {s: v for s in readers if isinstance(v := of[s], Var)}
+    others = {v: s for s, v in of.items() if isinstance(v, Var) and s not in read}
+    carry = body.invars[says.constants : says.first_stack]
+    there = {*(v for v in body.invars if v not in carry), *others}
+    left = _least_cut(body.eqns, list(read.values()), there, may)
+    gone = [s for s, v in read.items() if v not in left]
+    if _bytes(left) >= _bytes(set(read.values())):
         return
-    more = [Var(_stacked(v, maker.says.length)) for v in left]
-    there |= dict(zip(left, more, strict=True))
+    stacks = {v: s for s, v in read.items() if v in left}
+    more = {v: Var(_stacked(v, says.length)) for v in left if v not in stacks}
+    found = {**others, **stacks, **more}
+    makers = {v: e for e in body.eqns for v in e.outvars}
+    needed = _slice([read[s] for s in gone], makers, found)
     kept = [s for s in maker.results if s not in gone]
-    eqns[n] = as_scan(
-        maker.eqn,
-        replace(
-            maker.says,
-            body=body.replace(
-                outvars=[*body.outvars[: maker.says.carried], *(of[s] for s in kept), *left]
-            ),
-        ),
-    ).replace(invars=maker.eqn.invars, outvars=[*maker.last_carry, *kept, *more])
-    again = _again(maker, gone, [of[s] for s in gone], needed, there)
+    outvars = [*body.outvars[: says.carried], *(of[s] for s in kept), *more]
+    eqns[n] = as_scan(maker.eqn, replace(says, body=body.replace(outvars=outvars))).replace(
+        invars=maker.eqn.invars, outvars=[*maker.last_carry, *kept, *more.values()]
+    )
+    again = _again(maker, {s: read[s] for s in gone}, needed, found)
     for m in {m for stack in gone for m in readers[stack]}:
         reader = scan_of(eqns[m])
         assert reader is not None
         eqns[m] = merged([again, reader], reader, set(reader.results))
 
 
-def _again(
-    maker: ScanEqn,
-    stacks: Sequence[Var],
-    values: Sequence[object],
+def _least_cut(
     eqns: Sequence[JaxprEqn],
-    there: Mapping[Var, Var],
+    read: Collection[Var],
+    there: Collection[Var],
+    may: Callable[[JaxprEqn], bool],
+) -> list[Var]:
+    """The values of fewest bytes from which all that are `read` can be computed, beside those that
+    are there; of such sets the one that computes the least again."""
+    makers = {v: e for e in eqns for v in e.outvars}
+    operands: dict[Var, list[Var]] = {}
+    sources: set[Var] = set()
+    pending = [v for v in read if v not in there]
+    while pending:
+        value = pending.pop()
+        if value in operands:
+            continue
+        eqn = makers.get(value)
+        if eqn is None or not may(eqn):
+            sources.add(value)
+        operands[value] = [] if eqn is None else list(variables(eqn.invars).difference(there))
+        pending += operands[value] if value not in sources else []
+    if not operands:
+        return []
+    # Nodes: the source, the sink, and for each value what it is made from and what is made from it.
+    number = {v: 2 + 2 * k for k, v in enumerate(operands)}
+    unit = -(-_bytes(operands) // (1 << 29))
+    sizes = {v: -(-_bytes([v]) // unit) for v in operands}
+    unbounded = sum(sizes.values()) + 1
+    edges = {(number[v], number[v] + 1): size for v, size in sizes.items()}
+    for value, of in operands.items():
+        made_from = [0] if value in sources else [number[v] + 1 for v in of]
+        edges |= {(node, number[value]): unbounded for node in made_from}
+    edges |= {(number[v] + 1, 1): unbounded for v in read if v in number}
+    rows, columns = np.array(list(edges)).T
+    nodes = 2 + 2 * len(operands)
+    amounts = np.array(list(edges.values()), np.int32)
+    capacity: Any = csr_array((amounts, (rows, columns)), shape=(nodes, nodes))
+    left = capacity - maximum_flow(capacity, 0, 1).flow
+    left.eliminate_zeros()
+    reach = {int(k) for k in breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)}
+    return [v for v, k in number.items() if k + 1 in reach and k not in reach]
+
+
+def _again(
+    maker: ScanEqn, made: Mapping[Var, Var], eqns: Sequence[JaxprEqn], there: Mapping[Var, Var]
 ) -> ScanEqn:
-    """A scan without a carry that makes `stacks` from what the maker left and was given."""
-    says, operands = maker.says, maker.eqn.invars
-    constants = list(zip(says.body.invars, operands, strict=True))[: says.constants]
-    taken = list(zip(says.body.invars, operands, strict=True))[says.first_stack :]
-    read = variables([*(a for e in eqns for a in e.invars), *cast(list[Var], values)])
-    constants = [(v, a) for v, a in constants if v in read]
-    taken = [(v, a) for v, a in (*taken, *there.items()) if v in read]
-    body = says.body.replace(
-        invars=[*(v for v, _ in constants), *(v for v, _ in taken)],
-        outvars=list(values),
-        eqns=list(eqns),
-    )
+    """A scan without a carry that makes stacks from what the maker left and was given.
+
+    Args:
+      made: the stacks, and the values in the maker's body of which they are.
+      there: values in the body, and the stacks of them that the maker leaves.
+    """
+    says = maker.says
+    read = variables([*(a for e in eqns for a in e.invars), *made.values()])
+    given = [(v, a) for v, a in zip(says.body.invars, maker.eqn.invars, strict=True) if v in read]
+    whole = variables(says.body.invars[: says.constants])
+    carry = variables(says.body.invars[says.constants : says.first_stack])
+    constants = [(v, a) for v, a in given if v in whole]
+    taken = [(v, a) for v, a in given if v not in whole and v not in carry]
+    taken += [(v, a) for v, a in there.items() if v in read]
+    invars, operands = zip(*constants, *taken, strict=True)
+    body = says.body.replace(invars=list(invars), outvars=list(made.values()), eqns=list(eqns))
     scan = as_scan(maker.eqn, replace(says, body=body, constants=len(constants), carried=0))
-    invars = [*(a for _, a in constants), *(a for _, a in taken)]
-    found = scan_of(scan.replace(invars=invars, outvars=list(stacks)))
+    found = scan_of(scan.replace(invars=list(operands), outvars=list(made)))
     assert found is not None
     return found
 
