@@ -49,9 +49,9 @@ _RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
 # rings save is little there, and each has to be looked at two or three times.
 _SMALL_STACKS, _SLOW = 0.5, 1.5
 
-# A step that takes no longer than its compute by this factor is as good as one that computes
+# Where a step takes no longer than its compute by this factor, none is looked for that computes
 # again what scans leave for others.
-_HIDDEN = 1.02
+_SOON_ENOUGH = 1.02
 
 # How much of the time that XLA took is spent on searching for a faster plan than the first.
 _SEARCH_SHARE = 0.05
@@ -149,37 +149,23 @@ class Looks:
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         failure: MemoryBudgetError | None = None
-        for looks in (self, *self._recomputing):
-            try:
-                look = looks._look_as_written(budget, options)
-            except MemoryBudgetError as error:
-                failure = min(failure or error, error, key=lambda e: e.least)
-                continue
-            if looks is not self:
-                look = look.with_recompute(looks._plain_s(options) - self._plain_s(options))
-            best = look if best is None or look.is_faster_than(best) else best
-            if best.step_time_s <= _HIDDEN * best.compute_s:
-                break
-        if best is None:
-            assert failure is not None
-            raise failure
-        return best
-
-    def _look_as_written(self, budget: int, options: Mapping[str, Any] | None) -> Look:
-        best: Look | None = None
-        failure: MemoryBudgetError | None = None
         dropped: list[Exception] = []
-        for inside, nested in self._inside(budget):
-            try:
-                look = self._look_with_loops(inside, nested, budget, options)
-            except MemoryBudgetError as error:
-                failure = min(failure or error, error, key=lambda e: e.least)
-                continue
-            except (MemplanError, jax.errors.JaxRuntimeError) as error:
-                dropped.append(error)  # The log has said so.
-                continue
-            best = look if best is None or look.is_faster_than(best) else best
-            if best.is_hidden:
+        for looks in (self, *self._recomputing):
+            for inside, nested in looks._inside(budget):
+                try:
+                    look = looks._look_with_loops(inside, nested, budget, options)
+                except MemoryBudgetError as error:
+                    failure = min(failure or error, error, key=lambda e: e.least)
+                    continue
+                except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                    dropped.append(error)  # The log has said so.
+                    continue
+                if looks is not self:
+                    look = look.with_recompute(looks._plain_s(options) - self._plain_s(options))
+                best = look if best is None or look.is_faster_than(best) else best
+                if best.is_hidden:
+                    break
+            if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
         if best is None:
             raise failure or dropped[0]
