@@ -2,6 +2,7 @@
 
 VENV ?= .venv
 JOBS ?= 2
+CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -36,9 +37,8 @@ test-jax: ## Run the tests with another jax (JAX=0.11.2), in build/
 	@git ls-files -z --cached --others --exclude-standard \
 	  | xargs -0 cp -p --parents -t build/jax-$(JAX)
 	@sed -E -e '/^libtpu==/d' -e 's/^(jax|jaxlib|jax-cuda13-[a-z]+)==.*/\1==$(JAX)/' \
-	  constraints.txt > build/jax-$(JAX)/constraints.txt
-	@touch -r constraints.txt build/jax-$(JAX)/constraints.txt
-	@$(MAKE) --no-print-directory -C build/jax-$(JAX) .venv/.ready
+	  constraints.txt > build/jax-$(JAX)/jax.txt
+	@$(MAKE) --no-print-directory -C build/jax-$(JAX) CONSTRAINTS=jax.txt .venv/.ready
 	@build/jax-$(JAX)/.venv/bin/python -m pip --disable-pip-version-check install -q 'jax[tpu]==$(JAX)'
 	@$(MAKE) --no-print-directory -C build/jax-$(JAX) test
 
@@ -80,10 +80,10 @@ $(READY): $(BUILT_FROM)
 	@echo "memplan: setting up $(VENV)"
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	  || { python="$$(.ci/find-python)" && "$$python" -m venv --clear $(VENV); }
-	@$(PIP) install -q -c constraints.txt setuptools wheel jaxlib
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,tpu,cuda,triton]' \
+	@$(PIP) install -q -c $(CONSTRAINTS) setuptools wheel jaxlib
+	@$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,tpu,cuda,triton]' \
 	  || { echo "memplan: setting up without the compilers of TPU, GPU and Triton"; \
-	       $(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'; }
+	       $(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'; }
 	@$(BIN)/python -c 'from importlib.util import find_spec as f; \
 	  [print("memplan:", p, "has no package here; tests of that compiler are skipped") \
 	   for p in ("libtpu", "jax_cuda13_plugin", "triton") if f(p) is None]'
