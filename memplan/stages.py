@@ -511,7 +511,7 @@ class Lowered:
             compiled.rounds += (_said(faster, total),)
             if total <= budget:
                 return Compiled(
-                    executable, self.placing, self.budget, faster, compiled.rounds, options
+                    executable, faster.placing, self.budget, faster, compiled.rounds, options
                 )
             seen[faster.plan.prediction.total_bytes] = total
         return compiled
