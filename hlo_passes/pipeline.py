@@ -23,6 +23,7 @@ from hlo_passes.loops import bodies, body_plans, host_transfers
 from hlo_passes.loops import order as loop_order
 from hlo_passes.loops import rewrite as loop_rewrite
 from hlo_passes.loops import schedule as loop_schedule
+from hlo_passes.memoize import memoized
 from hlo_passes.memory import assignment
 from hlo_passes.memory import usage as memory
 from hlo_passes.normalize import barriers, sink, stores
@@ -129,7 +130,7 @@ def choose_stay(
     """
     module, _ = _order_loops(_sunk(module), machine)
     found = body_plans.Bodies(module, machine, slots)
-    posed = problem.pose(found.least, machine, host_parameters, sliced_parameters)
+    posed = _posed(found.least, machine, tuple(host_parameters), tuple(sliced_parameters))
     for numbers, beyond in found.stay(budget, posed):
         stay = fitting.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
         if stay is not None:
@@ -161,7 +162,7 @@ def least_budget(
     """
     module, _ = _order_loops(_sunk(module), machine)
     module = body_plans.Bodies(module, machine, slots).least
-    posed = problem.pose(module, machine, host_parameters, sliced_parameters)
+    posed = _posed(module, machine, tuple(host_parameters), tuple(sliced_parameters))
     return fitting.least_budget(posed, slots)[0]
 
 
@@ -203,13 +204,10 @@ def plan_module(
     ordered, loops = _order_loops(_sunk(module), machine)
     verify.verify_loops(ordered, loops)
     in_loops = body_plans.Bodies(ordered, machine, slots, labels)
-    least = problem.pose(in_loops.least, machine, host_parameters, sliced_parameters)
+    on_host = tuple(host_parameters), tuple(sliced_parameters)
+    least = _posed(in_loops.least, machine, *on_host)
     for written, plans in in_loops.within(budget, least):
-        posed = (
-            least
-            if written is in_loops.least
-            else problem.pose(written, machine, host_parameters, sliced_parameters)
-        )
+        posed = least if written is in_loops.least else _posed(written, machine, *on_host)
         found = fitting.fit(posed, budget, slots, search_s)
         if found is not None:
             plan = assembling.assemble(found, budget, labels or {}, loops, plans)
@@ -248,6 +246,16 @@ def _sunk(module: Module) -> Module:
     return stores.settle_stores(sink.sink_weight_work(module))
 
 
+@memoized
+def _posed(
+    module: Module, machine: Machine, on_host: tuple[int, ...], sliced: tuple[int, ...]
+) -> problem.Problem:
+    """The least budget, what stays, and the plan are asked for of one module, one after the other,
+    and again for each budget."""
+    return problem.pose(module, machine, on_host, sliced)
+
+
+@memoized
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:
     for computation, callers in call_graph.call_graph(module).callers.items():
         if len(callers) > 1:

@@ -109,6 +109,14 @@ class Look:
         return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
+def _worded(ring: tuple[int, float] | None) -> str:
+    """What the log calls the way in which a program's loops are streamed."""
+    if ring is None:
+        return "no rings"
+    slots, share = ring
+    return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
+
+
 class Looks:
     """Looks at one program; what XLA has shown once is kept."""
 
@@ -185,6 +193,7 @@ class Looks:
         for ring in self._rings(budget):
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 break  # One slot more was no better.
+            _log.info("%s: planning for %d bytes", _worded(ring), budget)
             everything = replace(
                 self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
             )
@@ -195,8 +204,9 @@ class Looks:
                     stacks = self._placing.streams.stacks
                     look = self._look_at(everything.without(stacks), budget, options)
                 else:
-                    look = self._look_with_rings(everything, budget, options)
+                    look = self._look_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
+                _log.info("%s: need %d bytes", _worded(ring), error.least)
                 failure = min(failure or error, error, key=lambda e: e.least)
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
@@ -204,6 +214,9 @@ class Looks:
                 _log.warning("a plan with rings of %d slots was dropped: %s", slots, error)
                 dropped.append(error)
                 continue
+            if look is None:
+                continue
+            _log.info("%s: a step of %.3g ms", _worded(ring), look.step_time_s * 1e3)
             best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 break
@@ -277,17 +290,24 @@ class Looks:
             yield inside, True
 
     def _look_with_rings(
-        self, everything: Hosting, budget: int, options: Mapping[str, Any] | None
-    ) -> Look:
+        self,
+        everything: Hosting,
+        budget: int,
+        options: Mapping[str, Any] | None,
+        best: Look | None,
+    ) -> Look | None:
         """Plans with such rings, and as many stacks on the device as are worth it.
 
         What a stack on the device takes is known beforehand but for packing, so that it may be
-        more than there is room for.
+        more than there is room for. Rings that need more than the budget with nothing there are
+        not planned with where there is a plan already: it would take long, and be slow or fail.
         """
         program, module = self._capture(everything, options)
         if not self._placing.streams.rings(everything):
             return self._look_at(everything, budget, options)
         room = budget - self._least(module, program, everything)
+        if room < 0 and best is not None:
+            return None
         seconds = ring_seconds(module, self._lowering.target.machine)
         while True:
             kept = choose_kept(

@@ -89,7 +89,9 @@ def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: 
     # element (seen with libtpu of jax 0.12; XLA's own rule below knows a root addition only).
     if kind in ("kLoop", "kInput") or (kind == "kOutput" and target == "tpu"):
         return all(
-            i.opcode == "tuple" or _elementwise_on(module, i, n)
+            i.opcode == "tuple"
+            or _elementwise_on(module, i, n)
+            or (target == "tpu" and _reduces(i, n))
             for i, n in _transitive_uses(parameter, users)
         )
     if kind == "kOutput" and body.root.opcode == "add":
@@ -97,6 +99,19 @@ def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: 
         products = [n for n, a in enumerate(addends) if a.opcode in ("convolution", "dot")]
         return bool(products) and users.get(parameter.id) == ((body.root, 1 - products[0]),)
     return False
+
+
+def _reduces(i: Instruction, operand: int) -> bool:
+    """Whether `i` is a reduction of an operand. On TPU it goes along with the elementwise work on
+    what it reads, so that a fusion may leave a further result in place (seen with libtpu of jax
+    0.12, for reductions of rows, of columns and of everything; XLA's own rule has none of it)::
+
+        new, norm = fusion(old)        new = f(old), where old lay;   norm = reduce(new)
+
+    What is made of the reduction and gets back to the shape of the operand goes through a
+    broadcast, which is not elementwise.
+    """
+    return i.opcode == "reduce" and operand < len(i.operand_ids) // 2
 
 
 def said_to_share(i: Instruction) -> Iterator[tuple[int, ShapeIndex]]:

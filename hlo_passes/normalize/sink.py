@@ -6,8 +6,9 @@
 XLA's scheduler runs what depends on arguments alone (a weight brought into another layout
 or type) as early as it can. All results are then live at once, and so is every streamed
 weight that they are made from, which no order of transfers can mend. Such work moves to
-just before its first reader. Nothing that it reads can change in between: a donated
-argument, which can, does not count, unless only a store overwrites it, on the host.
+just before its first reader. Nothing that it reads can change in between: what can, a donated
+argument (unless only a store overwrites it, on the host) or a copy that a loop goes on to work
+with, does not count.
 
 XLA chose what hides a collective: work that stands between its start and its done stays there,
 nothing comes in, and what starts or ends one does not move at all.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hlo_passes.analysis.collectives import collectives, has_collective
+from hlo_passes.analysis.dataflow import Dataflow, analyze_dataflow
 from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.memoize import memoized
@@ -42,9 +44,10 @@ def sink_weight_work(module: Module) -> Module:
     Returns:
       `module` itself when nothing moves.
 
-    Time O(instructions).
+    Time O(positions of the module).
     """
     order = module.entry.instructions
+    dataflow = analyze_dataflow(module)
     steady = _steady_values(module)
     ordered_by_hand = _ordered_by_hand(order)
     sinking: dict[int, Instruction] = {}
@@ -62,7 +65,8 @@ def sink_weight_work(module: Module) -> Module:
         arguments = frozenset[int]().union(*(drawn_on[o] for o in i.operand_ids))
         if len(arguments) <= 1:
             sinking[i.id] = i
-            drawn_on[i.id] = arguments
+            if not _is_written_over(dataflow, i):
+                drawn_on[i.id] = arguments
     sinking = _within_spans(module, sinking)
     if not sinking:
         return module
@@ -90,6 +94,11 @@ def sink_weight_work(module: Module) -> Module:
     if sequence == [i.id for i in order]:
         return module
     return in_order(module, sequence)
+
+
+def _is_written_over(dataflow: Dataflow, i: Instruction) -> bool:
+    """Whether something else comes to lie in the bytes of what `i` makes."""
+    return any(len(dataflow.buffer_at(i, index).values) > 1 for index, _ in i.shape.leaves())
 
 
 def _within_spans(module: Module, sinking: Mapping[int, Instruction]) -> dict[int, Instruction]:

@@ -298,11 +298,16 @@ def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
     parameters = {p.parameter_number: p.shape for p in module.entry.parameters}
     # XLA:CPU calls all arguments the device's: its host memory is the same memory.
     arguments = sum(device_bytes(s) for n, s in parameters.items() if n not in on_host)
+    results = module.entry.root.shape
+    # A result on the host takes no place on the device, whatever argument it is said to replace.
     aliased = sum(
-        device_bytes(parameters[a.parameter].at(a.parameter_index))
+        min(
+            device_bytes(parameters[a.parameter].at(a.parameter_index)),
+            device_bytes(results.at(a.output_index)),
+        )
         for a in module.input_output_aliases
     )
-    return Boundary(arguments, device_bytes(module.entry.root.shape), aliased)
+    return Boundary(arguments, device_bytes(results), aliased)
 
 
 def _evictions(ranges: LiveRanges, ticks: EntryTicks, smallest: int) -> tuple[Evicted, ...]:

@@ -61,7 +61,8 @@ class Taking:
             if is_allowed or self._platform:
                 return is_allowed
         if shape != result:
-            return False
+            is_alike = self._tpu and i.opcode == "fusion" and _is_as_large(shape, result)
+            return is_alike and self._stays_in_tpu_fusion(i, operand)
         once = i.operand_ids.count(given.id) == 1
         match i.opcode:
             case "fusion":
@@ -116,9 +117,13 @@ class Taking:
         if kind in ("kInput", "kLoop") or (kind == "kOutput" and self._tpu):
             # In fusions of XLA:TPU bitcasts pass elements on, too: it gives such a fusion's result
             # the place of a loop's state that the fusion reads.
+            # It takes each element once, for a sum and for what it leaves there. What is made of
+            # the sum and read beside the operand needs two rounds: it comes by a broadcast.
             passing = ("tuple", "bitcast") if self._tpu else ("tuple",)
             return all(
-                u.opcode in passing or self._is_elementwise(u, n)
+                u.opcode in passing
+                or (self._tpu and u.opcode == "reduce" and n < len(u.operand_ids) // 2)
+                or self._is_elementwise(u, n)
                 for u, n in _reached(parameter, users)
             )
         root = body.root
@@ -131,13 +136,24 @@ class Taking:
             return bool(products) and users.get(parameter.id) == [(root, 1 - products[0])]
         return False
 
+    def _stays_in_tpu_fusion(self, fusion: Instruction, operand: int) -> bool:
+        """Whether each element lies where it lay, though the shape is another: bitcasts move
+        nothing, and what works element by element keeps to one layout (libtpu of jax 0.12 says in
+        its final modules that such a result has its operand's place)."""
+        body = self._body(fusion)
+        reached = _reached(body.parameters[operand], self._users_in(body))
+        return self._in_fusion(fusion, operand) and all(
+            u.shape.layout == self._module.instructions[u.operand_ids[n]].shape.layout
+            for u, n in reached
+            if u.opcode not in ("bitcast", "reduce", "tuple")
+        )
+
     def _in_gpu_fusion(
         self, fusion: Instruction, index: ShapeIndex, operand: int, given: Shape
     ) -> bool:
         """Whether an emitter that goes through the result in one pass reads, of the parameter,
         what it is about to write and nothing else."""
-        result = fusion.shape.at(index)
-        if given.element_count != result.element_count or given.byte_size != result.byte_size:
+        if not _is_as_large(given, fusion.shape.at(index)):
             return False
         body = self._body(fusion)
         output = body.root
@@ -221,6 +237,11 @@ class Taking:
                     users.setdefault(operand, []).append((i, n))
             self._users[body.id] = users
         return self._users[body.id]
+
+
+def _is_as_large(a: Shape, b: Shape) -> bool:
+    """Whether two arrays have as many elements of as many bytes."""
+    return a.element_count == b.element_count and a.byte_size == b.byte_size
 
 
 def _reached(

@@ -392,7 +392,7 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     ringed: list[int] = []
     with_rings = looks.Looks._look_with_rings
 
-    def watched(self: looks.Looks, everything: Hosting, *rest: Any) -> looks.Look:
+    def watched(self: looks.Looks, everything: Hosting, *rest: Any) -> looks.Look | None:
         ringed.append(everything.depth)
         return with_rings(self, everything, *rest)
 
@@ -403,6 +403,29 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     plan = memplan.jit(both, hbm=budget).lower(*args).plan()
     assert plan.transfers
     assert bool(ringed) == is_ringed
+
+
+@pytest.mark.parametrize(("rings", "planned"), [((1, 2), {1}), ((2, 1), {1, 2})])
+def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
+    monkeypatch: pytest.MonkeyPatch, rings: tuple[int, ...], planned: set[int]
+):
+    def least(_self: looks.Looks, _module: Any, _program: Any, hosting: Hosting) -> int:
+        return 0 if hosting.depth == 1 else 1 << 60
+
+    look_at, found = looks.Looks._look_at, set[int]()
+
+    def watched(self: looks.Looks, hosting: Hosting, *rest: Any) -> looks.Look:
+        found.add(hosting.depth)
+        return look_at(self, hosting, *rest)
+
+    monkeypatch.setattr(looks, "_RINGS", tuple((slots, 1.0) for slots in rings))
+    monkeypatch.setattr(looks, "_SMALL_STACKS", 0.0)
+    monkeypatch.setattr(looks.Look, "is_hidden", False)
+    monkeypatch.setattr(looks.Looks, "_least", least)
+    monkeypatch.setattr(looks.Looks, "_look_at", watched)
+    args = arguments(256, 8)
+    memplan.jit(forward, hbm=xla_total(forward, *args)).lower(*args).plan()
+    assert found == planned
 
 
 @pytest.mark.gpu

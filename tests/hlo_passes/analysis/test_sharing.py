@@ -5,6 +5,7 @@ import pytest
 from hlo_passes.analysis.dataflow import Position, analyze_dataflow
 from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.analysis.sharing import Target, can_share
+from hlo_passes.ir import ShapeIndex
 from hlo_passes.memory.allocations import find_allocations
 from hlo_passes.reading.reader import read_module
 from hlo_passes.verify.memory import Memory
@@ -14,14 +15,17 @@ from tests import corpus
 TARGETS: list[Target] = ["cpu", "gpu", "tpu"]
 
 
-def shares(body: str, target: Target, operand: str = "a", user: str = "u") -> bool:
+def shares(
+    body: str, target: Target, operand: str = "a", user: str = "u", index: ShapeIndex = ()
+) -> bool:
     """What the planner says; the checker, which has the rules from elsewhere, says the same."""
     module = read_module(f"HloModule m, is_scheduled=true\n{body}")
     named = {i.name: i for i in module.entry.instructions}
-    found = can_share(analyze_dataflow(module), target, Position(named[operand]), named[user], ())
+    flow = analyze_dataflow(module)
+    found = can_share(flow, target, Position(named[operand]), named[user], index)
     number = named[user].operand_ids.index(named[operand].id)
     taking = Taking(module, Memory(module), target)
-    assert taking.is_allowed(named[user], (), number, ()) == found
+    assert taking.is_allowed(named[user], index, number, ()) == found
     return found
 
 
@@ -105,6 +109,66 @@ def test_a_loop_fusion_that_is_elementwise_on_the_operand_shares_it(target: Targ
 def test_a_loop_fusion_that_reads_elsewhere_does_not(target: Target) -> None:
     body = "s = f32[8,8] reverse(x), dimensions={0}\n ROOT r = f32[8,8] add(s, x)"
     assert not shares(fusion(body, "kLoop"), target)
+
+
+def with_norm(made: str, dimensions: str) -> str:
+    """A new state in place of the old one, and a reduction of it."""
+    left = "8" if dimensions != "0,1" else ""
+    return entry(
+        f"(f32[8,8], f32[{left}]) fusion(a, p), kind=kLoop, calls=fused",
+        f"""
+sum {{
+  l = f32[] parameter(0)
+  r = f32[] parameter(1)
+  ROOT s = f32[] add(l, r)
+}}
+fused {{
+  x = f32[8,8] parameter(0)
+  y = f32[8,8] parameter(1)
+  z = f32[] constant(0)
+  m = f32[8,8] add(x, y)
+  q = f32[8,8] multiply(m, m)
+  n = f32[{left}] reduce(q, z), dimensions={{{dimensions}}}, to_apply=sum
+  ROOT t = (f32[8,8], f32[{left}]) tuple({made}, n)
+}}
+""",
+    )
+
+
+@pytest.mark.parametrize("dimensions", ["0,1", "0", "1"])
+def test_on_tpu_a_reduction_goes_along_with_what_is_left_in_place(dimensions: str) -> None:
+    assert shares(with_norm("m", dimensions), "tpu", index=(0,))
+    # XLA's own rule has every user of an operand work element by element.
+    assert not shares(with_norm("m", dimensions), "cpu", index=(0,))
+
+
+@pytest.mark.parametrize("target", ["tpu", "cpu"])
+@pytest.mark.parametrize("order", ["{1,0}", "{0,1}"])
+def test_on_tpu_what_is_seen_in_another_shape_stays_where_it_is(order: str, target: str) -> None:
+    text = f"""HloModule m, is_scheduled=true
+fused {{
+  x = f32[4,8]{{0,1}} parameter(0)
+  y = f32[8,4]{{1,0}} bitcast(x)
+  ROOT m = f32[8,4]{order} multiply(y, y)
+}}
+ENTRY e {{
+  p = f32[4,8]{{0,1}} parameter(0)
+  a = f32[4,8]{{0,1}} negate(p)
+  ROOT u = f32[8,4]{order} fusion(a), kind=kLoop, calls=fused
+}}
+"""
+    module = read_module(text)
+    taking = Taking(module, Memory(module), target)
+    # In columns the product is not where the rows were that it is made of.
+    expected = target == "tpu" and order == "{1,0}"
+    assert taking.is_allowed(module.entry.root, (), 0, ()) == expected
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_scaled_by_a_reduction_of_the_operand_does_not_share_it(target: Target) -> None:
+    lines = "b = f32[8,8] broadcast(n), dimensions={0}\n  g = f32[8,8] divide(m, b)\n  ROOT t"
+    scaled = with_norm("g", "1").replace("ROOT t", lines)
+    assert not shares(scaled, target, index=(0,))
 
 
 PRODUCT = "d = f32[8,8] dot(y, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n "

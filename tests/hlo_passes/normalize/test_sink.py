@@ -47,6 +47,42 @@ def test_work_on_a_donated_argument_stays():
     assert order_after(HOISTED, alias=aliased, w="f32") == ["w32", "wt", "v32", "y", "z"]
 
 
+def test_a_copy_of_what_a_loop_works_on_stays_before_the_loop():
+    # XLA makes every counter from one zero: one loop counts in it, the others in copies of it.
+    text = """
+HloModule m, is_scheduled=true
+
+body {
+  s = (s32[]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  n = s32[] negate(i)
+  ROOT t = (s32[]) tuple(n)
+}
+
+condition {
+  s = (s32[]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  ten = s32[] constant(10)
+  ROOT less = pred[] compare(i, ten), direction=LT
+}
+
+ENTRY e {
+  zero = s32[] constant(0)
+  counter = s32[] copy(zero)
+  other = s32[] copy(counter)
+  state = (s32[]) tuple(counter)
+  loop = (s32[]) while(state), condition=condition, body=body
+  last = s32[] get-tuple-element(loop), index=0
+  ROOT sum = s32[] add(last, other)
+}
+"""
+    module = read_module(text)
+    assert sink_weight_work(module) is module
+    read_only = text.replace("copy(counter)", "copy(zero)")
+    names = [i.name for i in sink_weight_work(read_module(read_only)).entry.instructions]
+    assert names == ["zero", "counter", "state", "loop", "last", "other", "sum"]
+
+
 def test_steps_that_are_fusions_stay_though_they_draw_on_arguments_alone():
     body = """
   w32 = f32[8,8]{1,0} convert(w)

@@ -205,6 +205,18 @@ def test_a_choice_is_a_plan_that_holds(posed: Problem, share: float, slots: int 
             assert live <= slots
 
 
+@pytest.mark.parametrize("space", ["", ":S(5)"])
+def test_a_donated_argument_counts_wherever_its_result_is(space: str):
+    text = f"""HloModule toy, is_scheduled=true, input_output_alias={{ {{}}: (0, {{}}) }}
+
+ENTRY %main {{
+  %x = f32[16]{{0}} parameter(0)
+  ROOT %r = f32[16]{{0{space}}} copy(%x)
+}}
+"""
+    assert pose(module_of(text), GPU, ()).fixed_bytes == 64
+
+
 def test_everything_stays_where_there_is_room():
     posed = problem([(0, 1), (1, 1), (2, 1)], [16, 32, 96])
     choice = placement.choose_placement(posed, all_bytes(posed))
