@@ -168,7 +168,8 @@ class Prediction:
       step_time_s: predicted time of one step; `stall_s` of it the compute engine waits
         for a transfer.
       compute_s: the sum of the instructions' costs, `recompute_s` of it for what is
-        computed again; `link_s` the time the links are busy.
+        computed again (below 0 where that takes less than to write and read it); `link_s` the
+        time the links are busy.
       lower_bound_s: no plan within this budget can be faster on this machine model.
     """
 

@@ -85,7 +85,7 @@ class Compiled:
             said += f"; loops streamed: {streamed}, slots: {self.hosting.depth}"
         preparation = self.plan.preparation
         if preparation is not None and preparation.recomputed != "nothing":
-            said += f"; computed again in loops, not kept for them: {preparation.recomputed}"
+            said += f"; recomputed in loops: {preparation.recomputed}"
         return f"<Compiled {said}>"
 
     @property

@@ -98,9 +98,10 @@ class Look:
         return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
 
     def with_recompute(self, seconds: float) -> Look:
-        """The same where so many seconds of its compute are known to be done a second time."""
+        """The same where so many seconds of its compute are not in the program as it is written;
+        fewer than none where to compute again takes less than to write and read."""
         known = self.plan.prediction
-        prediction = replace(known, recompute_s=known.recompute_s + max(seconds, 0.0))
+        prediction = replace(known, recompute_s=known.recompute_s + seconds)
         return replace(self, plan=replace(self.plan, prediction=prediction))
 
     @property
@@ -225,8 +226,11 @@ class Looks:
         return best
 
     def _plain_s(self, options: Mapping[str, Any] | None) -> float:
-        """Seconds of compute with everything on the device."""
-        _, module = self._capture(Hosting(frozenset()), options)
+        """Seconds of compute with everything on the device, all by the machine model: of this
+        program XLA may have said how long kernels take that those of another are compared with."""
+        plain = Hosting(frozenset())
+        self._capture(plain, options)
+        _, module = self._captured[_key(plain, options)]
         return cost.step_seconds(module, self._lowering.target.machine)
 
     def resident(self, options: Mapping[str, Any] | None) -> Look:
@@ -451,7 +455,7 @@ class Looks:
         self, hosting: Hosting, options: Mapping[str, Any] | None
     ) -> tuple[Program, Module]:
         """The program so placed, and its module as XLA schedules it."""
-        key = hosting, tuple((options or {}).items())
+        key = _key(hosting, options)
         if key not in self._captured:
             program = self._placing.placed(hosting)
             begin = time.monotonic()
@@ -462,3 +466,7 @@ class Looks:
             self._captured[key] = program, module
         program, module = self._captured[key]
         return program, cost.lend_estimates(module, self._estimates)
+
+
+def _key(hosting: Hosting, options: Mapping[str, Any] | None) -> Hashable:
+    return hosting, tuple((options or {}).items())

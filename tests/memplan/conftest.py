@@ -9,6 +9,7 @@ import memplan.cli as cli
 import memplan.stages as stages
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.reading.reader import read_module
+from memplan.placing import Placing
 from memplan.report.build import view_run
 from memplan.report.view import Report
 from tests.memplan.programs import TOY, streamed_text
@@ -68,3 +69,9 @@ def refused(capsys):
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for the budget that is asked for, whatever XLA leaves of it."""
     monkeypatch.setattr(stages, "_IDLE", 1.0)
+
+
+@pytest.fixture
+def planned_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loops leave for others is kept or streamed, even where computing it again is faster."""
+    monkeypatch.setattr(Placing, "recomputing", lambda self: ())

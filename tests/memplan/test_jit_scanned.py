@@ -25,7 +25,7 @@ from tests.memplan.chains import (
 )
 from tests.sweeps import slow_but
 
-pytestmark = pytest.mark.usefixtures("planned_once")
+pytestmark = pytest.mark.usefixtures("planned_once", "planned_as_written")
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),

@@ -83,7 +83,7 @@ def test_a_text_that_ends_the_parser_is_one_error_and_the_next_is_read() -> None
 def test_a_script_reads_on_after_such_a_text_and_leaves_no_process() -> None:
     script = f"""
 import jax, os, subprocess, sys
-from hlo_passes.reader import read_module
+from hlo_passes.reading.reader import read_module
 try:
     read_module({FATAL!r})
 except ValueError as error:
