@@ -55,6 +55,10 @@ _FEW = 8
 # A schedule this close to the certified bound is taken at once.
 _CLOSE_ENOUGH = 1.001
 
+# What the caller gives and takes back stays on the device where a step is no slower than this for
+# it: on the host it would be between steps, too.
+_STORED = 1.005
+
 # How often a schedule is tightened because its packing exceeds the budget.
 _TIGHTENED = 8
 
@@ -186,19 +190,21 @@ def _search(
     if problem.ticks.transfers and not problem.ticks.end:
         return excess  # It only hands its arguments back: there is no tick to bring them at.
     serial = count()  # of equals the earlier one
-    queue: list[tuple[float, int, int, _Attempt, _Schedule | None]] = []
+    queue: list[tuple[float, int, int, float, _Attempt, _Schedule | None]] = []
 
     def push(seconds: float, attempt: _Attempt, schedule: _Schedule | None) -> None:
         leaving = sum(e.size for e in attempt.posed.evictions)
-        moved = leaving + sum(f.size for f in attempt.fetches)
-        heapq.heappush(queue, (seconds, moved, next(serial), attempt, schedule))
+        moved, weighed = leaving + sum(f.size for f in attempt.fetches), seconds
+        if any(m.store is not None and m.buffer not in attempt.stay for m in problem.movables):
+            weighed *= _STORED
+        heapq.heappush(queue, (weighed, moved, next(serial), seconds, attempt, schedule))
 
     for attempt in _attempts(problem, budget, candidates):
         push(_unhindered_s(attempt.posed, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
     nearest = 0
     while queue:
-        seconds, _, _, attempt, schedule = heapq.heappop(queue)
+        _, _, _, seconds, attempt, schedule = heapq.heappop(queue)
         if schedule is None:
             schedule = _schedule(attempt, slots)
             if schedule is None:
