@@ -80,7 +80,7 @@ def branched(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 PROGRAMS = slow_but(
-    [counted, prompted, nested],
+    [counted],
     [counted, scanned, until, prompted, tied, nested, carried, branched],
 )
 
