@@ -157,44 +157,49 @@ class Looks:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
-        failure: MemoryBudgetError | None = None
-        dropped: list[Exception] = []
+        rest: Iterator[Look] = iter(())
+        failed: list[Exception] = []
         for looks in (self, *self._recomputing):
             for inside, nested in looks._inside(budget):
-                try:
-                    look = looks._look_with_loops(inside, nested, budget, options)
-                except MemoryBudgetError as error:
-                    failure = min(failure or error, error, key=lambda e: e.least)
-                    continue
-                except (MemplanError, jax.errors.JaxRuntimeError) as error:
-                    dropped.append(error)  # The log has said so.
-                    continue
-                if looks is not self:
-                    look = look.with_recompute(looks._plain_s(options) - self._plain_s(options))
-                best = look if best is None or look.is_faster_than(best) else best
-                if best.is_hidden:
+                again_s = 0.0 if looks is self else looks._plain_s(options) - self._plain_s(options)
+                in_turn = looks._in_turn(inside, nested, budget, options, again_s, failed)
+                # Which slots are best is asked of the best of the programs only.
+                look = next(in_turn, None)
+                if look is not None and (best is None or look.is_faster_than(best)):
+                    best, rest = look, in_turn
+                if best is not None and best.is_hidden:
                     break
             if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
+        for look in rest:
+            best = look if best is None or look.is_faster_than(best) else best
         if best is None:
-            raise failure or dropped[0]
+            refused = [e for e in failed if isinstance(e, MemoryBudgetError)]
+            raise min(refused, key=lambda e: e.least, default=failed[0])
         return best
 
-    def _look_with_loops(
+    def _in_turn(
         self,
         inside: frozenset[int],
         nested: bool,
         budget: int,
         options: Mapping[str, Any] | None,
-    ) -> Look:
-        """The fastest plan with such rings as are tried, when loops bring `inside` whole."""
+        again_s: float,
+        failed: list[Exception],
+    ) -> Iterator[Look]:
+        """Yields plans with one ring after another, as long as the next may be faster.
+
+        Args:
+          inside: what loops bring whole.
+          again_s: seconds of compute that the program as it is written does not have.
+          failed: what came of the other rings is added to it.
+        """
         best: Look | None = None
-        failure: MemoryBudgetError | None = None
-        dropped: list[Exception] = []
         for ring in self._rings(budget):
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
-                break  # One slot more was no better.
-            _log.info("%s: planning for %d bytes", _worded(ring), budget)
+                return  # One slot more was no better.
+            what = f"{self._placing.recomputed} recomputed, {_worded(ring)}"
+            _log.info("%s: planning for %d bytes", what, budget)
             everything = replace(
                 self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
             )
@@ -207,23 +212,22 @@ class Looks:
                 else:
                     look = self._look_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
-                _log.info("%s: need %d bytes", _worded(ring), error.least)
-                failure = min(failure or error, error, key=lambda e: e.least)
+                _log.info("%s: need %d bytes", what, error.least)
+                failed.append(error)
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 slots = 0 if ring is None else ring[0]
                 _log.warning("a plan with rings of %d slots was dropped: %s", slots, error)
-                dropped.append(error)
+                failed.append(error)
                 continue
             if look is None:
                 continue
-            _log.info("%s: a step of %.3g ms", _worded(ring), look.step_time_s * 1e3)
+            look = look.with_recompute(again_s) if again_s else look
+            _log.info("%s: a step of %.3g ms", what, look.step_time_s * 1e3)
+            yield look
             best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
-                break
-        if best is None:
-            raise failure or dropped[0]
-        return best
+                return
 
     def _plain_s(self, options: Mapping[str, Any] | None) -> float:
         """Seconds of compute with everything on the device, all by the machine model: of this

@@ -79,6 +79,27 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
     assert raised.value is REFUSALS[0]
 
 
+def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
+    """One that computes again what scans leave is faster; of the other one ring was looked at."""
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    written, again = lowered._looks, looks.Looks(lowered.placing)
+    seen = {written: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
+    looked: list[Any] = []
+
+    def look(self: Any, everything: Any, *_: Any) -> Any:
+        looked.append((self, everything.depth, everything.share))
+        return seen[self]
+
+    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
+    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
+    monkeypatch.setattr(looks.Looks, "_plain_s", lambda *_: 1.0)
+    monkeypatch.setitem(vars(written), "_recomputing", (again,))
+    assert written.look(HALF, None) is seen[again]
+    first, *others = looked
+    assert first == (written, 2, 1.0)
+    assert others == [(again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
+
+
 def refusal(budget: int) -> MemoryBudgetError:
     return MemoryBudgetError(
         budget=budget,
