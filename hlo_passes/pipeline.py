@@ -26,7 +26,7 @@ from hlo_passes.loops import schedule as loop_schedule
 from hlo_passes.memoize import memoized
 from hlo_passes.memory import assignment
 from hlo_passes.memory import usage as memory
-from hlo_passes.normalize import barriers, sink, stores
+from hlo_passes.normalize import barriers, sink, stores, views
 from hlo_passes.normalize import stable_names as settled
 from hlo_passes.orders import reorder
 from hlo_passes.placing import (
@@ -61,6 +61,7 @@ PASSES = (
     Pass("settle-names", settled.settle_names, "one program, one module: the same names"),
     Pass("barriers", barriers.remove_barriers, "no barrier hides who reads what"),
     Pass("add-stores", stores.add_stores, "what goes to the host is copied there (CPU)"),
+    Pass("views", views.divide_views, "each reader sees what is fetched by itself"),
     Pass("sink", sink.sink_weight_work, "work on weights stands at its first reader"),
     Pass("settle-stores", stores.settle_stores, "stores stand behind what they copy"),
     # Loops.
@@ -191,7 +192,7 @@ def plan_module(
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
-      `stores.add_stores`, `sink.sink_weight_work`, `stores.settle_stores`,
+      `stores.add_stores`, `views.divide_views`, `sink.sink_weight_work`, `stores.settle_stores`,
       `loops.rewrite.rewrite_loops`, `body_plans.write_bodies` and `edits.apply`. That those
       compute the same `rewrite_module` proves, of what is handed to XLA.
 
@@ -243,7 +244,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
 
 def _sunk(module: Module) -> Module:
     module = stores.add_stores(barriers.remove_barriers(module))
-    return stores.settle_stores(sink.sink_weight_work(module))
+    return stores.settle_stores(sink.sink_weight_work(views.divide_views(module)))
 
 
 @memoized

@@ -147,7 +147,9 @@ class _Editor:
     def _clone(self, original: _Proto, name: str) -> _Proto:
         clone = self._new(_copied(original), name)
         del clone.control_predecessor_ids[:]
-        clone.frontend_attributes.map[RECOMPUTE_ATTRIBUTE] = original.name
+        # What is a clone itself is one of the first.
+        attributes = clone.frontend_attributes.map
+        attributes[RECOMPUTE_ATTRIBUTE] = attributes.get(RECOMPUTE_ATTRIBUTE, original.name)
         if clone.opcode == "fusion":
             fused = [self._clone_computation(c, name) for c in clone.called_computation_ids]
             clone.called_computation_ids[:] = fused
