@@ -188,3 +188,18 @@ def test_what_is_private_is_seen(source: str):
 )
 def test_what_is_public_is_left_alone(source: str):
     assert not list(private_to_jax(source))
+
+
+# --- the walk through the code ----------------------------------------------------------------
+
+
+def test_the_walk_through_the_code_names_what_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("## From `hbm=` to `copy-start`", 1)[1].split("\n## ", 1)[0]
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", section, re.MULTILINE)
+    assert 5 < len(steps) <= 10
+    for file, name in steps:
+        scope: ast.AST = ast.parse((ROOT / file).read_text())
+        for part in name.split("."):
+            named = (n for n in ast.iter_child_nodes(scope) if getattr(n, "name", "") == part)
+            scope = next(named)
