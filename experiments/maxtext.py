@@ -61,6 +61,7 @@ _OPTIONS: Mapping[str, Any] = {
     "attention": "dot_product",
     "enable_checkpointing": False,
     "dataset_type": "synthetic",
+    "jax_cache_dir": "",
 }
 _OFFLOAD = "optimizer_memory_host_offload"
 _OFFLOADED = ("offload", "both")
