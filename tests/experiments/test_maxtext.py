@@ -12,7 +12,7 @@ from experiments.running import Row
 @pytest.mark.parametrize("words", [(), ("--path", "/nowhere")])
 def test_a_folder_without_maxtext_is_refused(words: tuple[str, ...]):
     with pytest.raises(
-        app.UsageError, match="package maxtext in it, found (None|/nowhere): unpack"
+        app.UsageError, match=r"package maxtext in it, found (None|/nowhere): unpack"
     ):
         EXPERIMENT.run(*words)
 
