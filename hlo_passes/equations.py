@@ -145,6 +145,13 @@ class Call:
 
 
 @dataclass(frozen=True)
+class DevicePut:
+    """Each operand goes to a place: a sharding, a kind of memory or a device; None leaves it."""
+
+    places: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class DotGeneral:
     """A product; the dimensions of both operands that it contracts, and those of its batches."""
 
@@ -272,6 +279,7 @@ type Decoded = (
     | Remat
     | ShardMap
     | Call
+    | DevicePut
     | DotGeneral
     | DynamicSlice
     | DynamicUpdateSlice
@@ -352,6 +360,7 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "cond": lambda p: Cond(tuple(p["branches"])),
     "custom_jvp_call": lambda p: Call(p["call_jaxpr"], False, True),
     "custom_vjp_call": lambda p: Call(p["call_jaxpr"], False, True),
+    "device_put": lambda p: DevicePut(tuple(p["devices"])),
     "dot_general": lambda p: DotGeneral(*p["dimension_numbers"]),
     "dynamic_slice": lambda p: DynamicSlice(tuple(p["slice_sizes"])),
     "dynamic_update_slice": lambda _: DynamicUpdateSlice(),
@@ -462,6 +471,13 @@ def with_shape(eqn: JaxprEqn, shape: Sequence[int]) -> JaxprEqn:
     """An equation whose result has another shape, where its parameters say which it has."""
     key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(name(eqn))
     return _with(eqn, **{key: tuple(shape)}) if key else eqn
+
+
+def with_puts(eqn: JaxprEqn, which: Sequence[int]) -> JaxprEqn:
+    """A device_put of some of its operands only."""
+    invars, outvars = [eqn.invars[n] for n in which], [eqn.outvars[n] for n in which]
+    params = {name: tuple(of[n] for n in which) for name, of in eqn.params.items()}
+    return _with(eqn, **params).replace(invars=invars, outvars=outvars)
 
 
 def with_sharding(

@@ -86,7 +86,10 @@ def jit(
         it is followed, nothing is looked at or searched, and what else is said here of how to
         plan does not count. Where it does not hold, that is an error; with `hbm` beside it, a
         `PlanWarning`, and another plan is made. Without `hbm` its own budget is kept to.
-      **jit_options: everything else that ``jax.jit`` takes, with the same meaning.
+      **jit_options: everything else that ``jax.jit`` takes, with the same meaning. What
+        ``in_shardings`` have in ``pinned_host`` memory is there in every plan, and so is what
+        ``out_shardings`` have there, with the donated argument whose place it takes; in which
+        memory the others are, is the plan's to say, and on CPU that of all arguments.
 
     Returns:
       A function with the stages of ``jax.jit`` and ``plan`` and ``place`` besides. Where
@@ -144,10 +147,10 @@ class _PlannedFunction:
     def __init__(
         self, fun: Callable[..., Any], *, options: Options, jit_options: Mapping[str, Any]
     ) -> None:
+        traced = dict(jit_options)
         if "in_shardings" in jit_options:
-            given = in_device_memory(jit_options["in_shardings"])
-            jit_options = {**jit_options, "in_shardings": given}
-        self._jitted: Any = jax.jit(fun, **jit_options)
+            traced["in_shardings"] = in_device_memory(jit_options["in_shardings"])
+        self._jitted: Any = jax.jit(fun, **traced)
         functools.update_wrapper(self, fun)
         static = StaticArguments.of(
             fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")

@@ -29,7 +29,6 @@ from memplan.signature import (
     as_single_device,
     memory_kind,
 )
-from memplan.streams.hosting import Hosting
 
 
 class PlacementWarning(UserWarning):
@@ -63,7 +62,7 @@ class Compiled:
         self._lowering = placing.lowering
         self._budget = budget
         self._bound: dict[bool, jax.stages.Compiled] = {}
-        self.hosting = look.hosting if look is not None else Hosting(frozenset())
+        self.hosting = look.hosting if look is not None else placing.asked
         self.plan = look.plan if look is not None else None
         layouts = placing.layouts_beside(self.hosting)
         parameters = placing.program.arguments.parameters
@@ -101,7 +100,7 @@ class Compiled:
     @property
     def is_jax_own(self) -> bool:
         """Whether calling ``jax.jit`` runs this very executable."""
-        is_as_written = not self.layouts and not self.forms and not self.options
+        is_as_written = not (self.layouts or self.forms or self.options or self.hosting.arguments)
         return self.plan is None and self._lowering.target.absent is None and is_as_written
 
     @functools.cached_property

@@ -230,16 +230,17 @@ class Looks:
                 return
 
     def _plain_s(self, options: Mapping[str, Any] | None) -> float:
-        """Seconds of compute with everything on the device, all by the machine model: of this
-        program XLA may have said how long kernels take that those of another are compared with."""
-        plain = Hosting(frozenset())
+        """Seconds of compute with all that may be on the device there, all by the machine model: of
+        this program XLA may have said how long kernels take that those of another are compared
+        with."""
+        plain = self._placing.asked
         self._capture(plain, options)
         _, module = self._captured[_key(plain, options)]
         return cost.step_seconds(module, self._lowering.target.machine)
 
     def resident(self, options: Mapping[str, Any] | None) -> Look:
-        """The program with everything on the device, whether or not that has so much."""
-        return self._look_with(Hosting(frozenset()), sys.maxsize, options)
+        """The program with all that may be on the device there, whether or not that has so much."""
+        return self._look_with(self._placing.asked, sys.maxsize, options)
 
     def of(self, plan: Plan) -> Look:
         """The program that a plan was made for, which XLA has not shown yet."""
@@ -338,7 +339,7 @@ class Looks:
         where a step waits long for them and is faster so."""
         look = self._look_with_fewer(hosting, budget, options)
         unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
-        fits = self._lowering.arguments_bytes - self._bytes(unmoved.arguments) <= budget
+        fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget
         if look.step_time_s <= _SLOW * look.compute_s or look.hosting == unmoved or not fits:
             return look
         try:

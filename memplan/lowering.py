@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
-from memplan.signature import HOST_MEMORY_KIND
+from memplan.signature import HOST_MEMORY_KIND, asks_for_host
 from memplan.streams.programs import closed_over
 
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
@@ -46,7 +47,12 @@ class Lowering:
         self.traced = traced
         self.function = function
         self.target = target
-        self.program = target.lower(traced, self.compiler_options)
+        with warnings.catch_warnings():
+            if target.platform != "cpu" and self.returns_to_host:
+                # Arguments are on the device here. Where what takes their place is to be on the
+                # host, so are they in all that is lowered later, and jax pairs them there.
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            self.program = target.lower(traced, self.compiler_options)
 
     @functools.cached_property
     def in_tree(self) -> Any:
@@ -120,7 +126,8 @@ class Lowering:
         """``params.w: float32[8,512]`` of each flat argument."""
         return tuple(
             f"{path}: {info._aval.str_short()}{' donated' if info.donated else ''}"
-            for path, info in zip(self.paths, self.arguments, strict=True)
+            f"{' on the host' if n in self.on_host else ''}"
+            for n, (path, info) in enumerate(zip(self.paths, self.arguments, strict=True))
         )
 
     @functools.cached_property
@@ -131,13 +138,30 @@ class Lowering:
 
     @property
     def arguments_bytes(self) -> int:
-        """With more than the budget, compiling without a plan is wasted."""
-        return sum(self.sizes)
+        """Of those that may be on the device. With more than the budget, compiling without a plan
+        is wasted."""
+        return sum(size for n, size in enumerate(self.sizes) if n not in self.on_host)
 
     @property
     def returns_to_host(self) -> bool:
         asked = jax.tree.leaves(self.function.jit_options.get("out_shardings"))
-        return any(getattr(s, "memory_kind", None) == HOST_MEMORY_KIND for s in asked)
+        return any(map(asks_for_host, asked))
+
+    @functools.cached_property
+    def on_host(self) -> frozenset[int]:
+        """The flat arguments that no plan has on the device: ``in_shardings`` ask for host memory,
+        or ``out_shardings`` do for what takes their place. Not on CPU, whose one memory is the
+        device's, and not where only an array happens to be there: plans put them there, too."""
+        if self.target.platform == "cpu":
+            return frozenset()
+        places, results = self.places, self._asked_of_results
+        asked = {n for n, s in enumerate(self._asked_of_arguments) if asks_for_host(s)}
+        asked |= {n for n, k in places.items() if asks_for_host(results[k])}
+        return frozenset(
+            n
+            for n in asked & self.program.arguments.parameters.keys()
+            if not jnp.issubdtype(self.arguments[n].dtype, jax.dtypes.extended)
+        )
 
     def sharding(self, n: int) -> Any:
         """Where the program has the flat argument `n`, before placement."""
@@ -160,13 +184,28 @@ class Lowering:
         return self._asked_of_results[k] or self.sharding(n)
 
     def _can_take_place(self, k: int, n: int) -> bool:
-        """Whether a device has as much of the flat result `k` as of the flat argument `n`. A layout
-        that the user asks for is kept where that puts it."""
-        if isinstance(self._asked_of_results[k], Format):
+        """Whether a device has as much of the flat result `k` as of the flat argument `n`, and the
+        user does not ask for them in two memories. A layout that they ask for is kept where that
+        puts it."""
+        given, asked = self._asked_of_arguments[n], self._asked_of_results[k]
+        if isinstance(asked, Format):
+            return False
+        if None not in (given, asked) and asks_for_host(given) != asks_for_host(asked):
             return False
         shape, shardings = self.arguments[n].shape, (self.sharding(n), self.hosted_sharding(k, n))
         argument, result = (sharding.shard_shape(shape) for sharding in shardings)
         return argument == result
+
+    @functools.cached_property
+    def _asked_of_arguments(self) -> list[Any]:
+        """What ``in_shardings`` say of each flat argument; None where they say nothing."""
+        asked, (args, _) = self.function.jit_options.get("in_shardings"), self.traced.args_info
+        asked = tuple(asked) if isinstance(asked, list) else asked
+        found = jax.tree.leaves(
+            jax.tree.broadcast(asked, args, is_leaf=lambda s: s is None),
+            is_leaf=lambda s: s is None,
+        )
+        return found + [None] * (len(self.arguments) - len(found))
 
     @functools.cached_property
     def _asked_of_results(self) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from hlo_passes import xla
 from hlo_passes.errors import LayoutsError, OffloadPatternError
@@ -36,13 +36,14 @@ from memplan.layouts import (
 from memplan.lowering import Lowering
 from memplan.paths import matching
 from memplan.products import Form, Inner, Product, find_forms, products, with_forms
+from memplan.signature import asks_for_host
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
-from memplan.streams.programs import inline_calls
+from memplan.streams.programs import inline_calls, without_puts
 from memplan.streams.recomputing import Recomputed, recompute_residuals
 from memplan.streams.rewrite import streamed
-from memplan.streams.ring import HOST
+from memplan.streams.ring import DEVICE, HOST
 from memplan.streams.turning import order_as_it_was, order_of_turned
 from memplan.streams.uses import Result, Source
 
@@ -65,6 +66,7 @@ class Placing:
 
     Attributes:
       program: everything where the user has it, with the layouts and forms.
+      asked: only what the user asks for there is on the host.
       layouts: of arguments and results; None where they are jax's.
       forms: of products, where they are not left to XLA.
       recomputed: what scans compute again of what others leave for them.
@@ -81,7 +83,8 @@ class Placing:
         """
         self.lowering = lowering
         self.program = lowering.program
-        self._jaxpr = lowering.traced.jaxpr
+        self.asked = Hosting(lowering.on_host, asked=lowering.on_host)
+        self._jaxpr = without_puts(lowering.traced.jaxpr, self._is_there)
         self._preparation = preparation
         self.layouts = self._choose_layouts() if preparation is None else None
         chosen = self.layouts_beside(Hosting(frozenset()))
@@ -94,7 +97,9 @@ class Placing:
             *_, last = self.recomputing(preparation.recomputed)
             vars(self).update(vars(last))
         self._movable = self._choose_movable()
-        self._may_move = self._choose_offered()
+        self._may_move = self._choose_offered() | lowering.on_host
+        if lowering.on_host:
+            self.program = self.placed(self.asked, scheduled=False)
 
     def recomputing(self, most: Recomputed = "everything") -> Iterator[Placing]:
         """The same where scans compute again what others leave for them, the more the later; none
@@ -153,8 +158,8 @@ class Placing:
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.
         numbers = program.arguments.parameters
-        donated = hosting.arguments & self.streams.replaced_by.keys() & frozenset(numbers)
-        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated])
+        donated = hosting.arguments & self.streams.donated - frozenset(stored.values())
+        xla.keep_arguments(program.stablehlo, [numbers[n] for n in donated if n in numbers])
         return program
 
     def stored(self, hosting: Hosting) -> Mapping[int, int]:
@@ -201,7 +206,13 @@ class Placing:
         """All that may live on the host does."""
         on_cpu = self.lowering.target.platform == "cpu"
         residuals = frozenset[Result]() if on_cpu else self.streams.residuals(self._smallest)
-        return Hosting(self.candidates, residuals, depth, share)
+        return replace(
+            self.asked,
+            arguments=self.candidates,
+            results=residuals,
+            depth=depth,
+            share=share,
+        )
 
     def on_host(self, program: Program, hosting: Hosting) -> tuple[list[int], list[int]]:
         """Parameter numbers of the arguments on the host that the entry brings to the device
@@ -314,12 +325,21 @@ class Placing:
         bytes it counts as the device's where a loop writes to it."""
         return self._may_move - self._donated
 
+    def _is_there(self, n: int, place: Any) -> bool:
+        """Whether a ``jax.device_put`` to a place leaves the flat argument `n`, which the traced
+        function sees on the device, where it is."""
+        if place is None or place == DEVICE:
+            return True
+        sharding = self.lowering.sharding(n)
+        return isinstance(place, Sharding) and not asks_for_host(place) and place == sharding
+
     @property
     def _donated(self) -> frozenset[int]:
         """The donated ones that stay."""
         on_cpu = self.lowering.target.platform == "cpu"
         replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
-        return self._may_move & (self.streams.donated - replaced - self._replaced.keys())
+        stay = self.streams.donated - replaced - self._replaced.keys()
+        return self._may_move & (stay - self.lowering.on_host)
 
     @functools.cached_property
     def _replaced(self) -> Mapping[int, int]:

@@ -171,8 +171,8 @@ def _in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def in_device_memory(shardings: Any) -> Any:
-    """A pytree of shardings as ``in_shardings`` takes it, those in host memory on the device:
-    where an argument lives is the plan's to say."""
+    """A pytree of shardings as ``in_shardings`` takes it, those in host memory on the device: a
+    traced function sees all its arguments there."""
     return jax.tree.map(lambda s: _in_device_memory(s) if isinstance(s, Sharding) else s, shardings)
 
 
@@ -187,6 +187,11 @@ def as_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     """The shape and type of an argument, bound to `sharding` or, with None, to nothing."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def asks_for_host(sharding: Any) -> bool:
+    """Whether a sharding, if there is one, names host memory."""
+    return getattr(sharding, "memory_kind", None) == HOST_MEMORY_KIND
 
 
 def memory_kind(leaf: Any) -> str | None:

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -410,10 +411,14 @@ class Lowered:
 
     def _compile_with(self, budget: int, options: Mapping[str, Any]) -> _Kept:
         executable = self._as_xla_has_it(budget, options)
-        if executable is not None and (total := device_bytes(executable, 0)) <= budget:
-            compiled = Compiled(executable, self.placing, self.budget, None, (), options)
-            return _Kept(compiled, None, total)
-        return self._compile_within(budget, options)
+        if executable is None or (total := device_bytes(executable, 0)) > budget:
+            return self._compile_within(budget, options)
+        if self.placing.asked.arguments:
+            # What the user has on the host XLA brings when it is read; a plan, before that.
+            with suppress(MemoryBudgetError):
+                return self._compile_within(budget, options)
+        compiled = Compiled(executable, self.placing, self.budget, None, (), options)
+        return _Kept(compiled, None, total)
 
     @property
     def fun_name(self) -> str:

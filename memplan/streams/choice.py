@@ -89,7 +89,7 @@ def choose_kept(
         return size - hosting.depth * size // _length(streams, source)
 
     kept: frozenset[Source] = frozenset()
-    left = {s for ring in rings for s in ring.moved}
+    left = {s for ring in rings for s in ring.moved} - hosting.asked
     now = step_s(kept)
     while True:
         gains = {s: (now - step_s(kept | {s})) / max(1, needs(s)) for s in left if needs(s) <= room}

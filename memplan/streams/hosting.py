@@ -49,6 +49,7 @@ class Hosting:
       inside: those of the arguments that come whole in each iteration of the loops that read
         them; the others come before such a loop, and stay for all of it.
       nested: also in each iteration of loops inside loops.
+      asked: those of the arguments that the user asks for there; they stay.
     """
 
     arguments: frozenset[int]
@@ -57,6 +58,7 @@ class Hosting:
     share: float = 1.0
     inside: frozenset[int] = frozenset()
     nested: bool = False
+    asked: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, preparation: Preparation) -> Hosting:
@@ -72,8 +74,8 @@ class Hosting:
         )
 
     def without(self, sources: Collection[Source]) -> Hosting:
-        """The same with `sources` on the device."""
-        kept = frozenset(sources)
+        """The same with `sources` on the device, but for those that are asked for on the host."""
+        kept = frozenset(sources) - self.asked
         return replace(
             self,
             arguments=self.arguments - kept,

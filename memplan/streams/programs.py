@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hlo_passes.equations import Call, Scan, decode, programs, with_programs
+from hlo_passes.equations import (
+    Call,
+    DevicePut,
+    Scan,
+    decode,
+    programs,
+    with_programs,
+    with_puts,
+)
 
 
 def closed_over(jaxpr: Jaxpr) -> list[Any]:
@@ -16,6 +25,39 @@ def closed_over(jaxpr: Jaxpr) -> list[Any]:
         for program in programs(eqn):
             found |= {id(const): const for const in closed_over(program.jaxpr)}
     return list(found.values())
+
+
+def without_puts(jaxpr: Jaxpr, is_there: Callable[[int, Any], bool]) -> Jaxpr:
+    """Without each ``jax.device_put`` of an argument to where it is already, as a step has it whose
+    arguments are on the host: where they are is said otherwise here. Returns `jaxpr` itself when
+    there is none.
+
+    Args:
+      is_there: whether the argument of that number is at a place (see `DevicePut`).
+    """
+    numbers = {v: n for n, v in enumerate(jaxpr.invars)}
+    names: dict[Var, Any] = {}
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        put = decode(eqn)
+        eqn = eqn.replace(invars=[_named(a, names) for a in eqn.invars])
+        if isinstance(put, DevicePut):
+            moved = [
+                n
+                for n, (a, place) in enumerate(zip(eqn.invars, put.places, strict=True))
+                if not (isinstance(a, Var) and a in numbers and is_there(numbers[a], place))
+            ]
+            there = sorted({*range(len(eqn.invars))} - {*moved})
+            names |= {eqn.outvars[n]: eqn.invars[n] for n in there}
+            eqn = with_puts(eqn, moved)
+        eqns += [eqn] if eqn.outvars or not isinstance(put, DevicePut) else []
+    if not names:
+        return jaxpr
+    return jaxpr.replace(eqns=eqns, outvars=[_named(a, names) for a in jaxpr.outvars])
+
+
+def _named(atom: Any, names: dict[Var, Any]) -> Any:
+    return names.get(atom, atom) if isinstance(atom, Var) else atom
 
 
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
@@ -62,11 +104,8 @@ def _inline(
         called twice.
     """
 
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else values.get(atom, atom)
-
     for eqn in jaxpr.eqns:
-        operands = [read(a) for a in eqn.invars]
+        operands = [_named(a, values) for a in eqn.invars]
         if (callee := _inlined(eqn)) is not None:
             called = dict(zip(callee.invars, operands, strict=True))
             results = _inline(callee, called, eqns, fresh=True)
@@ -76,4 +115,4 @@ def _inline(
         values.update(zip(eqn.outvars, outvars, strict=True))
         inside = with_programs(eqn, [inline_calls(p.jaxpr) for p in programs(eqn)])
         eqns.append(inside.replace(invars=operands, outvars=outvars))
-    return [read(a) for a in jaxpr.outvars]
+    return [_named(a, values) for a in jaxpr.outvars]

@@ -130,6 +130,25 @@ def test_a_result_that_is_divided_or_laid_out_otherwise_takes_no_place():
     assert places(whole) == places(Format(Layout((1, 0)), rows)) == {}
 
 
+@pytest.mark.tpu
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_what_is_asked_for_in_two_memories_is_no_pair():
+    device = topology("v5e").sharding()
+    host = device.with_memory_kind("pinned_host")
+    m = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+    def asked(given: Any, returned: Any) -> Any:
+        options: dict[str, Any] = {"machine": "v5e", "hbm": "1GiB", "donate_argnums": 0}
+        options |= {"in_shardings": given, "out_shardings": returned}
+        lowering = memplan.jit(lambda m: 0.9 * m, **options).lower(m).placing.lowering
+        return dict(lowering.places), set(lowering.on_host)
+
+    assert asked(None, None) == asked(device, None) == asked(device, device) == ({0: 0}, set())
+    assert asked(host, None) == asked(None, host) == asked(host, host) == ({0: 0}, {0})
+    assert asked(device, host) == ({}, set())
+    assert asked(host, device) == ({}, {0})
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_optimizer_state_takes_its_place_on_the_host(name: str):
     leaf = jax.ShapeDtypeStruct((1536, 1536), jnp.float32)
@@ -144,3 +163,49 @@ def test_optimizer_state_takes_its_place_on_the_host(name: str):
     stored = sum(t.size for t in compiled.plan.transfers if t.kind == "evict")
     assert memory.host_alias_size_in_bytes == stored > 0
     assert memory.host_temp_size_in_bytes == 0
+
+
+def brought(state: Any, gradients: Any) -> Any:
+    """As trainers write it whose state is on the host."""
+    params, *moments = state
+    return update((params, *jax.device_put(moments, jax.memory.Space.Device)), gradients)
+
+
+@pytest.mark.parametrize("hbm", [11, 1 << 10])
+@pytest.mark.parametrize("step", [update, brought])
+@pytest.mark.parametrize("name", TARGETS)
+def test_state_that_is_asked_for_on_the_host_is_there_and_back(name: str, step: Any, hbm: int):
+    leaf = jax.ShapeDtypeStruct((1536, 1536), jnp.float32)
+    params, size = [leaf] * LAYERS, 4 * 1536 * 1536
+    device = topology(name).sharding()
+    host = device.with_memory_kind("pinned_host")
+    where = device, host, host
+    options: dict[str, Any] = {"in_shardings": (where, device), "out_shardings": where}
+    planned = memplan.jit(step, hbm=hbm * size, machine=name, donate_argnums=0, **options)
+    compiled = planned.lower((params, params, params), params).compile()
+    memory = compiled.memory_analysis()
+    assert compiled.device_bytes <= hbm * size
+    assert compiled.followed.exactly
+    moments = 2 * LAYERS * size
+    assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes >= moments
+    assert memory.host_argument_size_in_bytes >= moments
+    assert memory.host_temp_size_in_bytes == 0
+    if hbm > 11:  # The others stay where there is room.
+        assert memory.host_argument_size_in_bytes == moments
+
+
+@pytest.mark.tpu
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_what_is_asked_for_on_the_host_is_there_also_where_nothing_takes_its_place():
+    def total(m: Any, x: Any) -> Any:
+        return jnp.tanh(m @ x)[:8]
+
+    m = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    device = topology("v5e").sharding()
+    host = device.with_memory_kind("pinned_host")
+    options: dict[str, Any] = {"donate_argnums": 0, "in_shardings": (host, device)}
+    lowered = memplan.jit(total, hbm="1GiB", machine="v5e", **options).lower(m, m)
+    memory = lowered.compile().memory_analysis()
+    assert memory.host_argument_size_in_bytes == 4 * 1024 * 1024
+    assert memory.argument_size_in_bytes == 4 * 1024 * 1024
+    assert lowered.left_alone == {}

@@ -21,7 +21,12 @@ from jax.sharding import (
 )
 
 import memplan.api as memplan
-from hlo_passes.errors import CompilerMissingError, NotExecutableError, TopologyError
+from hlo_passes.errors import (
+    CompilerMissingError,
+    NotExecutableError,
+    StalePlanError,
+    TopologyError,
+)
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.timeline import schedule_events, simulate
@@ -99,12 +104,25 @@ def test_host_memory_that_is_asked_for_is_the_plans_to_give(name: str):
     plans = [
         memplan.jit(chain, **options).plan(*abstract()),
         memplan.jit(chain, **options).plan(*abstract(host)),
-        memplan.jit(chain, in_shardings=(host, None), **options).plan(*abstract()),
     ]
     assert plans[0].transfers
-    assert plans[1].transfers == plans[2].transfers == plans[0].transfers
+    assert plans[1].transfers == plans[0].transfers
     results = memplan.jit(chain, out_shardings=host, **options).lower(*abstract(host)).compile()
     assert results.memory_analysis().host_output_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("hbm", [3 * WEIGHT_BYTES, 1 << 32])
+@pytest.mark.parametrize("name", SLOW_ON_GPU)
+def test_what_in_shardings_ask_for_on_the_host_is_there(name: str, hbm: int):
+    host = topologies.topology(name).sharding().with_memory_kind("pinned_host")
+    step = memplan.jit(chain, hbm=hbm, machine=name, in_shardings=(host, None))
+    compiled = step.lower(*abstract()).compile()
+    assert compiled.memory_analysis().host_argument_size_in_bytes == LAYERS * WEIGHT_BYTES
+    assert len(compiled.plan.transfers) == LAYERS
+    assert compiled.device_bytes <= hbm
+    free = memplan.jit(chain, hbm=3 * WEIGHT_BYTES, machine=name).plan(*abstract())
+    with pytest.raises(StalePlanError, match=r"weights\.0: float32\S* on the host"):
+        memplan.jit(chain, plan=free, machine=name, in_shardings=(host, None)).lower(*abstract())
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)

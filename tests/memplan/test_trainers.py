@@ -121,6 +121,33 @@ def test_layers_on_another_axis_are_streamed_as_those_on_the_first():
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("axis", [0, 1])
+def test_moments_that_are_asked_for_on_the_host_are_streamed(axis: int):
+    shaped = jax.eval_shape(lambda: state(Net(axis), 256))
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    target = topology("v5e")
+    device = target.sharding()
+    host = device.with_memory_kind("pinned_host")
+    kept = jax.tree.map(lambda _: device, shaped)
+    where = kept.replace(opt_state=jax.tree.map(lambda _: host, shaped.opt_state))
+
+    def step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+        moments = jax.device_put(state.opt_state, kept.opt_state)
+        return train(state.replace(opt_state=moments), x)
+
+    options: dict[str, Any] = {"machine": target, "donate_argnums": 0}
+    options |= {"in_shardings": (where, device), "out_shardings": (where, device)}
+    # There is room for all of it.
+    compiled = memplan.jit(step, hbm="1GiB", **options).lower(shaped, x).compile()
+    memory, stack = compiled.memory_analysis(), LAYERS * 2 * 256**2 * 4
+    found = memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes
+    assert [n // stack for n in found] == [4, 4]
+    assert compiled.followed.loops_missing == ()
+    fetched = [stack.name for loop in compiled.streams for stack in loop.fetched]
+    assert all(name.startswith("state.opt_state.") for name in fetched)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("axis", [0, 1])
 def test_norms_of_the_new_state_are_taken_along_with_it(axis: int, caplog: Any):
     # XLA:TPU makes one fusion of an update and the norm of what comes of it. It leaves the new
     # weights where the old ones lay; those of the small parameters in another shape, where they
