@@ -1,4 +1,4 @@
-"""Layers unrolled, scanned or checkpointed: training within 75, 50 and 35 % of what the first takes.
+"""Layers unrolled, scanned or checkpointed: training within 75, 50 and 35 % of what XLA takes.
 
     python -m experiments.bodies [--programs llama ...] [--targets v5e h200] [--shares 50 ...]
 
