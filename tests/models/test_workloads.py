@@ -95,7 +95,7 @@ def test_training_with_layers_in_a_row_scanned_or_computed_again(
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, args[0])
     found = str(jax.make_jaxpr(fun)(*args))
     assert ("scan[" in found) == (remat is not None)
-    assert ("checkpoint" in found) == (remat == "layer")
+    assert ("remat" in found) == (remat == "layer")
 
 
 def test_train_takes_what_it_is_told():
