@@ -58,7 +58,7 @@ _COLUMNS = (
 
 def _define() -> None:
     flags.DEFINE_multi_enum("programs", list(_PROGRAMS), list(_PROGRAMS), "which")
-    flags.DEFINE_multi_enum("forms", list(_FORMS), list(_FORMS), "of the layers, unrolled first")
+    flags.DEFINE_multi_enum("forms", list(_FORMS), list(_FORMS), "of the layers")
     flags.DEFINE_multi_string("targets", ["v5e", "h200"], "compiled for")
     # What is compiled comes first: then XLA has said how long kernels take.
     flags.DEFINE_multi_integer("shares", [50, 75, 35], "percent of what the unrolled form takes")
@@ -68,10 +68,11 @@ def _rows(rows: Rows) -> Iterator[Row]:
     for target in FLAGS.targets:
         for program in FLAGS.programs:
             taken = 0
-            for form in FLAGS.forms:
+            for form in dict.fromkeys((_UNROLLED, *FLAGS.forms)):
+                shares = FLAGS.shares if form in FLAGS.forms else ()
                 # What XLA has shown and said of a program stays there for the next budget.
                 with Worker(_TIMEOUT_S) as worker:
-                    for share in (_PLAIN, *FLAGS.shares):
+                    for share in (_PLAIN, *shares):
                         case = {"program": program, "form": form, "target": target, "share": share}
                         found = functools.partial(_found, worker, case, taken)
                         row = rows.of(case, found)
