@@ -152,7 +152,8 @@ class DiffusionTransformer(nnx.Module):
     """
 
     def __init__(self, config: DitConfig, *, rngs: nnx.Rngs, scan: Remat | None = None):
-        self.config, self.scan = config, scan
+        self.config = config
+        self.scan: Remat | None = scan
         embed, dtype = config.embed_dim, config.dtype
         pixels = config.channels * config.patch_size**2
         normal = nnx.initializers.normal(0.02)

@@ -144,7 +144,8 @@ class VisionTransformer(nnx.Module):
     """
 
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs, scan: Remat | None = None):
-        self.config, self.scan = config, scan
+        self.config = config
+        self.scan: Remat | None = scan
         pixels = 3 * config.patch_size**2
         self.embedding = dense(pixels, config.embed_dim, config.dtype, rngs=rngs)
         init = nnx.initializers.normal(0.02)
