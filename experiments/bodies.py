@@ -8,9 +8,9 @@ checkpoint    likewise, each layer under `jax.checkpoint`
 
 Models of four layers in the sizes of `models.corpus`, whose state is donated. The budgets of all
 forms are shares of what XLA takes for the unrolled one. Within half of that the program is
-compiled, and bytes are XLA's report; within other shares it is planned, and they are the plan's.
-Seconds are predictions of the machine model. On a TPU they are made with what XLA says of the
-kernels that it made of each form.
+compiled: bytes are XLA's report, seconds the machine model's for the executable's schedule, with
+what XLA:TPU says of its kernels. Within other shares it is planned only: bytes and seconds are the
+plan's, which on a TPU knows nothing of kernels that XLA has not made yet and is too fast for them.
 """
 
 from __future__ import annotations
@@ -116,23 +116,15 @@ def _lowered(program: str, form: str, target: str, hbm: int) -> Lowered:
 
 def _compiled(lowered: Lowered) -> Row:
     compiled = lowered.compile()
-    if (plan := compiled.plan) is not None:
-        assert plan.preparation is not None
-        again, step_s, bound_s = (
-            plan.preparation.recomputed,
-            plan.prediction.step_time_s,
-            plan.prediction.lower_bound_s,
-        )
-    else:
-        clock = view_planned(compiled, lowered.machine).clock
-        assert clock is not None  # A machine was named.
-        again, step_s, bound_s = "nothing", clock.step_time_s, clock.lower_bound_s
+    plan, clock = compiled.plan, view_planned(compiled, lowered.machine).clock
+    assert clock is not None  # A machine was named.
+    preparation = plan.preparation if plan is not None else None
     return {
         "used": compiled.device_bytes,
         "moved": plan.moved_bytes if plan is not None else 0,
-        "again": again,
-        "step_s": step_s,
-        "bound_s": bound_s,
+        "again": preparation.recomputed if preparation is not None else "nothing",
+        "step_s": clock.step_time_s,
+        "bound_s": clock.lower_bound_s,
     }
 
 
@@ -159,13 +151,14 @@ def _cells(row: Row, plain: Row, unrolled: Row) -> tuple[str, ...]:
     if "least" in row:
         return (*asked, f"refused, least {row['least'] / unrolled['used']:.1%}", *["–"] * 6)
     used = f"{row['used'] / unrolled['used']:.1%}"
+    is_compiled = row["share"] == _COMPILED
     return (
         *asked,
-        used if row["share"] == _COMPILED else f"{used} planned",
+        used if is_compiled else f"{used} planned",
         format_bytes(row["moved"]),
         row["again"],
         format_seconds(row["step_s"]),
-        f"{row['step_s'] / unrolled['step_s']:.2f}",
+        f"{row['step_s'] / unrolled['step_s']:.2f}" if is_compiled else "–",
         format_seconds(row["bound_s"]),
         f"{row['step_s'] / row['bound_s'] - 1:.1%}",
     )
