@@ -144,7 +144,9 @@ def _form(row: Row) -> tuple[str, str, str]:
 
 
 def _cells(row: Row, plain: Row, unrolled: Row) -> tuple[str, ...]:
-    takes = format_bytes(plain["used"]) if "used" in plain else "–"
+    # What does not fit the device as it is was planned.
+    fits = "used" in plain and not plain["moved"]
+    takes = format_bytes(plain["used"]) if fits else "does not fit"
     asked = (row["program"], row["form"], row["target"], takes, f"{row['share']} %")
     if "failure" in row:
         return (*asked, row["failure"], *["–"] * 6)
