@@ -10,13 +10,14 @@ shifts, scales and gates,
 
 and that layer starts at zero, so that every block is the identity then (section 3.2). The
 model predicts the noise that was added, in patches of the latent (the paper's learnt variance
-is left out). Blocks stand one after the other; parameters are float32, products in
-`config.dtype`.
+is left out). Blocks stand one after the other, or are stacked and scanned; parameters are
+float32, products in `config.dtype`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models.configs import AttentionKind
+from models.stacking import Remat, build_layers, through_layers
 from models.vit import Mlp, dense, patches, self_attention
 
 _FREQUENCIES = 256
@@ -143,10 +145,15 @@ class DitBlock(nnx.Module):
 
 
 class DiffusionTransformer(nnx.Module):
-    """The denoiser; as built it answers zero."""
+    """The denoiser; as built it answers zero.
 
-    def __init__(self, config: DitConfig, *, rngs: nnx.Rngs):
+    Args:
+      scan: as of `models.stacking.build_layers`.
+    """
+
+    def __init__(self, config: DitConfig, *, rngs: nnx.Rngs, scan: Remat | None = None):
         self.config = config
+        self.scan: Remat | None = scan
         embed, dtype = config.embed_dim, config.dtype
         pixels = config.channels * config.patch_size**2
         normal = nnx.initializers.normal(0.02)
@@ -156,7 +163,8 @@ class DiffusionTransformer(nnx.Module):
         self.classes = nnx.Embed(
             config.num_classes + 1, embed, dtype=dtype, embedding_init=normal, rngs=rngs
         )
-        self.layers = nnx.List([DitBlock(config, rngs=rngs) for _ in range(config.num_layers)])
+        block = functools.partial(DitBlock, config)
+        self.layers = build_layers(block, config.num_layers, rngs=rngs, scan=scan)
         self.final_modulation = _zeros(embed, 2 * embed, dtype, rngs)
         self.final_norm = _plain_norm(embed, dtype, rngs)
         self.output = _zeros(embed, pixels, dtype, rngs)
@@ -169,8 +177,7 @@ class DiffusionTransformer(nnx.Module):
         x = x + grid_positions(side, config.embed_dim).astype(x.dtype)
         condition = self.step_out(jax.nn.silu(self.step_in(sinusoids(steps, _FREQUENCIES))))
         condition = condition + self.classes(labels)
-        for layer in self.layers:
-            x = layer(x, condition)
+        x = through_layers(self.layers, x, condition, scan=self.scan)
         shift, scale = jnp.split(self.final_modulation(jax.nn.silu(condition)), 2, axis=-1)
         x = self.output(modulate(self.final_norm(x), shift, scale))
         return self._unpatched(x).astype(jnp.float32)

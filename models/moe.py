@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from models.configs import MoeConfig
-from models.llama import Block, Llama, init_weight, next_token_loss, with_sharding
+from models.llama import Block, Decoder, Llama, init_weight, next_token_loss, with_sharding
 
 
 class MoeMlp(nnx.Module):
@@ -117,9 +117,14 @@ class MoeLlama(Llama):
     config: MoeConfig
 
 
-def loss_fn(graphdef: nnx.GraphDef[MoeLlama], params: nnx.State, tokens: jax.Array) -> jax.Array:
-    """`models.llama.loss_fn`, and the layers' mean `balance_loss` by `balance_weight`."""
+def loss_fn[Model: Decoder](
+    graphdef: nnx.GraphDef[Model], params: nnx.State, tokens: jax.Array
+) -> jax.Array:
+    """`models.llama.loss_fn`; of a decoder with experts, and the layers' mean `balance_loss` by
+    `balance_weight`."""
     model = nnx.merge(graphdef, params)
+    if not isinstance(model.config, MoeConfig):
+        return next_token_loss(model, tokens)
     loss, balance = nnx.capture(next_token_loss, nnx.Intermediate)(model, tokens)
     return loss + model.config.balance_weight * jnp.mean(jnp.stack(jax.tree.leaves(balance)))
 

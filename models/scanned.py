@@ -1,4 +1,5 @@
-"""The decoder of `models.llama` with its layers stacked and scanned, as large codebases hold it.
+"""The decoders of `models.llama` and `models.moe` with layers stacked and scanned, as large
+codebases hold them.
 
     model = ScannedLlama(TINY, rngs=nnx.Rngs(0))     or  abstract_model(TINY): no bytes
     graphdef, params = nnx.split(model)
@@ -10,22 +11,23 @@ Each weight is one array for all layers, [num_layers, ...], whose path says what
 `layers.mlp.gate`. One `lax.scan` goes over the layers, so that the program is as long for
 80 layers as for one. Keys and values, one array each for all layers, go through the scan
 as xs and ys: a layer reads its own, updates them and hands them on. The layer itself is
-`models.llama.Block`.
+`models.llama.Block`, or `models.moe.MoeBlock`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 
-from models.configs import LlamaConfig
+from models.configs import LlamaConfig, MoeConfig
 from models.llama import Block, Cache, Decoder, cache_shape, with_sharding, write
+from models.moe import MoeBlock
 from models.sharding import (
     CACHE,
     CACHE_BY_HEAD,
@@ -36,9 +38,7 @@ from models.sharding import (
     gathered,
     named,
 )
-
-Remat = Literal["none", "layer"]
-"""What the backward pass computes again: nothing, or each layer from its input."""
+from models.stacking import Remat, scan_layers, stacked
 
 # Keys and values of one layer, or stacked those of all.
 type _Memory = tuple[jax.Array, jax.Array]
@@ -54,6 +54,8 @@ class ScannedLlama(Decoder):
     Weights may be wider than `config.dtype`: each is rounded where it is used.
     """
 
+    block_type: type[Block] = Block
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -66,12 +68,8 @@ class ScannedLlama(Decoder):
         self.remat: Remat = remat
         self.mesh = mesh
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs, mesh=mesh)
-
-        self.layers = stacked(rngs)
+        block = functools.partial(self.block_type, config, mesh=mesh)
+        self.layers = stacked(block, config.num_layers, rngs=rngs)
 
     def hidden(self, tokens: jax.Array, past: Cache | None = None) -> tuple[jax.Array, Cache]:
         """See `Decoder.hidden`."""
@@ -106,25 +104,21 @@ class ScannedLlama(Decoder):
 
     def _scan(
         self,
-        step: Callable[[Block, jax.Array, Any], tuple[jax.Array, _Memory]],
+        step: Callable[[Block, jax.Array, Any], tuple[jax.Array, Any]],
         x: jax.Array,
         memory: Any,
-    ) -> tuple[jax.Array, _Memory]:
+    ) -> tuple[jax.Array, Any]:
         """`step` for each layer and its part of `memory`, on the residual stream `x`.
 
         `memory` is a pytree whose arrays have the layers as their leading axis.
         """
-        graphdef, stacked = nnx.split(self.layers)
 
-        def body(x: jax.Array, slices: tuple[nnx.State, Any]) -> tuple[jax.Array, _Memory]:
-            weights, old = slices
-            x, new = step(nnx.merge(graphdef, self._taken(weights)), x, old)
+        def split(layer: Block, x: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+            x, new = step(layer, x, old)
             return self._split(x, STREAM), new
 
-        if self.remat == "layer":
-            # The scan already keeps XLA from merging the two computations of a layer.
-            body = jax.checkpoint(body, prevent_cse=False)
-        return lax.scan(body, self._split(x, STREAM), (stacked, memory))
+        x = self._split(x, STREAM)
+        return scan_layers(self.layers, split, x, memory, remat=self.remat, taken=self._taken)
 
     def table(self, name: str) -> jax.Array:
         """See `Decoder.table`."""
@@ -141,6 +135,29 @@ class ScannedLlama(Decoder):
 
     def _split(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return x if self.mesh is None else constrained(x, spec, self.mesh)
+
+
+class ScannedMoeLlama(ScannedLlama):
+    """`models.moe.MoeLlama` with stacked layers, for its `loss_fn`, too."""
+
+    block_type = MoeBlock
+    config: MoeConfig
+
+    def _scan(
+        self,
+        step: Callable[[Block, jax.Array, Any], tuple[jax.Array, Any]],
+        x: jax.Array,
+        memory: Any,
+    ) -> tuple[jax.Array, Any]:
+        """See `ScannedLlama._scan`; the layers' balance goes on to whoever captures this model."""
+
+        def with_balance(layer: Block, x: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+            (x, new), balance = nnx.capture(step, nnx.Intermediate)(layer, x, old)
+            return x, (new, jax.tree.leaves(balance))
+
+        x, (new, balance) = super()._scan(with_balance, x, memory)
+        self.sow(nnx.Intermediate, "balance", balance, capture_noop=True)
+        return x, new
 
 
 def init_cache(config: LlamaConfig, batch: int, max_len: int) -> Cache:
@@ -163,23 +180,6 @@ def cache_shardings(cache: Cache, mesh: AnyMesh) -> Cache:
     return jax.tree.map(lambda leaf: named(leaf.shape, spec, mesh), cache)
 
 
-def stack_params(params: nnx.State) -> nnx.State:
-    """The params of a `Llama` as those of a `ScannedLlama`; gradients likewise."""
-    rest = params.raw_mapping
-    layers = rest["layers"]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[i] for i in sorted(layers)))
-    return nnx.State({**rest, "layers": stacked})
-
-
-def unstack_params(params: nnx.State) -> nnx.State:
-    """The params of a `ScannedLlama` as those of a `Llama`: `stack_params` undone."""
-    rest = params.raw_mapping
-    stacked = rest["layers"]
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)}
-    return nnx.State({**rest, "layers": layers})
-
-
 def abstract_model(
     config: LlamaConfig,
     sharding: Sharding | None = None,
@@ -193,7 +193,8 @@ def abstract_model(
       sharding: put on every parameter, say a memory kind or a described topology's device.
       remat, mesh: as of `ScannedLlama`.
     """
-    model = nnx.eval_shape(lambda: ScannedLlama(config, rngs=nnx.Rngs(0), remat=remat, mesh=mesh))
+    kind = ScannedMoeLlama if isinstance(config, MoeConfig) else ScannedLlama
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), remat=remat, mesh=mesh))
     return with_sharding(model, sharding)
 
 

@@ -5,7 +5,7 @@
     step = jax.jit(functools.partial(train_step, graphdef, TrainOptions()), donate_argnames="state")
     state, metrics = step(state, tokens)
 
-`train_step` is that of a decoder with stacked layers, on its cross entropy; `gradient_step`
+`train_step` is that of a decoder with stacked layers, on its own loss; `gradient_step`
 is that of whatever has a loss.
 
 The moments are float32 and have the paths of the weights that they belong to. The update is
@@ -27,7 +27,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from models.configs import LlamaConfig
-from models.llama import loss_fn
+from models.moe import loss_fn
 from models.scanned import ScannedLlama, abstract_params
 from models.sharding import AnyMesh, placed, weight_shardings
 
@@ -96,7 +96,7 @@ def train_step(
     state: TrainState,
     tokens: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step on the mean cross entropy of a batch.
+    """One step on the mean of `models.moe.loss_fn` over a batch.
 
     Args:
       graphdef: of `nnx.split` of a model; with a mesh, the state is kept split over it.
@@ -105,8 +105,8 @@ def train_step(
         the last `len`.
 
     Returns:
-      The next state, and float32 scalars: `loss` in nats per token and `grad_norm`, before
-      clipping, both of the state that came in.
+      The next state, and float32 scalars: `loss` and `grad_norm`, before clipping, both of the
+      state that came in.
 
     Raises:
       ValueError: if the microbatches do not divide the batch.

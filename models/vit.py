@@ -3,7 +3,8 @@
     graphdef, params = nnx.split(VisionTransformer(TINY_VIT, rngs=nnx.Rngs(0)))
     logits = forward(graphdef, params, images)
 
-Blocks stand one after the other, so that each weight is an argument of its own. As in "Better
+Blocks stand one after the other, so that each weight is an argument of its own, or are stacked
+and scanned. As in "Better
 plain ViT baselines" (Beyer et al., 2022, arXiv:2205.01580) the head reads the mean of all
 patches, not a class token. Parameters are float32; products are computed in `config.dtype`,
 normalisation statistics, softmax of the head and loss in float32.
@@ -12,6 +13,7 @@ normalisation statistics, softmax of the head and loss in float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models.configs import AttentionKind
+from models.stacking import Remat, build_layers, through_layers
 from pallas_kernels.attention.api import attention
 
 
@@ -134,16 +137,22 @@ class EncoderBlock(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Patches, an encoder, and a linear head on the mean; the head starts at zero."""
+    """Patches, an encoder, and a linear head on the mean; the head starts at zero.
 
-    def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
+    Args:
+      scan: as of `models.stacking.build_layers`.
+    """
+
+    def __init__(self, config: VitConfig, *, rngs: nnx.Rngs, scan: Remat | None = None):
         self.config = config
+        self.scan: Remat | None = scan
         pixels = 3 * config.patch_size**2
         self.embedding = dense(pixels, config.embed_dim, config.dtype, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         shape = (config.num_patches, config.embed_dim)
         self.positions = nnx.Param(init(rngs.params(), shape, jnp.float32))
-        self.layers = nnx.List([EncoderBlock(config, rngs=rngs) for _ in range(config.num_layers)])
+        block = functools.partial(EncoderBlock, config)
+        self.layers = build_layers(block, config.num_layers, rngs=rngs, scan=scan)
         self.final_norm = nnx.LayerNorm(config.embed_dim, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(
             config.embed_dim, config.num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs
@@ -153,8 +162,7 @@ class VisionTransformer(nnx.Module):
         """See `forward`."""
         x = self.embedding(patches(images, self.config.patch_size))
         x = x + self.positions[...].astype(x.dtype)
-        for layer in self.layers:
-            x = layer(x)
+        x = through_layers(self.layers, x, scan=self.scan)
         return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
 
 

@@ -21,6 +21,7 @@ import models.vit as vit
 from models.configs import CONFIGS, MOE_CONFIGS, LlamaConfig, MoeConfig
 from models.dit import DitConfig
 from models.sharding import TOKENS, AnyMesh, named, placed, weight_shardings
+from models.stacking import Remat
 from models.training import (
     Loss,
     TrainOptions,
@@ -101,7 +102,7 @@ def train(
     *,
     batch: int,
     tokens: int,
-    remat: scanned.Remat = "layer",
+    remat: Remat = "layer",
     options: TrainOptions | None = None,
     param_dtype: DTypeLike | None = None,
     mesh: AnyMesh | None = None,
@@ -109,7 +110,7 @@ def train(
     """A step of `models.training.train_step` on `batch` rows of `tokens` predictions each.
 
     Args:
-      model: a key of `models.configs.CONFIGS`.
+      model: as of `decode`.
       remat: what the backward pass computes again.
       options: of the step; None for the usual ones.
       param_dtype: of the parameters, such as `jnp.float32`; None for that of the activations.
@@ -119,7 +120,7 @@ def train(
       A function of (state, tokens) whose state can be donated, and the arguments as
       `jax.ShapeDtypeStruct`.
     """
-    config, options = CONFIGS[model], options or TrainOptions()
+    config, options = _config(model), options or TrainOptions()
     graphdef = nnx.graphdef(scanned.abstract_model(config, remat=remat, mesh=mesh))
     state = abstract_state(config, options, param_dtype=param_dtype, mesh=mesh)
     return functools.partial(train_step, graphdef, options), (state, _ids(batch, tokens + 1, mesh))
@@ -140,8 +141,7 @@ def unrolled_train(
     """
     config = _config(model)
     graphdef = nnx.graphdef(_abstract_model(config))
-    loss_fn = moe.loss_fn if isinstance(config, MoeConfig) else llama.loss_fn
-    loss = rounded(functools.partial(loss_fn, graphdef), config.dtype)
+    loss = rounded(functools.partial(moe.loss_fn, graphdef), config.dtype)
     params = nnx.state(_abstract_model(dataclasses.replace(config, dtype=jnp.float32)))
     return _train(loss, params, _ids(batch, tokens + 1, None), options)
 
@@ -153,16 +153,32 @@ def vit_forward(config: VitConfig, *, batch: int) -> Workload:
     return functools.partial(vit.forward, graphdef), (params, images)
 
 
-def vit_train(config: VitConfig, *, batch: int, options: TrainOptions | None = None) -> Workload:
-    """A step on `models.vit.loss_fn`, a function of (state, batch), on `batch` images."""
-    graphdef, params = nnx.split(_abstract(vit.VisionTransformer, config))
+def vit_train(
+    config: VitConfig,
+    *,
+    batch: int,
+    scan: Remat | None = None,
+    options: TrainOptions | None = None,
+) -> Workload:
+    """A step on `models.vit.loss_fn`, a function of (state, batch), on `batch` images; `scan` as of
+    `models.vit.VisionTransformer`."""
+    model = functools.partial(vit.VisionTransformer, scan=scan)
+    graphdef, params = nnx.split(_abstract(model, config))
     loss = functools.partial(vit.loss_fn, graphdef)
     return _train(loss, params, _labelled_images(config, batch), options)
 
 
-def dit_train(config: DitConfig, *, batch: int, options: TrainOptions | None = None) -> Workload:
-    """A step on `models.dit.loss_fn`, a function of (state, batch), on `batch` latents."""
-    graphdef, params = nnx.split(_abstract(dit.DiffusionTransformer, config))
+def dit_train(
+    config: DitConfig,
+    *,
+    batch: int,
+    scan: Remat | None = None,
+    options: TrainOptions | None = None,
+) -> Workload:
+    """A step on `models.dit.loss_fn`, a function of (state, batch), on `batch` latents; `scan` as
+    of `models.dit.DiffusionTransformer`."""
+    model = functools.partial(dit.DiffusionTransformer, scan=scan)
+    graphdef, params = nnx.split(_abstract(model, config))
     examples = jax.eval_shape(lambda: dit.empty_batch(config, batch))
     return _train(functools.partial(dit.loss_fn, graphdef), params, examples, options)
 

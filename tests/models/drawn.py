@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.stacking import stack_params, unstack_params
 from models.training import Loss, TrainOptions, gradient_step, init_state
 
 
@@ -62,6 +63,23 @@ def losses(loss: Loss[Any], params: nnx.State, batch: Any, steps: int = 10) -> l
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
     return found
+
+
+def assert_same_when_scanned(
+    loss: Callable[..., jax.Array],
+    graphdef: nnx.GraphDef[Any],
+    scanned: nnx.GraphDef[Any],
+    params: nnx.State,
+    batch: Any,
+) -> None:
+    """The loss and its gradients are those of the model with its layers stacked, and scanned."""
+    of = jitted(jax.value_and_grad(loss, argnums=1))
+    found = of(scanned, stack_params(params), batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
+        (found[0], unstack_params(found[1])),
+        of(graphdef, params, batch),
+    )
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

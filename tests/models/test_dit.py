@@ -11,7 +11,9 @@ from flax import nnx
 
 import models.dit as dit
 from models.dit import DIT_B2, TINY_DIT, DiffusionBatch
+from models.stacking import Remat
 from tests.models.drawn import (
+    assert_same_when_scanned,
     below,
     build,
     by_name,
@@ -79,6 +81,15 @@ def test_forward():
         expected = reference(params, latent, int(batch.steps[n]), int(batch.labels[n]))
         # A thousand radians in float32 are off by a ten-thousandth.
         np.testing.assert_allclose(found[n], expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_scanned_layers_have_the_unrolled_gradients(remat: Remat):
+    graphdef, params = build(dit.DiffusionTransformer, F32)
+    scanned = nnx.graphdef(
+        nnx.eval_shape(lambda: dit.DiffusionTransformer(F32, rngs=nnx.Rngs(0), scan=remat))
+    )
+    assert_same_when_scanned(dit.loss_fn, graphdef, scanned, params, draw_batch(3))
 
 
 def test_at_the_start_blocks_are_the_identity_and_the_model_answers_zero():

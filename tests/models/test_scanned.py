@@ -10,8 +10,11 @@ import pytest
 from flax import nnx
 
 import models.llama as llama
+import models.moe as moe
 import models.scanned as scanned
-from models.configs import CONFIGS, TINY, LlamaConfig
+from models.configs import CONFIGS, TINY, TINY_MOE, LlamaConfig
+from models.stacking import Remat, stack_params, unstack_params
+from tests.models import drawn
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, dtype=jnp.float32)
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
@@ -65,13 +68,13 @@ def assert_close(found, expected) -> None:
 def test_forward_equals_the_unrolled_one(config: LlamaConfig):
     graphdef, params = build(config)
     tokens = draw_tokens(config, batch=2, length=6)
-    found = forward(graphdef_of(config), scanned.stack_params(params), tokens)
+    found = forward(graphdef_of(config), stack_params(params), tokens)
     assert_close(found, forward(graphdef, params, tokens))
 
 
 def test_prefill_then_decode_equals_the_unrolled_one():
     graphdef, params = build(CONFIG)
-    scanned_graphdef, stacked = graphdef_of(CONFIG), scanned.stack_params(params)
+    scanned_graphdef, stacked = graphdef_of(CONFIG), stack_params(params)
     tokens = draw_tokens(CONFIG, batch=2, length=9)
 
     expected = prefill(graphdef, params, tokens[:, :5], llama.init_cache(CONFIG, 2, 12))
@@ -87,7 +90,7 @@ def test_prefill_then_decode_equals_the_unrolled_one():
 
 def test_prefill_forgets_what_the_cache_held():
     _, params = build(CONFIG)
-    graphdef, stacked = graphdef_of(CONFIG), scanned.stack_params(params)
+    graphdef, stacked = graphdef_of(CONFIG), stack_params(params)
     tokens = draw_tokens(CONFIG, batch=1, length=4)
     empty = scanned.init_cache(CONFIG, batch=1, max_len=8)
     _, used = prefill(graphdef, stacked, tokens[:, ::-1], empty)
@@ -103,17 +106,30 @@ def test_prefill_forgets_what_the_cache_held():
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["head", "tied"])
-def test_gradients_equal_the_unrolled_ones(config: LlamaConfig, remat: scanned.Remat):
+def test_gradients_equal_the_unrolled_ones(config: LlamaConfig, remat: Remat):
     graphdef, params = build(config)
     tokens = draw_tokens(config, batch=2, length=6)
     expected = gradient(graphdef, params, tokens)
-    found = gradient(graphdef_of(config, remat=remat), scanned.stack_params(params), tokens)
-    assert_close(scanned.unstack_params(found), expected)
+    found = gradient(graphdef_of(config, remat=remat), stack_params(params), tokens)
+    assert_close(unstack_params(found), expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_experts_have_the_unrolled_loss_and_gradients(remat: Remat):
+    config = dataclasses.replace(TINY_MOE, dtype=jnp.float32, balance_weight=1.0)
+    graphdef, params = drawn.build(moe.MoeLlama, config)
+    tokens = draw_tokens(config, batch=2, length=6)
+    of = jax.jit(jax.value_and_grad(moe.loss_fn, argnums=1), static_argnums=0)
+    loss, gradients = of(graphdef, params, tokens)
+    found = of(graphdef_of(config, remat=remat), stack_params(params), tokens)
+    assert_close((found[0], unstack_params(found[1])), (loss, gradients))
+    # The balance is part of it.
+    assert float(loss) > float(jax.jit(llama.loss_fn, static_argnums=0)(graphdef, params, tokens))
 
 
 def test_unstacking_undoes_stacking():
     _, params = build(CONFIG)
-    again = scanned.unstack_params(scanned.stack_params(params))
+    again = unstack_params(stack_params(params))
     assert jax.tree.structure(again) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -153,7 +169,7 @@ def test_a_built_model_is_what_the_abstract_one_says():
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["head", "tied"])
 def test_stacked_params_are_what_the_abstract_model_says(config: LlamaConfig):
     _, params = build(config)
-    stacked, abstract = scanned.stack_params(params), scanned.abstract_params(config)
+    stacked, abstract = stack_params(params), scanned.abstract_params(config)
     assert jax.tree.structure(stacked) == jax.tree.structure(abstract)
     assert jax.tree.map(jax.typeof, stacked) == jax.tree.map(jax.typeof, abstract)
 

@@ -14,6 +14,7 @@ from flax import nnx
 import models.llama as llama
 import models.scanned as scanned
 from models.configs import TINY, LlamaConfig
+from models.stacking import Remat, stack_params, unstack_params
 from models.training import (
     TrainOptions,
     TrainState,
@@ -37,14 +38,14 @@ def _full_precision():
 
 @functools.cache
 def build(
-    config: LlamaConfig, remat: scanned.Remat = "none"
+    config: LlamaConfig, remat: Remat = "none"
 ) -> tuple[nnx.GraphDef[scanned.ScannedLlama], nnx.State]:
     return initial(functools.partial(scanned.ScannedLlama, remat=remat), config)
 
 
 @functools.cache
 def step(
-    options: TrainOptions, config: LlamaConfig = CONFIG, remat: scanned.Remat = "none"
+    options: TrainOptions, config: LlamaConfig = CONFIG, remat: Remat = "none"
 ) -> Callable[..., Any]:
     return jax.jit(functools.partial(train_step, build(config, remat)[0], options))
 
@@ -77,8 +78,8 @@ def test_two_steps_are_those_of_the_paper(clip_norm: float | None):
     weights = leaves(params)
     first = second = [np.zeros_like(weight) for weight in weights]
     for t in (1, 2):
-        unstacked = scanned.unstack_params(state.params)
-        gradients = leaves(scanned.stack_params(gradient_of(unstacked, tokens)))
+        unstacked = unstack_params(state.params)
+        gradients = leaves(stack_params(gradient_of(unstacked, tokens)))
         norm = np.sqrt(sum(np.sum(g**2) for g in gradients))
         state, metrics = step(options)(state, tokens)
         assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
@@ -150,12 +151,12 @@ def test_unrolled_layers_are_trained_as_stacked_ones_are():
 
     graphdef = nnx.graphdef(llama.abstract_model(config))
     loss = rounded(functools.partial(llama.loss_fn, graphdef), config.dtype)
-    unrolled = init_state(scanned.unstack_params(wide), options)
+    unrolled = init_state(unstack_params(wide), options)
     found, own = jax.jit(functools.partial(gradient_step, loss, options))(unrolled, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {jnp.dtype(jnp.float32)}
     # Both round to bfloat16 at the same places, up to what XLA fuses.
     assert_close(own, metrics, 0.01)
-    stacked = scanned.stack_params(found.params)
+    stacked = stack_params(found.params)
     taken_off, wanted = (
         jax.tree.map(jnp.subtract, wide, params) for params in (stacked, expected.params)
     )

@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 import models.vit as vit
+from models.stacking import Remat
 from models.vit import TINY_VIT, VIT_B16
 from tests.models.drawn import (
+    assert_same_when_scanned,
     below,
     build,
     by_name,
@@ -56,6 +58,17 @@ def test_forward():
     expected = np.stack([reference(params, np.asarray(i, np.float64)) for i in images])
     found = vit.forward(graphdef, params, images)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_scanned_layers_have_the_unrolled_gradients(remat: Remat):
+    graphdef, params = build(vit.VisionTransformer, F32)
+    scanned = nnx.graphdef(
+        nnx.eval_shape(lambda: vit.VisionTransformer(F32, rngs=nnx.Rngs(0), scan=remat))
+    )
+    assert_same_when_scanned(
+        vit.loss_fn, graphdef, scanned, params, (draw_images(2), jnp.arange(2))
+    )
 
 
 def test_bfloat16_stays_near_float32_and_scores_in_float32():

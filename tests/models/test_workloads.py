@@ -1,6 +1,7 @@
 """Every program to plan traces, with arguments of the published size."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,20 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from models.configs import CONFIGS
+from models.dit import TINY_DIT
+from models.stacking import Remat
 from models.training import TrainOptions
-from models.workloads import Workload, decode, scanned_decode, scanned_prefill, train
+from models.vit import TINY_VIT
+from models.workloads import (
+    Workload,
+    decode,
+    dit_train,
+    scanned_decode,
+    scanned_prefill,
+    train,
+    unrolled_train,
+    vit_train,
+)
 
 MESH = AbstractMesh((32, 8), ("fsdp", "model"), (AxisType.Auto,) * 2)
 NAMES = ["tiny", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b"]
@@ -58,6 +71,31 @@ def test_train(name: str):
     after, metrics = traced(workload)
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
     assert set(metrics) == {"loss", "grad_norm"}
+
+
+@pytest.mark.parametrize("remat", [None, "none", "layer"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda remat: vit_train(TINY_VIT, batch=2, scan=remat),
+        lambda remat: dit_train(TINY_DIT, batch=2, scan=remat),
+        lambda remat: (
+            unrolled_train("tiny-moe", batch=2, tokens=16)
+            if remat is None
+            else train("tiny-moe", batch=2, tokens=16, remat=remat)
+        ),
+    ],
+    ids=["vit", "dit", "moe"],
+)
+def test_training_with_layers_in_a_row_scanned_or_computed_again(
+    make: Callable[[Remat | None], Workload], remat: Remat | None
+):
+    fun, args = make(remat)
+    after, _ = traced((fun, args))
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, args[0])
+    found = str(jax.make_jaxpr(fun)(*args))
+    assert ("scan[" in found) == (remat is not None)
+    assert ("remat" in found) == (remat == "layer")
 
 
 def test_train_takes_what_it_is_told():
