@@ -429,21 +429,25 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
             frozenset, (s for k in range(len(names) + 1) for s in combinations(names, k))
         )
         return
-    room = capacity_beside(problem, budget, frozenset())
+    stored = frozenset(m.buffer for m in problem.movables if m.store is not None)
     fetched = Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
     seen: set[frozenset[str]] = set()
-    for pinned in _pinned(problem.movables, room):
-        rest = [m for m in problem.movables if m.buffer not in pinned]
-        left = room - sum(m.size for m in problem.movables if m.buffer in pinned)
-        least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.arena.load)
-        for ahead in _run_ahead([m.size for m in rest]):
-            if least + ahead > left:
-                break
-            for more in _selections(rest, fetched, left - least - ahead):
-                stay = pinned | more
-                if stay not in seen:
-                    seen.add(stay)
-                    yield stay
+    # First as where the caller's state is no candidate, and stays.
+    for state in (stored, frozenset[str]()) if stored else (stored,):
+        free = [m for m in problem.movables if m.buffer not in state]
+        room = capacity_beside(problem, budget, state)
+        for pinned in _pinned(free, room):
+            rest = [m for m in free if m.buffer not in pinned]
+            left = room - sum(m.size for m in free if m.buffer in pinned)
+            least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.arena.load)
+            for ahead in _run_ahead([m.size for m in rest]):
+                if least + ahead > left:
+                    break
+                for more in _selections(rest, fetched, left - least - ahead):
+                    stay = state | pinned | more
+                    if stay not in seen:
+                        seen.add(stay)
+                        yield stay
 
 
 def shares(problem: Problem) -> Iterator[frozenset[str]]:
