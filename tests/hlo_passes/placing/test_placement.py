@@ -350,6 +350,18 @@ def test_a_start_stands_in_front_of_the_wait_for_an_eviction():
     assert second(done=tick) == tick - 1
 
 
+def test_what_stays_is_looked_for_as_where_state_is_no_candidate():
+    posed = problem([(k, 1) for k in range(12)], [64] * 12, GPU)
+    budget = placement.least_budget(posed)[0] + 6 * 64 * KIB
+    state, weights = posed.movables[:3], posed.movables[3:]
+    plain = replace(posed, movables=weights).staying(frozenset())
+    given = replace(posed, movables=(*(replace(m, store=k) for k, m in enumerate(state)), *weights))
+    names = frozenset(m.buffer for m in state)
+    size = sum(m.size for m in state)
+    found = set(placement._candidates(given, budget))
+    assert {names | stay for stay in placement._candidates(plain, budget - size)} <= found
+
+
 def test_what_is_stored_last_stays_where_fetches_of_others_go_on():
     both_ways = [link(*way, nominal_bytes_per_s=1e5) for way in (("host", "hbm"), ("hbm", "host"))]
     posed = problem([(k, 1) for k in range(12)], [64] * 12, replace(GPU, links=tuple(both_ways)))
