@@ -73,6 +73,13 @@ def test_no_tracked_file_names_a_machine_or_a_registry():
     assert not found, "\n".join(found)
 
 
+def test_no_tracked_file_is_built_or_downloaded():
+    found = [p for p in tracked_files() if p.suffix in (".whl", ".so", ".gz", ".zip", ".tar")]
+    large = [p for p in tracked_files() if p.stat().st_size > 1 << 18]
+    assert not found, "what is built or downloaded does not belong here"
+    assert not large, "the largest files are pictures and captured modules, of 150 KiB or so"
+
+
 def test_the_version_is_the_one_installed():
     assert memplan.__version__ == metadata.version("memplan")
 
