@@ -215,12 +215,13 @@ def _pays(scan: ScanEqn, readers: Sequence[ScanEqn]) -> bool:
     """Whether no more bytes move when each reader computes what a map does."""
     if len(readers) > 1 and not all(map(_is_cheap, scan.says.body.eqns)):
         return False
-    fetched = sum(_bytes(scan.stacks - reader.stacks) for reader in readers)
-    taken = sum(_bytes(reader.stacks.intersection(scan.results)) for reader in readers)
-    return fetched <= _bytes(scan.stacks) + _bytes(scan.results) + taken
+    fetched = sum(bytes_of(scan.stacks - reader.stacks) for reader in readers)
+    taken = sum(bytes_of(reader.stacks.intersection(scan.results)) for reader in readers)
+    return fetched <= bytes_of(scan.stacks) + bytes_of(scan.results) + taken
 
 
-def _bytes(arrays: Iterable[Var]) -> int:
+def bytes_of(arrays: Iterable[Var]) -> int:
+    """Of all the arrays together, undivided."""
     avals = (cast(ShapedArray, v.aval) for v in arrays)
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 

@@ -20,7 +20,6 @@ The operations are the same ones, on the same values.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +48,7 @@ from hlo_passes.equations import (
     programs,
     with_programs,
 )
-from memplan.streams.fusion import ScanEqn, merged, scan_of
+from memplan.streams.fusion import ScanEqn, bytes_of, merged, scan_of
 from memplan.streams.rows import variables
 
 Recomputed = Literal["nothing", "elementwise", "everything"]
@@ -111,7 +110,7 @@ def _recompute(
     there = {*(v for v in body.invars if v not in carry), *others}
     left = _least_cut(body.eqns, list(read.values()), there, may)
     gone = [s for s, v in read.items() if v not in left]
-    if _bytes(left) >= _bytes(set(read.values())):
+    if bytes_of(left) >= bytes_of(set(read.values())):
         return
     stacks = {v: s for s, v in read.items() if v in left}
     more = {v: Var(_stacked(v, says.length)) for v in left if v not in stacks}
@@ -155,8 +154,8 @@ def _least_cut(
         return []
     # Nodes: the source, the sink, and for each value what it is made from and what is made from it.
     number = {v: 2 + 2 * k for k, v in enumerate(operands)}
-    unit = -(-_bytes(operands) // (1 << 29))
-    sizes = {v: -(-_bytes([v]) // unit) for v in operands}
+    unit = -(-bytes_of(operands) // (1 << 29))
+    sizes = {v: -(-bytes_of([v]) // unit) for v in operands}
     unbounded = sum(sizes.values()) + 1
     edges = {(number[v], number[v] + 1): size for v, size in sizes.items()}
     for value, of in operands.items():
@@ -249,8 +248,3 @@ def _is_light(eqn: JaxprEqn) -> bool:
 def _stacked(value: Var, length: int) -> ShapedArray:
     aval = cast(ShapedArray, value.aval)
     return aval.update(shape=(length, *aval.shape))
-
-
-def _bytes(arrays: Iterable[Var]) -> int:
-    avals = (cast(ShapedArray, v.aval) for v in arrays)
-    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
