@@ -221,7 +221,7 @@ def measure_point(wanted: Point, settings: Settings) -> Point:
     lowered = _lower(wanted, wanted.budget, settings)
     begin = time.process_time()
     try:
-        with _planning() as planned:
+        with planning() as planned:
             compiled = lowered.compile()
     except MemoryBudgetError as error:
         tried = _try_least(wanted, error.least, settings) if settings.try_least else None
@@ -261,7 +261,7 @@ def _lower(wanted: Own | Point, hbm: str | int, settings: Settings) -> Lowered:
 
 
 @contextmanager
-def _planning() -> Generator[list[float]]:
+def planning() -> Generator[list[float]]:
     """Yields the processor seconds of every planning meanwhile, without XLA's."""
     found: list[float] = []
     xla_s, look, capture = 0.0, Looks.look, inject.capture
