@@ -34,7 +34,15 @@ setup(
         Extension(
             "hlo_passes.memory._packing",
             sources=["hlo_passes/memory/packing.cc", "hlo_passes/memory/occupancy.cc"],
-            depends=["hlo_passes/memory/occupancy.h"],
+            depends=["hlo_passes/extension.h", "hlo_passes/memory/occupancy.h"],
+            language="c++",
+            **STABLE_ABI,
+            extra_compile_args=FLAGS,
+        ),
+        Extension(
+            "hlo_passes.edits._gap_state",
+            sources=["hlo_passes/edits/module.cc", "hlo_passes/edits/gap_state.cc"],
+            depends=["hlo_passes/extension.h", "hlo_passes/edits/gap_state.h"],
             language="c++",
             **STABLE_ABI,
             extra_compile_args=FLAGS,

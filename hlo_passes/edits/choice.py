@@ -23,7 +23,7 @@ from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
 from hlo_passes.edits.gaps import find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms, select
 from hlo_passes.edits.relaxation import lower_bound_s
-from hlo_passes.edits.state import EditState, Rates
+from hlo_passes.edits.state import EditState, Rates, catalog
 from hlo_passes.edits.writer import edits_of, pieces_of
 from hlo_passes.memoize import memoized
 from hlo_passes.placing.eviction import schedule_evictions
@@ -88,7 +88,7 @@ def least_edits(posed: Problem) -> Edits:
     work = work_on(posed)
     if not work.load.size:
         return Edits()
-    return edits_of(posed, min(work.lowest(), key=lambda taken: int(taken.load.max())))
+    return work.edits(min(work.lowest(), key=lambda taken: int(taken.load.max())))
 
 
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
@@ -128,6 +128,7 @@ class Work:
             posed.link.latency_s,
             {t.maker.id: float(posed.costs[t.written]) for t in self.temporaries},
         )
+        self._catalog = catalog(self.temporaries, posed.costs, self.rates)
 
     @property
     def load(self) -> npt.NDArray[np.int64]:
@@ -224,15 +225,22 @@ class Work:
     ) -> EditState:
         """See `greedy.select`."""
         return select(
-            self.temporaries,
+            self._catalog,
             self.load + reserve,
             self.posed.costs,
-            self.rates,
             capacity,
             terms,
             self.smallest,
             aim,
         )
+
+    def state(self, load: npt.NDArray[np.int64]) -> EditState:
+        """With nothing taken."""
+        return EditState(self._catalog, load, self.posed.costs, DEEPEST)
+
+    def edits(self, taken: EditState) -> Edits:
+        """What was taken, as edits of the module."""
+        return edits_of(self.posed, self.temporaries, taken)
 
     def choices(
         self, load: npt.NDArray[np.int64], smallest: int = 0, *, may_stay: bool
@@ -283,11 +291,11 @@ class Work:
         load = selection.load - self._weights
         evicted = list(self.posed.evictions)  # Of what is returned.
         jobs = list(self._streamed)
-        for t in sorted(self.temporaries, key=lambda t: t.written):
-            found = pieces_of(selection, t)
-            if not any(piece.action == "evict" for piece in found):
+        for n, taken in selection.taken.items():
+            if not any(gap.action == "evict" for gap in taken.values()):
                 continue
-            gone = min(selection.taken[t.number])
+            t, found = self.temporaries[n], pieces_of(taken, selection.accesses(n)[-1])
+            gone = min(taken)
             evicted.append(Evicted(t.name, t.size, t.written + 1, gone + 1, holder=t.name))
             for piece in found:
                 if piece.action == "evict":
@@ -326,12 +334,13 @@ class Work:
         over = np.concatenate([[0], np.cumsum(self.load > capacity)])
         clock, names = self.posed.clock, [i.name for i in self.posed.ticks.instructions]
         found: list[Decision] = []
+        all_taken = selection.taken
         for t in self.temporaries:
             accesses = sorted({t.written, *(r.tick for r in t.reads)})
             for start, end in pairwise(accesses):
                 if end <= start + 1 or over[end] == over[start + 1]:
                     continue
-                taken = selection.taken[t.number].get(start)
+                taken = all_taken.get(t.number, {}).get(start)
                 can_move = self.rates.can_evict and not t.obstacle
                 can_repeat = t.operands is not None and not t.obstacle
                 obstacle = t.obstacle or ("" if can_repeat else f"%{t.maker.name} cannot run again")
@@ -343,7 +352,7 @@ class Work:
                         names[start],
                         names[end],
                         float(clock[end] - clock[start + 1]),
-                        self.rates.moving_s(t.size, is_away=False) if can_move else None,
+                        self.rates.moving_s(t.size) if can_move else None,
                         self.rates.maker_s[t.maker.id] if can_repeat else None,
                         obstacle,
                     )

@@ -20,38 +20,16 @@ and seconds, from nothing to that of compute: the best by the predicted step cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.edits.gaps import Temporary
-from hlo_passes.edits.state import Action, EditState, Rates
-from hlo_passes.plan import LogicalTime
-
-# How often all gaps are gone through; what is computed again may hold others longer.
-_ROUNDS = 4
+from hlo_passes.edits._gap_state import Catalog
+from hlo_passes.edits.state import EditState
 
 DEAREST = 3.0
 """Seconds of the step for a second of a link, when links have no time left."""
-
-
-class _Option(NamedTuple):
-    """A gap and what can be done with it.
-
-    Attributes:
-      score: seconds for each byte and tick over the capacity; the least comes first.
-      most_s: seconds for which the gap can be had in another way.
-    """
-
-    score: float
-    temporary: int
-    start: LogicalTime
-    action: Action
-    most_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +48,9 @@ class Terms:
 
 
 def select(
-    temporaries: Sequence[Temporary],
+    of: Catalog,
     load: npt.NDArray[np.int64],
     costs: npt.NDArray[np.float64],
-    rates: Rates,
     capacity: int,
     terms: Terms,
     smallest: int = 0,
@@ -88,72 +65,14 @@ def select(
       aim: bytes, of fewer than `capacity`, within which the load is brought before what is not
         needed is given back.
     """
-    selection = EditState(temporaries, load, costs, rates, terms.depth)
-    _take(selection, capacity if aim is None else aim, terms.link_price, terms.link_s, smallest)
-    complete(selection, capacity if aim is None else aim, smallest)
+    selection = EditState(of, load, costs, terms.depth)
+    aim = capacity if aim is None else aim
+    selection.take(aim, terms.link_price, terms.link_s, smallest)
+    complete(selection, aim, smallest)
     selection.give_back(capacity)
     return selection
 
 
 def complete(selection: EditState, capacity: int, smallest: int = 0) -> None:
     """Takes more gaps, as `select` does, where the load is over `capacity` still."""
-    _take(selection, capacity, DEAREST, np.inf, smallest)
-
-
-def _take(
-    selection: EditState, capacity: int, link_price: float, link_s: float, smallest: int
-) -> None:
-    left_s = link_s
-    refused: set[tuple[int, LogicalTime]] = set()
-    for _ in range(_ROUNDS):
-        if selection.load.max(initial=0) <= capacity:
-            break
-        changed = False
-        for option in sorted(_options(selection, capacity, link_price, smallest)):
-            n, start = option.temporary, option.start
-            end = selection.gap_end(n, start)
-            if start in selection.taken[n]:
-                continue
-            if selection.load[start + 1 : end].max(initial=0) <= capacity:
-                continue
-            if option.action == "recompute":
-                if (n, start) not in refused:
-                    is_taken = selection.recompute(n, start, capacity, option.most_s)
-                    changed |= is_taken
-                    if not is_taken:
-                        refused.add((n, start))
-                continue
-            needed_s = selection.moving_s(n)
-            if needed_s <= left_s:
-                left_s -= needed_s
-                changed |= selection.evict(n, start)
-        if not changed:
-            break
-
-
-def _options(
-    selection: EditState, capacity: int, link_price: float, smallest: int
-) -> Iterator[_Option]:
-    """Yields the gaps that cover ticks over the capacity, each way they can be taken."""
-    rates = selection.rates
-    over = np.concatenate([[0], np.cumsum(selection.load > capacity)])
-    clock = selection.clock
-    for t in selection.temporaries:
-        if t.obstacle or t.size < smallest or not t.size:
-            continue
-        accesses = selection.accesses[t.number]
-        is_away = selection.is_away(t.number)
-        for start, end in pairwise(accesses):
-            covered = int(over[end] - over[start + 1]) if end > start + 1 else 0
-            if not covered or start in selection.taken[t.number]:
-                continue
-            benefit = t.size * covered
-            price = np.inf
-            if rates.can_evict:
-                needed = selection.moving_s(t.number)
-                idle = clock[end] - clock[start + 1 if is_away else t.written + 1]
-                price = link_price * needed + max(0.0, needed - idle)
-                yield _Option(float(price / benefit), t.number, start, "evict", np.inf)
-            if t.operands is not None and selection.depth:
-                score = rates.maker_s[t.maker.id] / benefit
-                yield _Option(score, t.number, start, "recompute", float(price))
+    selection.take(capacity, DEAREST, np.inf, smallest)

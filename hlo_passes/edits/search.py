@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.edits.choice import DEEPEST, EditChoice, Work
+from hlo_passes.edits.choice import EditChoice, Work
 from hlo_passes.edits.choices import Choices, Selection
 from hlo_passes.edits.greedy import complete
 from hlo_passes.edits.improve import LIKELY, improve, round_up
@@ -91,7 +91,7 @@ class EditSearch:
         number = {start: k for k, start in enumerate(self._starts)}
         evicted: set[int] = set()
         recomputed: list[tuple[int, int]] = []
-        for n, gaps in enumerate(taken.taken):
+        for n, gaps in taken.taken.items():
             for start, gap in gaps.items():
                 k = number.get((n, start))
                 if k is not None and gap.action == "evict":
@@ -102,14 +102,13 @@ class EditSearch:
 
     def _carried_out(self, selection: Selection, reserve: npt.NDArray[np.int64]) -> EditState:
         work, starts, capacity = self._work, self._starts, self._capacity
-        load = work.load + reserve
-        taken = EditState(work.temporaries, load, work.posed.costs, work.rates, DEEPEST)
-        for k in selection.evicted:
-            if starts[k][1] in taken.accesses[starts[k][0]]:
+        taken = work.state(work.load + reserve)
+        for k in sorted(selection.evicted):
+            if starts[k][1] in taken.accesses(starts[k][0]):
                 taken.evict(*starts[k])
         by_end = sorted(selection.recomputed, key=lambda r: self._choices.gaps[r[0]].end)
         for k, _ in by_end:
-            if starts[k][1] not in taken.taken[starts[k][0]]:
+            if starts[k][1] not in taken.taken.get(starts[k][0], {}):
                 taken.recompute(*starts[k], capacity, np.inf)
         complete(taken, capacity, work.smallest)
         taken.give_back(capacity)

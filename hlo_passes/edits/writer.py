@@ -11,19 +11,19 @@ front of which it stands.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from hlo_passes.edits.gaps import Temporary, bitcast_sources
-from hlo_passes.edits.state import Action, EditState
+from hlo_passes.edits.state import Action, EditState, Taken
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import Edits, Eviction, LiveRange, LogicalTime, Recompute, Refetch
 
 
-def edits_of(posed: Problem, taken: EditState) -> Edits:
-    """Writes down what was taken as edits of the module of `posed`."""
-    return _Writer(posed, taken).edits()
+def edits_of(posed: Problem, temporaries: Sequence[Temporary], taken: EditState) -> Edits:
+    """Writes down what was taken of the entry's temporaries as edits of the module of `posed`."""
+    return _Writer(posed, temporaries, taken).edits()
 
 
 class Piece(NamedTuple):
@@ -38,15 +38,19 @@ class Piece(NamedTuple):
     reads: LiveRange
 
 
-def pieces_of(selection: EditState, t: Temporary) -> list[Piece]:
-    """The pieces behind the gaps that were taken, in order; the original is not among them."""
-    accesses, taken = selection.accesses[t.number], selection.taken[t.number]
-    found: list[Piece] = []
-    starts = sorted(taken)
-    for n, start in enumerate(starts):
-        last = starts[n + 1] if n + 1 < len(starts) else accesses[-1]
-        found.append(Piece(taken[start].action, LiveRange(taken[start].end, last + 1)))
-    return found
+def pieces_of(taken: Mapping[LogicalTime, Taken], last: LogicalTime) -> list[Piece]:
+    """The pieces behind the gaps of a temporary that were taken, in order; the original is not
+    among them.
+
+    Args:
+      taken: of the temporary, in order.
+      last: its last access.
+    """
+    ends = [*list(taken)[1:], last]
+    return [
+        Piece(gap.action, LiveRange(gap.end, end + 1))
+        for gap, end in zip(taken.values(), ends, strict=False)
+    ]
 
 
 class _Reader(NamedTuple):
@@ -58,13 +62,18 @@ class _Reader(NamedTuple):
 class _Writer:
     """Writes a selection down as edits."""
 
-    def __init__(self, posed: Problem, selection: EditState) -> None:
-        self._selection = selection
-        self._temporaries = selection.temporaries
+    def __init__(
+        self, posed: Problem, temporaries: Sequence[Temporary], selection: EditState
+    ) -> None:
+        self._taken = selection.taken
+        self._temporaries = temporaries
         self._names = [i.name for i in posed.ticks.instructions]
         self._tick_of_name = {name: tick for tick, name in enumerate(self._names)}
-        self._bitcast_of = bitcast_sources(posed.module, selection.temporaries)
-        self._pieces = [pieces_of(selection, t) for t in selection.temporaries]
+        self._bitcast_of = bitcast_sources(posed.module, temporaries)
+        self._pieces = [
+            pieces_of(self._taken.get(t.number, {}), selection.accesses(t.number)[-1])
+            for t in temporaries
+        ]
         # Who reads each piece, by (temporary, piece).
         self._readers: defaultdict[tuple[int, int], list[_Reader]] = defaultdict(list)
         self._recomputes: list[Recompute] = []
@@ -189,6 +198,6 @@ class _Writer:
     def _eviction(self, t: Temporary) -> Eviction | None:
         if not self._refetches[t.number]:
             return None
-        gone = max(min(self._selection.taken[t.number]), self._tick_of_name[t.name])
+        gone = max(min(self._taken[t.number]), self._tick_of_name[t.name])
         refetches = sorted(self._refetches[t.number], key=lambda r: self._tick_of_name[r.before])
         return Eviction(t.name, self._names[gone], tuple(refetches))

@@ -22,7 +22,6 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.edits import writer as edit_writer
 from hlo_passes.edits.choice import EditChoice, work_on
 from hlo_passes.edits.greedy import Terms, complete
 from hlo_passes.edits.search import EditSearch
@@ -188,7 +187,8 @@ class _Fitting:
         parts = deque([taken.dearest])
         left = _GIVEN_BACK
         while parts and left:
-            part = [(n, start) for n, start in parts.popleft() if start in taken.taken[n]]
+            now = taken.taken
+            part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
             less = taken.copied()
             less.give_back(capacity, part)
             if less.all == taken.all:
@@ -260,7 +260,7 @@ class _Fitting:
 
     def _packed(self, chosen: EditChoice) -> Solution | _Bytes:
         """Or by how many bytes the packing is above the capacity at each tick."""
-        edits = edit_writer.edits_of(self._posed, chosen.taken)
+        edits = self._work.edits(chosen.taken)
         again = edited(self._posed, edits)
         choice = placed(again, self._budget, self._slots)
         if not isinstance(choice, placement.Choice):

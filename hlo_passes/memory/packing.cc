@@ -1,14 +1,8 @@
-// The Python module hlo_passes.memory._packing; _packing.pyi gives its types. Of Python it takes the
-// stable ABI and the buffer protocol, so that one build serves every Python and numpy.
+// The Python module hlo_passes.memory._packing; _packing.pyi gives its types.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../extension.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <exception>
-#include <new>
-#include <stdexcept>
 #include <vector>
 
 #include "occupancy.h"
@@ -46,34 +40,7 @@ int64_t Gap(const std::vector<Interval>& taken, int64_t size, bool lowest) {
   return offset < 0 ? floor : offset;
 }
 
-// An object's int64s while they are looked at or written.
-class Integers {
- public:
-  Integers() = default;
-  Integers(const Integers&) = delete;
-  Integers& operator=(const Integers&) = delete;
-  ~Integers() {
-    if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
-  }
-
-  // Whether `object` has such; false with an error set.
-  bool Of(PyObject* object, bool written) {
-    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (written ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(object, &buffer_, flags) < 0) return false;
-    const char kind = buffer_.format == nullptr ? 'B' : buffer_.format[0];
-    if (buffer_.ndim == 1 && buffer_.itemsize == sizeof(int64_t) && (kind == 'l' || kind == 'q')) {
-      return true;
-    }
-    PyErr_SetString(PyExc_TypeError, "expected an array int64[n]");
-    return false;
-  }
-
-  int64_t* data() const { return static_cast<int64_t*>(buffer_.buf); }
-  int64_t size() const { return buffer_.len / static_cast<int64_t>(sizeof(int64_t)); }
-
- private:
-  Py_buffer buffer_ = {};
-};
+using Integers = Array<int64_t>;
 
 void Place(int64_t moments, const Integers& sizes, const Integers& counts, const Integers& starts,
            const Integers& ends, int64_t alignment, bool lowest, const Integers& offsets) {
@@ -107,24 +74,6 @@ void Place(int64_t moments, const Integers& sizes, const Integers& counts, const
     const int64_t top = (*offset + size + alignment - 1) / alignment * alignment;
     for (const Interval& live : lives) occupancy.Take(live, *offset, top);
   }
-}
-
-// Runs `body`; what it throws becomes Python's error. Returns whether it threw nothing.
-template <typename Body>
-bool Caught(Body&& body) {
-  try {
-    body();
-    return true;
-  } catch (const std::out_of_range& error) {
-    PyErr_SetString(PyExc_IndexError, error.what());
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return false;
 }
 
 PyObject* PyPlace(PyObject*, PyObject* args) {

@@ -14,7 +14,7 @@ import memplan
 from hlo_passes import verify
 from hlo_passes.edits.choice import Work
 from hlo_passes.edits.greedy import Terms, select
-from hlo_passes.edits.writer import edits_of
+from hlo_passes.edits.state import catalog
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.normalize import sink
@@ -62,8 +62,8 @@ def forced(module: Module, machine: Machine, what: Forced) -> Edits:
     posed = problem.pose(module, machine, ())
     work = Work(posed)
     terms = Terms(1e-3, math.inf, 0) if what == "evict" else Terms(1e3, math.inf, 16)
-    taken = select(work.temporaries, posed.load, posed.costs, work.rates, 0, terms)
-    return edits_of(posed, taken)
+    of = catalog(work.temporaries, posed.costs, work.rates)
+    return work.edits(select(of, posed.load, posed.costs, 0, terms))
 
 
 def check(name: str, target: str, what: Forced) -> None:

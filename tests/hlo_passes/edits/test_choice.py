@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlo_passes import pipeline, verify
-from hlo_passes.edits.choice import Work, edited_lower_bound_s, edits_of, least_edits
+from hlo_passes.edits.choice import Work, edited_lower_bound_s, least_edits
 from hlo_passes.edits.gaps import Temporary, find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms
 from hlo_passes.edits.search import EditSearch
-from hlo_passes.edits.state import EditState
 from hlo_passes.fitting.edits import before_edits
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.placing import problem
@@ -61,7 +60,7 @@ def peak(of: Problem) -> int:
 
 def fastest(of: Problem, capacity: int) -> Edits:
     """The edits of the first choice."""
-    return edits_of(of, Work(of).choose(capacity)[0].taken)
+    return Work(of).edits(Work(of).choose(capacity)[0].taken)
 
 
 def temporaries(of: Problem) -> dict[str, Temporary]:
@@ -215,8 +214,9 @@ def test_what_else_a_fusion_makes_needs_room_where_its_reader_writes_over_an_ope
         NO_LINK,
         TWO,
     )
-    taken = Work(of).select(peak(of) - SIZE, Terms(DEAREST, math.inf, 1))
-    again = problem.pose(edits.apply(of.module, edits_of(of, taken)), NO_LINK, ())
+    work = Work(of)
+    taken = work.select(peak(of) - SIZE, Terms(DEAREST, math.inf, 1))
+    again = problem.pose(edits.apply(of.module, work.edits(taken)), NO_LINK, ())
     assert "f.again1" in {i.name for i in again.ticks.instructions}
     assert (before_edits(of, again, Work(again).load) == taken.load).all()
 
@@ -236,7 +236,7 @@ def test_edits_need_what_they_say_and_plans_with_them_hold(
     choices = work.choose(capacity)
     if not choices:
         return
-    edited_module = edits.apply(module, edits_of(of, choices[0].taken))
+    edited_module = edits.apply(module, work.edits(choices[0].taken))
     verify.verify_equivalent(module, edited_module)
     again = problem.pose(edited_module, machine, ())
     assert Work(again).load.max() <= capacity
@@ -251,7 +251,7 @@ def test_every_gap_that_is_taken_is_needed(program: Edited, machine: Machine, sh
     capacity = int(share * work.load.max())
     taken = work.select(capacity, Terms(1e-3, math.inf, 0))
     for t in work.temporaries:
-        for start, gap in taken.taken[t.number].items():
+        for start, gap in taken.taken.get(t.number, {}).items():
             if gap.action == "evict" and start != max(r.tick for r in t.reads):
                 assert taken.load[start + 1 : gap.end].max(initial=0) + t.size > capacity
 
@@ -282,7 +282,7 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     assert len({c.taken.all for c in choices}) == len(choices)
     assert choices == sorted(choices, key=lambda c: c.step_time_s)
     for choice in (*choices, *EditSearch(work, capacity, None).rounded(reserve)):
-        edited_module = edits.apply(program.original, edits_of(of, choice.taken))
+        edited_module = edits.apply(program.original, work.edits(choice.taken))
         load = problem.pose(edited_module, FAST_LINK, ()).arena.load
         assert (reserve <= choice.taken.load).all()
         assert choice.taken.load.max() <= capacity
@@ -296,7 +296,7 @@ def test_what_is_made_again_takes_no_more_than_was_counted(
     of = problem.pose(program.original, NO_LINK, ())
     work = Work(of)
     taken = work.select(int(share * work.load.max()), Terms(DEAREST, math.inf, depth))
-    module = edits.apply(program.original, edits_of(of, taken))
+    module = edits.apply(program.original, work.edits(taken))
     verify.verify_equivalent(program.original, module)
     again = problem.pose(module, NO_LINK, ())
     assert (before_edits(of, again, Work(again).load) <= taken.load).all()
@@ -321,7 +321,7 @@ def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
     )
     work = Work(of)
     taken = work.select(peak(of) - SIZE, Terms(DEAREST, math.inf, 16))
-    names = {work.temporaries[n].name for n, gaps in enumerate(taken.taken) if gaps}
+    names = {work.temporaries[n].name for n in taken.taken}
     assert names == {"a", "b", "c", "d"}
     added = taken.load - work.load
     assert added.tolist() == [0, 0, 0, 0, 0, -SIZE, 0, 0]
@@ -367,7 +367,7 @@ def test_what_is_made_again_for_a_clone_stays_for_the_program():
         NO_LINK,
     )
     work = Work(of)
-    taken = EditState(work.temporaries, work.load, of.costs, work.rates, 16)
+    taken = work.state(work.load)
     number = {t.name: t.number for t in work.temporaries}
     assert taken.recompute(number["y"], 2, 0, math.inf)
     assert taken.recompute(number["n"], 1, 0, math.inf)
@@ -381,7 +381,7 @@ def test_the_peak_of_an_edited_training_step_is_known(name: str, share: float):
     work = Work(of)
     taken = work.select(int(share * work.load.max()), Terms(DEAREST, math.inf, 16))
     assert len(taken.all) > 10
-    again = Work(problem.pose(edits.apply(of.module, edits_of(of, taken)), NO_LINK, ()))
+    again = Work(problem.pose(edits.apply(of.module, work.edits(taken)), NO_LINK, ()))
     # Buffers that XLA shares in other ways when there are clones are up to 1 % of it.
     assert 0.99 <= taken.load.max() / again.load.max() <= 1.05
 
@@ -406,11 +406,11 @@ def test_links_have_only_so_many_seconds_at_their_price():
         toy_machine(platform="gpu"),
     )
     work = Work(of)
-    once = work.rates.moving_s(SIZE, is_away=False)
+    once = work.rates.moving_s(SIZE)
 
     def actions(link_s: float) -> list[str]:
         taken = work.select(peak(of) - 2 * SIZE, Terms(1e-9, link_s, 16)).taken
-        return [t.action for gaps in taken for t in gaps.values()]
+        return [t.action for gaps in taken.values() for t in gaps.values()]
 
     assert actions(math.inf).count("evict") > actions(once).count("evict") >= 1
     assert actions(once).count("recompute") > actions(math.inf).count("recompute")
@@ -431,13 +431,14 @@ def test_a_refused_recomputation_leaves_no_trace():
 """
     work = Work(posed(text, NO_LINK))
     number = next(t.number for t in work.temporaries if t.name == "a")
-    taken = EditState(work.temporaries, work.load, work.posed.costs, work.rates, 16)
-    before = taken.load.copy(), taken.costs.copy(), [list(a) for a in taken.accesses]
-    starts = [s for s, e in pairwise(taken.accesses[number]) if e > s + 1]
+    taken = work.state(work.load)
+    every = range(len(work.temporaries))
+    before = taken.load.copy(), taken.costs.copy(), [taken.accesses(n) for n in every]
+    starts = [s for s, e in pairwise(taken.accesses(number)) if e > s + 1]
     assert starts
     assert not any(taken.recompute(number, s, 0, float("inf")) for s in starts)
     assert (taken.load == before[0]).all()
     assert (taken.costs == before[1]).all()
-    assert taken.accesses == before[2]
-    assert not any(taken.taken)
-    assert not edits_of(work.posed, taken)
+    assert [taken.accesses(n) for n in every] == before[2]
+    assert not taken.taken
+    assert not work.edits(taken)

@@ -1,0 +1,59 @@
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+type _Ints = npt.NDArray[np.int64]
+type _Floats = npt.NDArray[np.float64]
+type _Gap = tuple[int, int]  # A temporary, and the access with which the gap starts.
+
+class Catalog:
+    """Temporaries, and what taking one away costs (see `gap_state.h`).
+
+    Args:
+      temporaries: of each size, bytes added when written, bytes of other arrays beside, number of
+        its maker, tick at which it is written, seconds of its maker, whether there is an obstacle,
+        whether it can be made again, ticks at which it is read, and operands of its maker: a
+        temporary or -1, and of that the tick until which it is there.
+      costs: float64[ticks], seconds of compute of each.
+      out_bytes_per_s, in_bytes_per_s, latency_s: of the links; 0 where nothing can be evicted.
+
+    Raises:
+      TypeError, ValueError: for what does not go together.
+    """
+
+    def __init__(
+        self,
+        temporaries: Sequence[tuple[object, ...]],
+        costs: _Floats,
+        out_bytes_per_s: float,
+        in_bytes_per_s: float,
+        latency_s: float,
+        /,
+    ) -> None: ...
+
+class State:
+    """Gaps that are taken, none at first; see `state.EditState`.
+
+    Args:
+      load, costs: int64[ticks] and float64[ticks], which are written from now on.
+
+    Raises:
+      TypeError, ValueError: for arrays of other elements, or another length.
+      IndexError: of all that takes a gap, for one that there is not.
+    """
+
+    def __init__(self, catalog: Catalog, load: _Ints, costs: _Floats, depth: int, /) -> None: ...
+    def copied(self, load: _Ints, costs: _Floats, /) -> State:
+        """Returns the same with other arrays, which have what those of this one have."""
+
+    def evict(self, temporary: int, start: int, /) -> None: ...
+    def recompute(self, temporary: int, start: int, capacity: int, most_s: float, /) -> bool: ...
+    def take(self, capacity: int, link_price: float, link_s: float, smallest: int, /) -> None:
+        """See `greedy`. Rounds of all gaps, each O(gaps log gaps + ticks of those that are taken)."""
+
+    def dearest(self) -> list[_Gap]: ...
+    def give_back(self, capacity: int, among: Sequence[_Gap], /) -> None: ...
+    def gaps(self) -> list[tuple[int, int, Literal["evict", "recompute"], int]]: ...
+    def accesses(self, temporary: int, /) -> list[int]: ...

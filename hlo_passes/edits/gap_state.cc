@@ -1,0 +1,503 @@
+#include "gap_state.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <tuple>
+
+namespace memplan {
+namespace {
+
+// A dead operand is held rather than made again if it is smaller by this factor than what is made
+// from it.
+constexpr int64_t kHoldShare = 16;
+
+// How often all gaps are gone through; what is computed again may hold others longer.
+constexpr int kRounds = 4;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+}  // namespace
+
+double Rates::MovingSeconds(int64_t size, bool is_away) const {
+  const double seconds = static_cast<double>(size) / in_bytes_per_s + latency_s;
+  return is_away ? seconds : seconds + static_cast<double>(size) / out_bytes_per_s + latency_s;
+}
+
+bool GapState::Option::operator<(const Option& other) const {
+  return std::tie(score, temporary, start, action, most_s) <
+         std::tie(other.score, other.temporary, other.start, other.action, other.most_s);
+}
+
+GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t ticks,
+                   int64_t depth)
+    : catalog_(catalog),
+      load_(load),
+      costs_(costs),
+      ticks_(ticks),
+      depth_(depth),
+      taken_(catalog->temporaries.size()),
+      on_the_way_(ticks, 0),
+      most_s_(kInfinity) {
+  accesses_.reserve(catalog->temporaries.size());
+  for (const Temporary& t : catalog->temporaries) {
+    std::vector<Tick> accesses = t.reads;
+    accesses.push_back(t.written);
+    std::sort(accesses.begin(), accesses.end());
+    accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
+    accesses_.push_back(std::move(accesses));
+  }
+}
+
+GapState::GapState(const GapState& other, int64_t* load, double* costs) : GapState(other) {
+  load_ = load;
+  costs_ = costs;
+}
+
+void GapState::Evict(int64_t n, Tick start) {
+  const Tick end = GapEnd(n, start);
+  SetTaken(n, {start, Action::kEvict, end});
+  AddLoad(start + 1, end, -catalog_->temporaries[n].size);
+  undo_.clear();
+}
+
+bool GapState::Recompute(int64_t n, Tick start, int64_t capacity, double most_s) {
+  Tick end = GapEnd(n, start);
+  capacity_ = capacity;
+  over_ = 0;
+  added_s_ = 0;
+  most_s_ = most_s;
+  if (const Tick shared = SiblingTick(n, start, end, capacity); shared >= 0) {
+    InsertAccess(n, shared);
+    end = shared;
+  }
+  SetTaken(n, {start, Action::kRecompute, end});
+  AddLoad(start + 1, end, -catalog_->temporaries[n].size);
+  if (MakeAgain(n, end, 0) && added_s_ <= most_s) {
+    PassBy(n, start);
+    CountClones();
+    if (over_ < 0) {
+      undo_.clear();
+      return true;
+    }
+  }
+  RollBack();
+  return false;
+}
+
+// This is a covering problem: at every tick enough bytes have to go, for the least time; see
+// greedy.py.
+void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest) {
+  double left_s = terms.link_s;
+  std::set<GapKey> refused;
+  for (int round = 0; round < kRounds && MostLoad(0, ticks_) > capacity; ++round) {
+    bool changed = false;
+    std::vector<Option> options = Options(capacity, terms.link_price, smallest);
+    std::sort(options.begin(), options.end());
+    for (const Option& option : options) {
+      const int64_t n = option.temporary;
+      if (IsTaken(n, option.start)) continue;
+      if (MostLoad(option.start + 1, GapEnd(n, option.start)) <= capacity) continue;
+      if (option.action == Action::kRecompute) {
+        const GapKey key{n, option.start};
+        if (refused.count(key)) continue;
+        if (Recompute(n, option.start, capacity, option.most_s)) {
+          changed = true;
+        } else {
+          refused.insert(key);
+        }
+        continue;
+      }
+      const double needed_s =
+          catalog_->rates.MovingSeconds(catalog_->temporaries[n].size, IsAway(n));
+      if (needed_s > left_s) continue;
+      left_s -= needed_s;
+      Evict(n, option.start);
+      changed = true;
+    }
+    if (!changed) break;
+  }
+}
+
+// The gaps that cover ticks over the capacity, each way they can be taken.
+std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_price,
+                                                int64_t smallest) const {
+  const Rates& rates = catalog_->rates;
+  const std::vector<double>& clock = catalog_->clock;
+  std::vector<int64_t> over(ticks_ + 1, 0);
+  for (Tick tick = 0; tick < ticks_; ++tick) over[tick + 1] = over[tick] + (load_[tick] > capacity);
+  std::vector<Option> found;
+  for (int64_t n = 0; n < count(); ++n) {
+    const Temporary& t = catalog_->temporaries[n];
+    if (t.obstacle || t.size < smallest || t.size == 0) continue;
+    const bool is_away = IsAway(n);
+    const std::vector<Tick>& accesses = accesses_[n];
+    for (size_t k = 0; k + 1 < accesses.size(); ++k) {
+      const Tick start = accesses[k], end = accesses[k + 1];
+      const int64_t covered = end > start + 1 ? over[end] - over[start + 1] : 0;
+      if (covered == 0 || IsTaken(n, start)) continue;
+      const double benefit = static_cast<double>(t.size) * static_cast<double>(covered);
+      double price = kInfinity;
+      if (rates.can_evict()) {
+        const double needed = rates.MovingSeconds(t.size, is_away);
+        const double idle = clock[end] - clock[(is_away ? start : t.written) + 1];
+        price = link_price * needed + std::max(0.0, needed - idle);
+        found.push_back({price / benefit, n, start, Action::kEvict, kInfinity});
+      }
+      if (t.repeatable && depth_ > 0) {
+        found.push_back({t.maker_s / benefit, n, start, Action::kRecompute, price});
+      }
+    }
+  }
+  return found;
+}
+
+std::vector<GapKey> GapState::Dearest() const {
+  std::vector<std::tuple<double, int64_t, Tick>> gaps;
+  for (int64_t n = 0; n < count(); ++n) {
+    for (const Gap& gap : taken_[n]) gaps.emplace_back(PriceSeconds(n, gap.action), n, gap.start);
+  }
+  std::sort(gaps.rbegin(), gaps.rend());
+  std::vector<GapKey> found;
+  found.reserve(gaps.size());
+  for (const auto& [price, n, start] : gaps) found.emplace_back(n, start);
+  return found;
+}
+
+void GapState::GiveBack(int64_t capacity, const std::vector<GapKey>& among) {
+  for (const auto& [n, start] : among) {
+    const Gap* gap = Find(n, start);
+    if (gap == nullptr) throw std::invalid_argument("a gap that is not taken");
+    const Action action = gap->action;
+    const Tick end = gap->end;
+    const int64_t size = catalog_->temporaries[n].size;
+    // Not a gap of the program's: it is made for another one only.
+    if (start == LastOwnAccess(n) || end <= start + 1) continue;
+    if (IsPassing(n, start) || IsPassing(n, end)) continue;
+    if (MostLoad(start + 1, end) + size > capacity) continue;
+    RemoveTaken(n, start);
+    for (Tick tick = start + 1; tick < end; ++tick) load_[tick] += size;
+    if (action == Action::kRecompute) {
+      if (!SiblingsMadeAt(n, end)) costs_[end] -= catalog_->temporaries[n].maker_s;
+      SetRole(n, end, Role::kNone);
+      CountClones();
+    }
+  }
+  undo_.clear();
+}
+
+double GapState::PriceSeconds(int64_t n, Action action) const {
+  const Temporary& t = catalog_->temporaries[n];
+  return action == Action::kRecompute ? t.maker_s : catalog_->rates.MovingSeconds(t.size, false);
+}
+
+Tick GapState::LastOwnAccess(int64_t n) const {
+  const Temporary& t = catalog_->temporaries[n];
+  return t.reads.empty() ? t.written : t.reads.back();
+}
+
+const Gap* GapState::Find(int64_t n, Tick start) const {
+  for (const Gap& gap : taken_[n]) {
+    if (gap.start == start) return &gap;
+  }
+  return nullptr;
+}
+
+// The access behind the one at `start`.
+Tick GapState::GapEnd(int64_t n, Tick start) const {
+  const auto behind = std::upper_bound(accesses_[n].begin(), accesses_[n].end(), start);
+  if (behind == accesses_[n].end()) throw std::out_of_range("there is no access behind this one");
+  return *behind;
+}
+
+// Whether a copy of a temporary is on the host already.
+bool GapState::IsAway(int64_t n) const {
+  return std::any_of(taken_[n].begin(), taken_[n].end(),
+                     [](const Gap& gap) { return gap.action == Action::kEvict; });
+}
+
+int64_t GapState::MostLoad(Tick start, Tick end) const {
+  int64_t most = 0;
+  for (Tick tick = start; tick < end; ++tick) most = std::max(most, load_[tick]);
+  return most;
+}
+
+// Runs the maker of a temporary right before `tick`.
+bool GapState::MakeAgain(int64_t n, Tick tick, int64_t depth) {
+  const Temporary& t = catalog_->temporaries[n];
+  if (!t.repeatable || depth >= depth_) return false;
+  if (RoleOf(n, tick) == Role::kNone) SetRole(n, tick, Role::kMade);
+  if (SiblingsMadeAt(n, tick)) return true;
+  AddCost(tick, t.maker_s);
+  if (added_s_ > most_s_) return false;
+  for (const Operand& operand : t.operands) {
+    if (!Ensure(operand, tick, t.size, depth + 1)) return false;
+  }
+  return true;
+}
+
+// Has an operand on the device at `tick`, for something of `size` bytes.
+bool GapState::Ensure(const Operand& operand, Tick tick, int64_t size, int64_t depth) {
+  const int64_t n = operand.temporary;
+  if (n < 0) return tick < operand.until;
+  const Temporary& t = catalog_->temporaries[n];
+  const std::vector<Tick>& accesses = accesses_[n];
+  const size_t at = std::lower_bound(accesses.begin(), accesses.end(), tick) - accesses.begin();
+  if (at == 0) return false;  // It is not made yet.
+  const bool is_dead = at == accesses.size();
+  if (!is_dead && accesses[at] == tick) return true;
+  const Tick start = accesses[at - 1];
+  InsertAccess(n, tick);
+  if (is_dead) {
+    const bool is_small = t.size * kHoldShare <= size;
+    if (is_small || !t.repeatable) {
+      KeepFrom(n, start);
+      AddLoad(start + 1, tick + 1, t.size);
+      PassBy(n, tick);
+      return is_small;
+    }
+    SetTaken(n, {start, Action::kRecompute, tick});
+    SetRole(n, tick, Role::kPassing);
+    return MakeAgain(n, tick, depth);
+  }
+  const Gap* found = Find(n, start);
+  if (found == nullptr) return true;
+  // It comes back for this one already, and stays.
+  const Gap gap = *found;
+  SetTaken(n, {start, gap.action, tick});
+  AddLoad(tick, gap.end, t.size);
+  if (gap.action == Action::kEvict) return tick > start + 1;
+  KeepFrom(n, gap.end);
+  SetRole(n, gap.end, Role::kNone);
+  if (!SiblingsMadeAt(n, gap.end)) AddCost(gap.end, -t.maker_s);
+  return MakeAgain(n, tick, depth);
+}
+
+GapState::Role GapState::RoleOf(int64_t n, Tick tick) const {
+  const auto at = clones_.find(tick);
+  if (at == clones_.end()) return Role::kNone;
+  const auto found = at->second.find(n);
+  return found == at->second.end() ? Role::kNone : found->second;
+}
+
+// Whether clones before `tick` are all that needs a temporary there, and later none.
+bool GapState::IsPassing(int64_t n, Tick tick) const {
+  const Role role = RoleOf(n, tick);
+  return role == Role::kPassing || role == Role::kWaiting;
+}
+
+// Counts a temporary with the clones before `tick`, if they are all that needs it there.
+void GapState::PassBy(int64_t n, Tick tick) {
+  const Temporary& t = catalog_->temporaries[n];
+  const Role role = RoleOf(n, tick);
+  const bool is_own =
+      tick == t.written || std::binary_search(t.reads.begin(), t.reads.end(), tick);
+  const bool is_last = tick == accesses_[n].back() || IsTaken(n, tick);
+  if (is_last && !is_own && (role == Role::kMade || role == Role::kNone)) {
+    SetRole(n, tick, role == Role::kNone ? Role::kWaiting : Role::kPassing);
+    AddLoad(tick, tick + 1, -t.size);
+  }
+}
+
+// Counts a temporary at `tick` like any other.
+void GapState::KeepFrom(int64_t n, Tick tick) {
+  if (!IsPassing(n, tick)) return;
+  SetRole(n, tick, RoleOf(n, tick) == Role::kPassing ? Role::kMade : Role::kNone);
+  AddLoad(tick, tick + 1, catalog_->temporaries[n].size);
+}
+
+// Brings the load up to date with what is made again on the way to something else.
+void GapState::CountClones() {
+  for (const Tick tick : changed_) {
+    const int64_t before = on_the_way_[tick], now = MostOnTheWay(tick);
+    on_the_way_[tick] = now;
+    undo_.push_back({Undo::Kind::kOnTheWay, Role::kNone, Action::kEvict, 0, tick, 0, before, 0});
+    AddLoad(tick, tick + 1, now - before);
+  }
+  changed_.clear();
+}
+
+// By how many bytes the clones before `tick`, with all they make and what waits for them, take
+// more than what is there of it at the tick. They stand in the order of the program.
+int64_t GapState::MostOnTheWay(Tick tick) const {
+  const auto at = clones_.find(tick);
+  if (at == clones_.end()) return 0;
+  const std::map<int64_t, Role>& clones = at->second;
+  const std::vector<Temporary>& temporaries = catalog_->temporaries;
+  struct Clone {
+    int64_t maker;
+    std::vector<int64_t> elements;
+    std::vector<int64_t> gone;  // Bytes of what this one is the last to read.
+  };
+  std::vector<Clone> made;
+  std::map<int64_t, size_t> of_maker;
+  int64_t there = 0, stay = 0;
+  for (const auto& [n, role] : clones) {
+    if (role == Role::kWaiting) {
+      there += temporaries[n].size;
+      continue;
+    }
+    if (role == Role::kMade) stay += temporaries[n].size;
+    const auto [found, is_new] = of_maker.try_emplace(temporaries[n].maker, made.size());
+    if (is_new) made.push_back({temporaries[n].maker, {}, {}});
+    made[found->second].elements.push_back(n);
+  }
+  std::map<int64_t, size_t> last;
+  for (size_t k = 0; k < made.size(); ++k) {
+    for (const int64_t n : made[k].elements) last[n] = k;
+    for (const Operand& operand : temporaries[made[k].elements[0]].operands) {
+      if (operand.temporary >= 0 && clones.count(operand.temporary)) last[operand.temporary] = k;
+    }
+  }
+  for (const auto& [n, k] : last) {
+    if (clones.at(n) != Role::kMade) made[k].gone.push_back(temporaries[n].size);
+  }
+  int64_t most = there;
+  for (const Clone& clone : made) {
+    std::vector<int64_t> left = clone.gone;
+    int64_t reused = 0, all = 0;  // Bytes of operands over which the maker writes.
+    for (const int64_t n : clone.elements) {
+      const Temporary& t = temporaries[n];
+      all += t.size;
+      if (!t.is_written_over()) continue;
+      const auto same = std::find(left.begin(), left.end(), t.size);
+      if (same == left.end()) continue;
+      left.erase(same);
+      reused += t.size;
+    }
+    there += all;
+    const Temporary& first = temporaries[clone.elements[0]];
+    const int64_t beside = std::max<int64_t>(0, first.beside - (all - first.size));
+    most = std::max(most, there + beside - reused);
+    for (const int64_t size : clone.gone) there -= size;
+  }
+  return std::max<int64_t>(0, most - stay - catalog_->written[tick]);
+}
+
+// Whether the maker of a temporary runs before `tick` for another element already.
+bool GapState::SiblingsMadeAt(int64_t n, Tick tick) const {
+  for (const int64_t other : catalog_->made_by[catalog_->temporaries[n].maker]) {
+    if (other == n) continue;
+    for (const Gap& gap : taken_[other]) {
+      if (gap.action == Action::kRecompute && gap.end == tick) return true;
+    }
+  }
+  return false;
+}
+
+// The last tick within a gap at which its maker runs again anyway, if there is room to keep what
+// it makes from then on; -1 where there is none.
+Tick GapState::SiblingTick(int64_t n, Tick start, Tick end, int64_t capacity) const {
+  Tick found = -1;
+  for (const int64_t other : catalog_->made_by[catalog_->temporaries[n].maker]) {
+    if (other == n) continue;
+    for (const Gap& gap : taken_[other]) {
+      if (gap.action == Action::kRecompute && start < gap.end && gap.end < end &&
+          gap.end > found && MostLoad(gap.end, end) <= capacity) {
+        found = gap.end;
+      }
+    }
+  }
+  return found;
+}
+
+void GapState::RollBack() {
+  for (; !undo_.empty(); undo_.pop_back()) {
+    const Undo& undo = undo_.back();
+    switch (undo.kind) {
+      case Undo::Kind::kTaken:
+        PutTaken(undo.n, {undo.tick, undo.action, undo.end});
+        break;
+      case Undo::Kind::kNotTaken:
+        RemoveTaken(undo.n, undo.tick);
+        break;
+      case Undo::Kind::kRole:
+        PutRole(undo.n, undo.tick, undo.role);
+        break;
+      case Undo::Kind::kAccess: {
+        std::vector<Tick>& accesses = accesses_[undo.n];
+        accesses.erase(std::lower_bound(accesses.begin(), accesses.end(), undo.tick));
+        break;
+      }
+      case Undo::Kind::kLoad:
+        for (Tick tick = undo.tick; tick < undo.end; ++tick) load_[tick] -= undo.bytes;
+        break;
+      case Undo::Kind::kCost:  // Not by subtraction: that rounds.
+        costs_[undo.tick] = undo.seconds;
+        break;
+      case Undo::Kind::kOnTheWay:
+        on_the_way_[undo.tick] = undo.bytes;
+        break;
+    }
+  }
+  changed_.clear();
+}
+
+void GapState::PutTaken(int64_t n, const Gap& gap) {
+  std::vector<Gap>& gaps = taken_[n];
+  const auto at = std::lower_bound(gaps.begin(), gaps.end(), gap.start,
+                                   [](const Gap& g, Tick start) { return g.start < start; });
+  if (at != gaps.end() && at->start == gap.start) {
+    *at = gap;
+  } else {
+    gaps.insert(at, gap);
+  }
+}
+
+void GapState::RemoveTaken(int64_t n, Tick start) {
+  std::vector<Gap>& gaps = taken_[n];
+  gaps.erase(std::find_if(gaps.begin(), gaps.end(),
+                          [start](const Gap& gap) { return gap.start == start; }));
+}
+
+void GapState::PutRole(int64_t n, Tick tick, Role role) {
+  if (role != Role::kNone) {
+    clones_[tick][n] = role;
+    return;
+  }
+  const auto at = clones_.find(tick);
+  if (at == clones_.end()) return;
+  at->second.erase(n);
+  if (at->second.empty()) clones_.erase(at);
+}
+
+void GapState::SetTaken(int64_t n, const Gap& gap) {
+  const Gap* before = Find(n, gap.start);
+  if (before == nullptr) {
+    undo_.push_back({Undo::Kind::kNotTaken, Role::kNone, gap.action, n, gap.start, 0, 0, 0});
+  } else {
+    undo_.push_back(
+        {Undo::Kind::kTaken, Role::kNone, before->action, n, gap.start, before->end, 0, 0});
+  }
+  PutTaken(n, gap);
+}
+
+// Takes note of what a temporary is to the clones before `tick`.
+void GapState::SetRole(int64_t n, Tick tick, Role role) {
+  changed_.insert(tick);
+  undo_.push_back({Undo::Kind::kRole, RoleOf(n, tick), Action::kEvict, n, tick, 0, 0, 0});
+  PutRole(n, tick, role);
+}
+
+void GapState::InsertAccess(int64_t n, Tick tick) {
+  std::vector<Tick>& accesses = accesses_[n];
+  accesses.insert(std::upper_bound(accesses.begin(), accesses.end(), tick), tick);
+  undo_.push_back({Undo::Kind::kAccess, Role::kNone, Action::kEvict, n, tick, 0, 0, 0});
+}
+
+void GapState::AddLoad(Tick start, Tick end, int64_t size) {
+  for (Tick tick = start; tick < end; ++tick) {
+    const int64_t over = load_[tick] - capacity_;
+    over_ += std::max<int64_t>(over + size, 0) - std::max<int64_t>(over, 0);
+    load_[tick] += size;
+  }
+  undo_.push_back({Undo::Kind::kLoad, Role::kNone, Action::kEvict, 0, start, end, size, 0});
+}
+
+void GapState::AddCost(Tick tick, double seconds) {
+  undo_.push_back({Undo::Kind::kCost, Role::kNone, Action::kEvict, 0, tick, 0, 0, costs_[tick]});
+  added_s_ += seconds;
+  costs_[tick] += seconds;
+}
+
+}  // namespace memplan

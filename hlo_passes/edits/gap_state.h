@@ -1,0 +1,188 @@
+// Gaps that are taken: what that does to the bytes and the seconds of each tick.
+//
+//     gap of d     ── read ┤                 ├ read ──       evicted: moved out and in
+//     recomputed   ── read ┤           a b c d read ──       d from c, c from b, b from a, all of
+//                                      └───┘                 which are dead: made again, too
+//
+// The state is consistent all the time. To run an instruction again, its operands have to be
+// there: one that is away comes back then already, by whatever way was chosen for it, and stays;
+// one that is dead is held, or made again as well. That is how a whole layer comes to be
+// computed again from its input, and each part of it once.
+//
+// What is made again only for others that are, at the same tick, is on the way: those stand in
+// the order of the program, and each is there until the last that reads it, and so is what waited
+// for them alone. They count with the most that is there at once, before the program's own result.
+
+#ifndef MEMPLAN_HLO_PASSES_GAP_STATE_H_
+#define MEMPLAN_HLO_PASSES_GAP_STATE_H_
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace memplan {
+
+using Tick = int64_t;
+
+// What the maker of a temporary needs to run again: another temporary, or (`temporary` < 0) what
+// stays where it is until the tick `until`.
+struct Operand {
+  int64_t temporary;
+  Tick until;
+};
+
+// See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds.
+struct Temporary {
+  int64_t size, added, beside, maker;
+  Tick written;
+  double maker_s;
+  bool obstacle, repeatable;
+  std::vector<Tick> reads;
+  std::vector<Operand> operands;
+
+  bool is_written_over() const { return added == 0 && !obstacle; }
+};
+
+// What taking a temporary away costs; rates of 0 where nothing can be evicted.
+struct Rates {
+  double out_bytes_per_s, in_bytes_per_s, latency_s;
+
+  bool can_evict() const { return out_bytes_per_s > 0; }
+  double MovingSeconds(int64_t size, bool is_away) const;
+};
+
+// The temporaries of a module; `made_by` has those of each maker.
+struct Catalog {
+  std::vector<Temporary> temporaries;
+  std::vector<std::vector<int64_t>> made_by;
+  std::vector<int64_t> written;  // Bytes that are first taken at each tick.
+  std::vector<double> clock;     // Seconds before each tick, and of all, with nothing taken.
+  Rates rates;
+};
+
+enum class Action : uint8_t { kEvict, kRecompute };
+
+// A gap that is not kept: from an access at `start`, until the bytes are there again at `end`.
+struct Gap {
+  Tick start;
+  Action action;
+  Tick end;
+};
+
+// On which terms gaps are taken: see `greedy.Terms`.
+struct Terms {
+  double link_price, link_s;
+};
+
+// A gap by its temporary and the access with which it starts.
+using GapKey = std::pair<int64_t, Tick>;
+
+class GapState {
+ public:
+  // `load` and `costs` are the caller's, one for each tick, and have the selection's effects.
+  GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t ticks, int64_t depth);
+
+  // The same gaps, with memory of the caller's that has what this one's has.
+  GapState(const GapState& other, int64_t* load, double* costs);
+
+  const std::vector<Tick>& accesses(int64_t n) const { return accesses_[n]; }
+  const std::vector<Gap>& taken(int64_t n) const { return taken_[n]; }
+  int64_t count() const { return static_cast<int64_t>(taken_.size()); }
+  bool IsTaken(int64_t n, Tick start) const { return Find(n, start) != nullptr; }
+
+  // Evicts a temporary during the gap from `start`.
+  void Evict(int64_t n, Tick start);
+
+  // Recomputes a temporary at the end of the gap from `start`, if its operands can be there, all
+  // that has to run again for it takes no more than `most_s`, and the load comes nearer to
+  // `capacity` by it. Else nothing changes, and it returns false.
+  bool Recompute(int64_t n, Tick start, int64_t capacity, double most_s);
+
+  // Takes gaps, the cheapest for each byte and tick over `capacity` first, until the load is
+  // within that everywhere or none is left that helps. Temporaries of fewer than `smallest` bytes
+  // are left alone.
+  void Take(int64_t capacity, const Terms& terms, int64_t smallest);
+
+  // Every gap that is taken, the dearest first.
+  std::vector<GapKey> Dearest() const;
+
+  // Keeps those temporaries after all whose bytes are not needed to be within `capacity`.
+  void GiveBack(int64_t capacity, const std::vector<GapKey>& among);
+
+ private:
+  // What a temporary is to the clones before a tick: one of them makes it, for the program or for
+  // later; for others of them only; it is there already, for them only, and for the last time.
+  enum class Role : uint8_t { kNone, kMade, kPassing, kWaiting };
+
+  // How to take one change back.
+  struct Undo {
+    enum class Kind : uint8_t { kTaken, kNotTaken, kRole, kAccess, kLoad, kCost, kOnTheWay } kind;
+    Role role;
+    Action action;
+    int64_t n;
+    Tick tick, end;
+    int64_t bytes;
+    double seconds;
+  };
+
+  // A gap and what can be done with it; the least comes first.
+  struct Option {
+    double score;
+    int64_t temporary;
+    Tick start;
+    Action action;
+    double most_s;  // Seconds for which the gap can be had in another way.
+
+    bool operator<(const Option& other) const;
+  };
+
+  const Gap* Find(int64_t n, Tick start) const;
+  Tick GapEnd(int64_t n, Tick start) const;
+  bool IsAway(int64_t n) const;
+  double PriceSeconds(int64_t n, Action action) const;
+  Tick LastOwnAccess(int64_t n) const;
+  int64_t MostLoad(Tick start, Tick end) const;
+  std::vector<Option> Options(int64_t capacity, double link_price, int64_t smallest) const;
+
+  bool MakeAgain(int64_t n, Tick tick, int64_t depth);
+  bool Ensure(const Operand& operand, Tick tick, int64_t size, int64_t depth);
+  Role RoleOf(int64_t n, Tick tick) const;
+  bool IsPassing(int64_t n, Tick tick) const;
+  void PassBy(int64_t n, Tick tick);
+  void KeepFrom(int64_t n, Tick tick);
+  void CountClones();
+  int64_t MostOnTheWay(Tick tick) const;
+  bool SiblingsMadeAt(int64_t n, Tick tick) const;
+  Tick SiblingTick(int64_t n, Tick start, Tick end, int64_t capacity) const;
+
+  void RollBack();
+  void PutTaken(int64_t n, const Gap& gap);
+  void RemoveTaken(int64_t n, Tick start);
+  void PutRole(int64_t n, Tick tick, Role role);
+  void SetTaken(int64_t n, const Gap& gap);
+  void SetRole(int64_t n, Tick tick, Role role);
+  void InsertAccess(int64_t n, Tick tick);
+  void AddLoad(Tick start, Tick end, int64_t size);
+  void AddCost(Tick tick, double seconds);
+
+  const Catalog* catalog_;
+  int64_t* load_;
+  double* costs_;
+  int64_t ticks_, depth_;
+  std::vector<std::vector<Tick>> accesses_;
+  std::vector<std::vector<Gap>> taken_;              // By start.
+  std::map<Tick, std::map<int64_t, Role>> clones_;
+  std::vector<int64_t> on_the_way_;  // Bytes for clones before a tick beyond those at it.
+  std::set<Tick> changed_;
+  std::vector<Undo> undo_;
+  // What is being tried: bytes and ticks over this capacity that it adds, and seconds, of which
+  // it may add so many.
+  int64_t capacity_ = 0, over_ = 0;
+  double added_s_ = 0, most_s_;
+};
+
+}  // namespace memplan
+
+#endif  // MEMPLAN_HLO_PASSES_GAP_STATE_H_

@@ -1,0 +1,363 @@
+// The Python module hlo_passes.edits._gap_state; _gap_state.pyi gives its types.
+
+#include "../extension.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gap_state.h"
+
+namespace memplan {
+namespace {
+
+struct PyCatalog {
+  PyObject_HEAD
+  Catalog* catalog;
+};
+
+struct Held {
+  PyObject* catalog = nullptr;  // Its owner.
+  Array<int64_t> load;
+  Array<double> costs;
+  std::unique_ptr<GapState> state;
+
+  ~Held() { Py_XDECREF(catalog); }
+};
+
+struct PyState {
+  PyObject_HEAD
+  Held* held;
+};
+
+GapState& Of(PyObject* self) { return *reinterpret_cast<PyState*>(self)->held->state; }
+
+void Free(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+// The numbers of a sequence of pairs.
+bool Pairs(PyObject* sequence, std::vector<std::pair<int64_t, int64_t>>* found) {
+  const Py_ssize_t count = PySequence_Size(sequence);
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* item = PySequence_GetItem(sequence, k);
+    long long first, second;
+    const bool is_pair = item != nullptr && PyArg_ParseTuple(item, "LL", &first, &second);
+    Py_XDECREF(item);
+    if (!is_pair) return false;
+    found->emplace_back(first, second);
+  }
+  return count >= 0;
+}
+
+// A list of what `make` returns for each of `count` numbers.
+template <typename Make>
+PyObject* List(size_t count, Make&& make) {
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(count));
+  for (size_t k = 0; found != nullptr && k < count; ++k) {
+    PyObject* item = make(k);
+    if (item == nullptr || PyList_SetItem(found, static_cast<Py_ssize_t>(k), item) < 0) {
+      Py_CLEAR(found);
+    }
+  }
+  return found;
+}
+
+bool ParseTemporary(PyObject* row, Temporary* t) {
+  long long size, added, beside, maker, written;
+  int obstacle, repeatable;
+  PyObject *reads, *operands;
+  if (!PyArg_ParseTuple(row, "LLLLLdppOO", &size, &added, &beside, &maker, &written, &t->maker_s,
+                        &obstacle, &repeatable, &reads, &operands)) {
+    return false;
+  }
+  t->size = size;
+  t->added = added;
+  t->beside = beside;
+  t->maker = maker;
+  t->written = written;
+  t->obstacle = obstacle != 0;
+  t->repeatable = repeatable != 0;
+  const Py_ssize_t count = PySequence_Size(reads);
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* item = PySequence_GetItem(reads, k);
+    if (item == nullptr) return false;
+    t->reads.push_back(PyLong_AsLongLong(item));
+    Py_DECREF(item);
+  }
+  std::vector<std::pair<int64_t, int64_t>> pairs;
+  if (count < 0 || PyErr_Occurred() || !Pairs(operands, &pairs)) return false;
+  for (const auto& [temporary, until] : pairs) t->operands.push_back({temporary, until});
+  return true;
+}
+
+// Whether the numbers of a catalog are within its bounds.
+void Check(const Catalog& catalog, int64_t ticks) {
+  const auto count = static_cast<int64_t>(catalog.temporaries.size());
+  const auto is_tick = [ticks](Tick tick) { return tick >= 0 && tick < ticks; };
+  for (const Temporary& t : catalog.temporaries) {
+    if (t.maker < 0 || t.maker >= count || !is_tick(t.written)) {
+      throw std::invalid_argument("a maker or a tick is out of range");
+    }
+    for (const Tick tick : t.reads) {
+      if (!is_tick(tick)) throw std::invalid_argument("a tick is out of range");
+    }
+    for (const Operand& operand : t.operands) {
+      if (operand.temporary >= count) throw std::invalid_argument("an operand is out of range");
+    }
+  }
+}
+
+PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *rows, *costs;
+  Rates rates;
+  if (!PyArg_ParseTuple(args, "OOddd", &rows, &costs, &rates.out_bytes_per_s,
+                        &rates.in_bytes_per_s, &rates.latency_s)) {
+    return nullptr;
+  }
+  Array<double> seconds;
+  if (!seconds.Of(costs, false)) return nullptr;
+  auto made = std::make_unique<Catalog>();
+  made->rates = rates;
+  const Py_ssize_t count = PySequence_Size(rows);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* row = PySequence_GetItem(rows, k);
+    made->temporaries.emplace_back();
+    const bool is_row = row != nullptr && ParseTemporary(row, &made->temporaries.back());
+    Py_XDECREF(row);
+    if (!is_row) return nullptr;
+  }
+  const bool is_good = Caught([&] {
+    Check(*made, seconds.size());
+    made->made_by.resize(made->temporaries.size());
+    made->written.assign(seconds.size(), 0);
+    for (int64_t n = 0; n < count; ++n) {
+      const Temporary& t = made->temporaries[n];
+      made->made_by[t.maker].push_back(n);
+      made->written[t.written] += t.added;
+    }
+    made->clock.assign(1, 0.0);
+    for (int64_t k = 0; k < seconds.size(); ++k) {
+      made->clock.push_back(made->clock.back() + seconds.data()[k]);
+    }
+  });
+  if (!is_good) return nullptr;
+  PyObject* self = PyType_GenericAlloc(type, 0);
+  if (self != nullptr) reinterpret_cast<PyCatalog*>(self)->catalog = made.release();
+  return self;
+}
+
+void DeallocCatalog(PyObject* self) {
+  delete reinterpret_cast<PyCatalog*>(self)->catalog;
+  Free(self);
+}
+
+// A state over arrays of the caller's, which are as long as the catalog has ticks.
+PyObject* Make(PyTypeObject* type, PyObject* catalog, PyObject* load, PyObject* costs,
+               const GapState* other, long long depth) {
+  auto held = std::make_unique<Held>();
+  if (!held->load.Of(load, true) || !held->costs.Of(costs, true)) return nullptr;
+  const Catalog* of = reinterpret_cast<PyCatalog*>(catalog)->catalog;
+  const bool is_good = Caught([&] {
+    const auto ticks = static_cast<int64_t>(of->written.size());
+    if (held->load.size() != ticks || held->costs.size() != ticks) {
+      throw std::invalid_argument("load and costs have one number for each tick");
+    }
+    held->state = other != nullptr
+                      ? std::make_unique<GapState>(*other, held->load.data(), held->costs.data())
+                      : std::make_unique<GapState>(of, held->load.data(), held->costs.data(),
+                                                   ticks, depth);
+  });
+  if (!is_good) return nullptr;
+  PyObject* self = PyType_GenericAlloc(type, 0);
+  if (self == nullptr) return nullptr;
+  held->catalog = Py_NewRef(catalog);
+  reinterpret_cast<PyState*>(self)->held = held.release();
+  return self;
+}
+
+PyObject* NewState(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *catalog, *load, *costs;
+  long long depth;
+  if (!PyArg_ParseTuple(args, "OOOL", &catalog, &load, &costs, &depth)) return nullptr;
+  auto* owner = *static_cast<PyTypeObject**>(PyType_GetModuleState(type));
+  if (!PyObject_TypeCheck(catalog, owner)) {
+    PyErr_SetString(PyExc_TypeError, "expected a Catalog");
+    return nullptr;
+  }
+  return Make(type, catalog, load, costs, nullptr, depth);
+}
+
+void DeallocState(PyObject* self) {
+  delete reinterpret_cast<PyState*>(self)->held;
+  Free(self);
+}
+
+PyObject* Copied(PyObject* self, PyObject* args) {
+  PyObject *load, *costs;
+  if (!PyArg_ParseTuple(args, "OO", &load, &costs)) return nullptr;
+  Held* held = reinterpret_cast<PyState*>(self)->held;
+  return Make(Py_TYPE(self), held->catalog, load, costs, held->state.get(), 0);
+}
+
+// The temporary and the tick of a call, checked.
+bool ParseGap(PyObject* self, long long n, long long start) {
+  if (n >= 0 && n < Of(self).count() && start >= 0) return true;
+  PyErr_SetString(PyExc_IndexError, "there is no such temporary or tick");
+  return false;
+}
+
+PyObject* Evict(PyObject* self, PyObject* args) {
+  long long n, start;
+  if (!PyArg_ParseTuple(args, "LL", &n, &start) || !ParseGap(self, n, start)) return nullptr;
+  if (!Caught([&] { Of(self).Evict(n, start); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* Recompute(PyObject* self, PyObject* args) {
+  long long n, start, capacity;
+  double most_s;
+  if (!PyArg_ParseTuple(args, "LLLd", &n, &start, &capacity, &most_s) ||
+      !ParseGap(self, n, start)) {
+    return nullptr;
+  }
+  bool is_taken = false;
+  if (!Caught([&] { is_taken = Of(self).Recompute(n, start, capacity, most_s); })) return nullptr;
+  return PyBool_FromLong(is_taken);
+}
+
+PyObject* Take(PyObject* self, PyObject* args) {
+  long long capacity, smallest;
+  Terms terms;
+  if (!PyArg_ParseTuple(args, "LddL", &capacity, &terms.link_price, &terms.link_s, &smallest)) {
+    return nullptr;
+  }
+  if (!Caught([&] { Of(self).Take(capacity, terms, smallest); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* Dearest(PyObject* self, PyObject*) {
+  std::vector<GapKey> found;
+  if (!Caught([&] { found = Of(self).Dearest(); })) return nullptr;
+  return List(found.size(), [&](size_t k) {
+    return Py_BuildValue("LL", static_cast<long long>(found[k].first),
+                         static_cast<long long>(found[k].second));
+  });
+}
+
+PyObject* GiveBack(PyObject* self, PyObject* args) {
+  long long capacity;
+  PyObject* among;
+  std::vector<GapKey> gaps;
+  if (!PyArg_ParseTuple(args, "LO", &capacity, &among) || !Pairs(among, &gaps)) return nullptr;
+  for (const auto& [n, start] : gaps) {
+    if (!ParseGap(self, n, start)) return nullptr;
+  }
+  if (!Caught([&] { Of(self).GiveBack(capacity, gaps); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* Gaps(PyObject* self, PyObject*) {
+  struct Row {
+    int64_t n;
+    Gap gap;
+  };
+  std::vector<Row> rows;
+  const bool is_good = Caught([&] {
+    for (int64_t n = 0; n < Of(self).count(); ++n) {
+      for (const Gap& gap : Of(self).taken(n)) rows.push_back({n, gap});
+    }
+  });
+  if (!is_good) return nullptr;
+  return List(rows.size(), [&](size_t k) {
+    const auto& [n, gap] = rows[k];
+    return Py_BuildValue("LLsL", static_cast<long long>(n), static_cast<long long>(gap.start),
+                         gap.action == Action::kEvict ? "evict" : "recompute",
+                         static_cast<long long>(gap.end));
+  });
+}
+
+PyObject* Accesses(PyObject* self, PyObject* args) {
+  long long n;
+  if (!PyArg_ParseTuple(args, "L", &n) || !ParseGap(self, n, 0)) return nullptr;
+  const std::vector<Tick>& found = Of(self).accesses(n);
+  return List(found.size(), [&](size_t k) { return PyLong_FromLongLong(found[k]); });
+}
+
+PyMethodDef state_methods[] = {
+    {"copied", Copied, METH_VARARGS, nullptr},
+    {"evict", Evict, METH_VARARGS, nullptr},
+    {"recompute", Recompute, METH_VARARGS, nullptr},
+    {"take", Take, METH_VARARGS, nullptr},
+    {"dearest", Dearest, METH_NOARGS, nullptr},
+    {"give_back", GiveBack, METH_VARARGS, nullptr},
+    {"gaps", Gaps, METH_NOARGS, nullptr},
+    {"accesses", Accesses, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot catalog_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(NewCatalog)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocCatalog)},
+    {0, nullptr},
+};
+
+PyType_Spec catalog_spec = {
+    "hlo_passes.edits._gap_state.Catalog", sizeof(PyCatalog), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, catalog_slots,
+};
+
+PyType_Slot state_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(NewState)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocState)},
+    {Py_tp_methods, state_methods},
+    {0, nullptr},
+};
+
+PyType_Spec state_spec = {
+    "hlo_passes.edits._gap_state.State", sizeof(PyState), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, state_slots,
+};
+
+// The module's state is the type of catalogs, which states check for.
+PyObject*& CatalogType(PyObject* module) {
+  return *static_cast<PyObject**>(PyModule_GetState(module));
+}
+
+int Exec(PyObject* module) {
+  PyObject*& catalog = CatalogType(module);
+  catalog = PyType_FromModuleAndSpec(module, &catalog_spec, nullptr);
+  if (catalog == nullptr || PyModule_AddObjectRef(module, "Catalog", catalog) < 0) return -1;
+  PyObject* state = PyType_FromModuleAndSpec(module, &state_spec, nullptr);
+  const int status = state == nullptr ? -1 : PyModule_AddObjectRef(module, "State", state);
+  Py_XDECREF(state);
+  return status;
+}
+
+int Clear(PyObject* module) {
+  Py_CLEAR(CatalogType(module));
+  return 0;
+}
+
+int Traverse(PyObject* module, visitproc visit, void* arg) {
+  Py_VISIT(CatalogType(module));
+  return 0;
+}
+
+PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, reinterpret_cast<void*>(Exec)},
+    {0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_gap_state", nullptr, sizeof(PyObject*), nullptr,
+    slots,                 Traverse,     Clear,   nullptr,
+};
+
+}  // namespace
+}  // namespace memplan
+
+PyMODINIT_FUNC PyInit__gap_state() { return PyModuleDef_Init(&memplan::definition); }
