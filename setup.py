@@ -40,6 +40,14 @@ setup(
             extra_compile_args=FLAGS,
         ),
         Extension(
+            "hlo_passes.placing._schedule",
+            sources=["hlo_passes/placing/module.cc", "hlo_passes/placing/schedule.cc"],
+            depends=["hlo_passes/extension.h", "hlo_passes/placing/schedule.h"],
+            language="c++",
+            **STABLE_ABI,
+            extra_compile_args=FLAGS,
+        ),
+        Extension(
             "hlo_passes.edits._gap_state",
             sources=["hlo_passes/edits/module.cc", "hlo_passes/edits/gap_state.cc"],
             depends=["hlo_passes/extension.h", "hlo_passes/edits/gap_state.h"],

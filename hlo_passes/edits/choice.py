@@ -322,7 +322,7 @@ class Work:
                 clock,
                 posed.link,
                 slots,
-                releases={n: d.done for n, d in enumerate(departures)},
+                departures=departures,
             )
         except DoesNotFit:
             return np.inf

@@ -17,14 +17,14 @@ is waiting for all before it.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.hardware.machine import Link
-from hlo_passes.placing.prefetch import LINK_MARGIN, Fetch
+from hlo_passes.placing import _schedule
+from hlo_passes.placing.prefetch import LINK_MARGIN, Fetch, fetch_rows
 from hlo_passes.placing.problem import Departure, Evicted
 
 
@@ -49,45 +49,23 @@ def schedule_evictions(
 
     O(ticks + evictions + fetches).
     """
-    ticks = len(load)
-    needed = np.concatenate([load, [0]]).astype(np.int64)
-    due = [ticks if e.returned is None else e.returned for e in evictions]
-    change = np.zeros(ticks + 1, np.int64)
-    for fetch in fetches:
-        change[fetch.reads.start] += fetch.size
-        change[fetch.reads.end] -= fetch.size
-        if fetch.eviction is not None:
-            due[fetch.eviction] = min(due[fetch.eviction], fetch.reads.start)
-    needed += np.cumsum(change)
-    room = (capacity - needed).tolist()
-    seconds = costs.tolist()
+    departures = _schedule.schedule_evictions(
+        eviction_rows(evictions),
+        fetch_rows(fetches),
+        load,
+        costs,
+        capacity,
+        link.bytes_per_s,
+        link.latency_s,
+        LINK_MARGIN,
+    )
+    return [Departure(*ticks) for ticks in departures]
 
-    departures = [Departure(e.written, e.free) for e in evictions]
-    by_free = sorted(range(len(evictions)), key=lambda n: evictions[n].free)
-    ends = [0.0] * len(evictions)
-    now = link_free = 0.0
-    held = issued = freed = 0
-    waiting: list[int] = []  # Nobody reads them any more; in the order of the link.
-    for tick in range(ticks + 1):
-        while issued < len(evictions) and evictions[issued].written <= tick:
-            begin = max(now + link.latency_s, link_free)
-            link_free = begin + evictions[issued].size / link.bytes_per_s * LINK_MARGIN
-            ends[issued] = link_free
-            issued += 1
-        while freed < len(by_free) and evictions[by_free[freed]].free <= tick:
-            insort(waiting, by_free[freed])
-            held += evictions[by_free[freed]].size
-            freed += 1
-        still: list[int] = []
-        for n in waiting:
-            is_needed = held > room[tick] or due[n] <= tick or not evictions[n].holder
-            if is_needed or ends[n] <= now or tick == ticks:
-                now = max(now, ends[n])
-                held -= evictions[n].size
-                departures[n] = Departure(evictions[n].written, tick)
-            else:
-                still.append(n)
-        waiting = still
-        if tick < ticks:
-            now += seconds[tick]
-    return departures
+
+def eviction_rows(evictions: Sequence[Evicted]) -> npt.NDArray[np.int64]:
+    """What `_schedule` knows of evictions."""
+    rows = [
+        (e.size, e.written, e.free, -1 if e.returned is None else e.returned, bool(e.holder))
+        for e in evictions
+    ]
+    return np.array(rows, np.int64).ravel()

@@ -35,10 +35,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.memory.assignment import Packing
+from hlo_passes.placing import _schedule
 from hlo_passes.placing.arena import Arena
 from hlo_passes.placing.budget_bound import budget_lower_bound_s
-from hlo_passes.placing.eviction import schedule_evictions
-from hlo_passes.placing.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
+from hlo_passes.placing.eviction import eviction_rows, schedule_evictions
+from hlo_passes.placing.prefetch import (
+    DoesNotFit,
+    Fetch,
+    fetch_rows,
+    least_capacity,
+    schedule_starts,
+)
 from hlo_passes.placing.problem import Departure, Movable, Problem, fetches
 from hlo_passes.plan import LiveRange
 from hlo_passes.simulator.timeline import queue_of
@@ -206,7 +213,7 @@ def _search(
     while queue:
         _, _, _, seconds, attempt, schedule = heapq.heappop(queue)
         if schedule is None:
-            schedule = _schedule(attempt, slots)
+            schedule = _scheduled(attempt, slots)
             if schedule is None:
                 continue
             seconds = step_seconds(
@@ -299,7 +306,7 @@ class _Schedule(NamedTuple):
     departures: list[Departure]
 
 
-def _schedule(attempt: _Attempt, slots: int | None) -> _Schedule | None:
+def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
     problem, arena, fetched = attempt.posed, attempt.posed.arena, attempt.fetches
     departures: list[Departure] = []
     if problem.evictions:
@@ -324,7 +331,7 @@ def _schedule(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             problem.clock,
             problem.link,
             slots,
-            releases={n: d.done for n, d in enumerate(departures)},
+            departures=departures,
             ring_alignment=arena.alignment if is_ring else None,
         )
     except DoesNotFit:
@@ -387,37 +394,21 @@ def _times(
     starts: Sequence[int],
     departures: Sequence[Departure],
 ) -> _Times:
-    clock = problem.clock
-    links = problem.link, problem.link_out
-    # With one queue for both directions there is one moment at which it is free.
-    queues = (0, 0) if queue_of(links[0]) == queue_of(links[1]) else (0, 1)
-    # Starts come before dones of the same tick; evictions, which may be waited for by a fetch,
-    # before both.
-    events = sorted(
-        [(start, 2, 0, i) for i, start in enumerate(starts)]
-        + [(job.reads.start, 3, 0, i) for i, job in enumerate(jobs)]
-        + [(d.start, 0, 1, i) for i, d in enumerate(departures)]
-        + [(d.done, 1, 1, i) for i, d in enumerate(departures)]
+    into, out = problem.link, problem.link_out
+    return _Times(
+        *_schedule.step_times(
+            fetch_rows(jobs),
+            np.array(starts, np.int64),
+            eviction_rows(problem.evictions),
+            np.array(departures, np.int64).ravel(),
+            problem.clock,
+            into.bytes_per_s,
+            into.latency_s,
+            out.bytes_per_s,
+            out.latency_s,
+            queue_of(into) == queue_of(out),
+        )
     )
-    stall, free = 0.0, [0.0, 0.0]
-    begins = [0.0] * len(jobs), [0.0] * len(departures)
-    finish = np.zeros(len(jobs)), np.zeros(len(departures))
-    sizes = [job.size for job in jobs], [e.size for e in problem.evictions]
-    waited = np.zeros(len(clock) + 1)
-    for tick, kind, way, i in events:
-        now = clock[tick] + stall
-        if kind % 2:
-            wait = max(0.0, finish[way][i] - now)
-            stall += wait
-            # What starts at a tick waits for the evictions that are done there.
-            waited[tick + (kind == 3)] += wait
-        else:
-            # The latency of a queued transfer passes while the one before it moves.
-            queue = queues[way]
-            begins[way][i] = max(free[queue], now + links[way].latency_s)
-            free[queue] = finish[way][i] = begins[way][i] + sizes[way][i] / links[way].bytes_per_s
-    before = clock + np.cumsum(waited)[: len(clock)]
-    return _Times(max(float(clock[-1] + stall), *free), begins[0], before.tolist())
 
 
 def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:

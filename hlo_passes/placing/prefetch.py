@@ -23,12 +23,14 @@ capacity decides alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hlo_passes.hardware.machine import Link
+from hlo_passes.placing import _schedule
 from hlo_passes.plan import LiveRange, LogicalTime
 
 LINK_MARGIN = 1.5
@@ -81,17 +83,23 @@ def least_capacity(fetches: Sequence[Fetch], load: np.ndarray) -> tuple[int, int
     return int(needed[tick]), tick
 
 
+def fetch_rows(fetches: Sequence[Fetch]) -> npt.NDArray[np.int64]:
+    """What `_schedule` knows of fetches."""
+    rows = [(f.size, *f.reads, -1 if f.eviction is None else f.eviction) for f in fetches]
+    return np.array(rows, np.int64).ravel()
+
+
 def schedule_starts(
     fetches: Sequence[Fetch],
-    load: np.ndarray,
+    load: npt.NDArray[np.int64],
     capacity: int,
-    clock: np.ndarray,
+    clock: npt.NDArray[np.float64],
     link: Link,
     slots: int | None = None,
     *,
-    releases: Mapping[int, LogicalTime] | None = None,
+    departures: Sequence[tuple[LogicalTime, LogicalTime]] = (),
     ring_alignment: int | None = None,
-) -> list[int]:
+) -> list[LogicalTime]:
     """Chooses the start tick of each fetch.
 
     Args:
@@ -101,7 +109,8 @@ def schedule_starts(
       clock: float64[ticks + 1], seconds of compute before each tick.
       link: what the fetches travel on.
       slots: at most so many fetches hold bytes at any tick; None for no such limit.
-      releases: number of an eviction to the tick from which what it took away may come back.
+      departures: of each eviction the ticks at which it is issued and waited for; what it took
+        away may come back from then on.
       ring_alignment: a fetch also waits until some gap between the fetches that are live,
         rounded up to so many bytes, has room for it: what a compiler that places buffers as
         they come (TPU) needs. None for one that does not.
@@ -112,79 +121,20 @@ def schedule_starts(
     Raises:
       DoesNotFit: when some tick needs more than `capacity`, or more than `slots` fetches.
 
-    Time O(sum of the fetches' ranges in ticks), vectorised.
+    Time O(sum of the fetches' ranges in ticks).
     """
-    used = load.copy()
-    held = np.zeros_like(load)
-    starts: list[int] = []
-    ring = None
-    if ring_alignment is not None:
-        ring = _Ring(capacity - int(load.max(initial=0)), ring_alignment)
-    previous = 0
-    for fetch, latest in zip(fetches, _just_in_time(fetches, clock, link), strict=True):
-        first, end = fetch.reads
-        room = capacity - fetch.size
-        if used[first:end].max(initial=0) > room:
-            tick = first + int(used[first:end].argmax())
-            raise DoesNotFit(tick, int(used[tick]) + fetch.size)
-        if slots is not None and held[first:end].max(initial=0) >= slots:
-            raise DoesNotFit(first + int(held[first:end].argmax()), capacity + fetch.size)
-        released = 0 if fetch.eviction is None or not releases else releases[fetch.eviction]
-        low = min(max(previous, latest, released), first)
-        blocked = used[low:first] > room
-        if slots is not None:
-            blocked |= held[low:first] >= slots
-        (where,) = blocked.nonzero()
-        start = low + int(where[-1]) + 1 if where.size else low
-        if ring is not None:
-            start = ring.place(fetch, start)
-        used[start:end] += fetch.size
-        held[start:end] += 1
-        starts.append(start)
-        previous = start
+    starts, tick, needed = _schedule.schedule_starts(
+        fetch_rows(fetches),
+        np.array(departures, np.int64).ravel(),
+        load,
+        clock,
+        capacity,
+        link.bytes_per_s,
+        link.latency_s,
+        LINK_MARGIN,
+        -1 if slots is None else slots,
+        -1 if ring_alignment is None else ring_alignment,
+    )
+    if tick >= 0:
+        raise DoesNotFit(tick, needed)
     return starts
-
-
-class _Ring:
-    """Fetches at the offsets that best fit gives them in the order of their starts."""
-
-    def __init__(self, capacity: int, alignment: int) -> None:
-        self._capacity = capacity
-        self._alignment = alignment
-        self._held: list[tuple[int, int, int]] = []  # (offset, top, end tick), by offset
-
-    def place(self, fetch: Fetch, earliest: int) -> int:
-        """Returns the first tick from `earliest` on with a gap for `fetch`, and takes it.
-
-        Raises:
-          DoesNotFit: when there is none before its first reader.
-        """
-        ends = sorted({end for *_, end in self._held if earliest < end <= fetch.reads.start})
-        for tick in (earliest, *ends):
-            self._held = [held for held in self._held if held[2] > tick]
-            gaps: list[tuple[int, int]] = []  # (bytes, offset)
-            floor = 0
-            for bottom, top, _ in self._held:
-                gaps.append((bottom - floor, floor))
-                floor = -(-top // self._alignment) * self._alignment
-            fitting = [gap for gap in gaps if gap[0] >= fetch.size]
-            offset = min(fitting)[1] if fitting else floor
-            if offset + fetch.size <= self._capacity:
-                self._held.append((offset, offset + fetch.size, fetch.reads.end))
-                self._held.sort()
-                return tick
-        raise DoesNotFit(fetch.reads.start, self._capacity + 1)
-
-
-def _just_in_time(fetches: Sequence[Fetch], clock: np.ndarray, link: Link) -> list[int]:
-    """The latest start ticks with which every fetch is done at its first read, if the link
-    does nothing else and is `LINK_MARGIN` times slower than it says."""
-    begins = np.empty(len(fetches))
-    deadline = np.inf
-    for i in range(len(fetches) - 1, -1, -1):
-        fetch = fetches[i]
-        seconds = fetch.size / link.bytes_per_s * LINK_MARGIN
-        deadline = min(deadline, clock[fetch.reads.start]) - seconds
-        begins[i] = deadline - link.latency_s
-    ticks = np.searchsorted(clock, begins, side="right") - 1
-    return np.maximum(ticks, 0).tolist()

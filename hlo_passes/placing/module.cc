@@ -1,0 +1,185 @@
+// The Python module hlo_passes.placing._schedule; _schedule.pyi gives its types.
+
+#include "../extension.h"
+
+#include <stdexcept>
+#include <vector>
+
+#include "schedule.h"
+
+namespace memplan {
+namespace {
+
+using Integers = Array<int64_t>;
+using Floats = Array<double>;
+
+// Rows of numbers, of which each is a `Row` that `make` returns.
+template <typename Row, typename Make>
+std::vector<Row> Rows(const Integers& numbers, int64_t columns, Make&& make) {
+  if (numbers.size() % columns) throw std::invalid_argument("rows of another length");
+  std::vector<Row> found;
+  for (int64_t k = 0; k < numbers.size(); k += columns) found.push_back(make(numbers.data() + k));
+  return found;
+}
+
+void CheckTick(Tick tick, Tick end) {
+  if (tick < 0 || tick > end) throw std::out_of_range("there is no such tick");
+}
+
+std::vector<Fetch> Fetches(const Integers& numbers, Tick ticks, int64_t evictions) {
+  return Rows<Fetch>(numbers, 4, [=](const int64_t* row) {
+    CheckTick(row[1], row[2]);
+    CheckTick(row[2], ticks);
+    if (row[3] >= evictions) throw std::out_of_range("there is no such eviction");
+    return Fetch{row[0], row[1], row[2], row[3]};
+  });
+}
+
+std::vector<Eviction> Evictions(const Integers& numbers, Tick ticks) {
+  return Rows<Eviction>(numbers, 5, [=](const int64_t* row) {
+    for (const int64_t tick : {row[1], row[2]}) CheckTick(tick, ticks);
+    return Eviction{row[0], row[1], row[2], row[3], row[4] != 0};
+  });
+}
+
+std::vector<Departure> Departures(const Integers& numbers, Tick ticks) {
+  return Rows<Departure>(numbers, 2, [=](const int64_t* row) {
+    for (const int64_t tick : {row[0], row[1]}) CheckTick(tick, ticks);
+    return Departure{row[0], row[1]};
+  });
+}
+
+// A list of the elements of a vector, each as `make` says.
+template <typename Element, typename Make>
+PyObject* List(const std::vector<Element>& elements, Make&& make) {
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(elements.size()));
+  for (size_t k = 0; found != nullptr && k < elements.size(); ++k) {
+    PyObject* item = make(elements[k]);
+    if (item == nullptr || PyList_SetItem(found, static_cast<Py_ssize_t>(k), item) < 0) {
+      Py_CLEAR(found);
+    }
+  }
+  return found;
+}
+
+PyObject* PyEvictions(PyObject*, PyObject* args) {
+  PyObject* of[4];
+  long long capacity;
+  Link link;
+  double margin;
+  if (!PyArg_ParseTuple(args, "OOOOLddd", &of[0], &of[1], &of[2], &of[3], &capacity,
+                        &link.bytes_per_s, &link.latency_s, &margin)) {
+    return nullptr;
+  }
+  Integers evictions, fetches, load;
+  Floats costs;
+  if (!evictions.Of(of[0], false) || !fetches.Of(of[1], false) || !load.Of(of[2], false) ||
+      !costs.Of(of[3], false)) {
+    return nullptr;
+  }
+  std::vector<Departure> found;
+  const bool is_good = Caught([&] {
+    const Tick ticks = load.size();
+    if (costs.size() != ticks) throw std::invalid_argument("load and costs: one a tick");
+    const Compute compute{costs.data(), nullptr, load.data(), ticks};
+    const std::vector<Eviction> leaving = Evictions(evictions, ticks);
+    const auto count = static_cast<int64_t>(leaving.size());
+    found = ScheduleEvictions(leaving, Fetches(fetches, ticks, count), compute, capacity, link,
+                              margin);
+  });
+  if (!is_good) return nullptr;
+  return List(found, [](const Departure& d) {
+    return Py_BuildValue("LL", static_cast<long long>(d.start), static_cast<long long>(d.done));
+  });
+}
+
+PyObject* PyStarts(PyObject*, PyObject* args) {
+  PyObject* of[4];
+  long long capacity, slots, ring_alignment;
+  Link link;
+  double margin;
+  if (!PyArg_ParseTuple(args, "OOOOLdddLL", &of[0], &of[1], &of[2], &of[3], &capacity,
+                        &link.bytes_per_s, &link.latency_s, &margin, &slots, &ring_alignment)) {
+    return nullptr;
+  }
+  Integers fetches, departures, load;
+  Floats clock;
+  if (!fetches.Of(of[0], false) || !departures.Of(of[1], false) || !load.Of(of[2], false) ||
+      !clock.Of(of[3], false)) {
+    return nullptr;
+  }
+  Starts found;
+  const bool is_good = Caught([&] {
+    const Tick ticks = load.size();
+    if (clock.size() != ticks + 1) throw std::invalid_argument("clock: one more than ticks");
+    const Compute compute{nullptr, clock.data(), load.data(), ticks};
+    const std::vector<Departure> left = Departures(departures, ticks);
+    const int64_t count = left.empty() ? INT64_MAX : static_cast<int64_t>(left.size());
+    found = ScheduleStarts(Fetches(fetches, ticks, count), left, compute, capacity, link, margin,
+                           slots, ring_alignment);
+  });
+  if (!is_good) return nullptr;
+  PyObject* starts = List(found.ticks, [](Tick tick) { return PyLong_FromLongLong(tick); });
+  if (starts == nullptr) return nullptr;
+  return Py_BuildValue("NLL", starts, static_cast<long long>(found.tight),
+                       static_cast<long long>(found.needed));
+}
+
+PyObject* PyTimes(PyObject*, PyObject* args) {
+  PyObject* of[5];
+  Link in, out;
+  int is_one_queue;
+  if (!PyArg_ParseTuple(args, "OOOOOddddp", &of[0], &of[1], &of[2], &of[3], &of[4],
+                        &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s,
+                        &is_one_queue)) {
+    return nullptr;
+  }
+  Integers fetches, starts, evictions, departures;
+  Floats clock;
+  if (!fetches.Of(of[0], false) || !starts.Of(of[1], false) || !evictions.Of(of[2], false) ||
+      !departures.Of(of[3], false) || !clock.Of(of[4], false)) {
+    return nullptr;
+  }
+  Times found;
+  const bool is_good = Caught([&] {
+    const Tick ticks = clock.size() - 1;
+    if (ticks < 0) throw std::invalid_argument("clock: one more than ticks");
+    const Compute compute{nullptr, clock.data(), nullptr, ticks};
+    const std::vector<Eviction> leaving = Evictions(evictions, ticks);
+    const std::vector<Fetch> coming =
+        Fetches(fetches, ticks, static_cast<int64_t>(leaving.size()));
+    const std::vector<Tick> begun(starts.data(), starts.data() + starts.size());
+    for (const Tick tick : begun) CheckTick(tick, ticks);
+    const std::vector<Departure> left = Departures(departures, ticks);
+    if (begun.size() != coming.size() || (!left.empty() && left.size() != leaving.size())) {
+      throw std::invalid_argument("one start a fetch, one departure an eviction");
+    }
+    found = StepTimes(coming, begun, leaving, left, compute, in, out, is_one_queue != 0);
+  });
+  if (!is_good) return nullptr;
+  PyObject* begins = List(found.begins, PyFloat_FromDouble);
+  PyObject* before = begins == nullptr ? nullptr : List(found.before, PyFloat_FromDouble);
+  if (before == nullptr) {
+    Py_XDECREF(begins);
+    return nullptr;
+  }
+  return Py_BuildValue("dNN", found.step_s, begins, before);
+}
+
+PyMethodDef methods[] = {
+    {"schedule_evictions", PyEvictions, METH_VARARGS, nullptr},
+    {"schedule_starts", PyStarts, METH_VARARGS, nullptr},
+    {"step_times", PyTimes, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef_Slot slots[] = {{0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_schedule", nullptr, 0, methods, slots, nullptr, nullptr, nullptr,
+};
+
+}  // namespace
+}  // namespace memplan
+
+PyMODINIT_FUNC PyInit__schedule() { return PyModuleDef_Init(&memplan::definition); }
