@@ -42,15 +42,28 @@ setup(
         Extension(
             "hlo_passes.placing._schedule",
             sources=["hlo_passes/placing/module.cc", "hlo_passes/placing/schedule.cc"],
-            depends=["hlo_passes/extension.h", "hlo_passes/placing/schedule.h"],
+            depends=[
+                "hlo_passes/extension.h",
+                "hlo_passes/placing/schedule.h",
+                "hlo_passes/placing/schedule_rows.h",
+            ],
             language="c++",
             **STABLE_ABI,
             extra_compile_args=FLAGS,
         ),
         Extension(
             "hlo_passes.edits._gap_state",
-            sources=["hlo_passes/edits/module.cc", "hlo_passes/edits/gap_state.cc"],
-            depends=["hlo_passes/extension.h", "hlo_passes/edits/gap_state.h"],
+            sources=[
+                "hlo_passes/edits/module.cc",
+                "hlo_passes/edits/gap_state.cc",
+                "hlo_passes/placing/schedule.cc",
+            ],
+            depends=[
+                "hlo_passes/extension.h",
+                "hlo_passes/edits/gap_state.h",
+                "hlo_passes/placing/schedule.h",
+                "hlo_passes/placing/schedule_rows.h",
+            ],
             language="c++",
             **STABLE_ABI,
             extra_compile_args=FLAGS,

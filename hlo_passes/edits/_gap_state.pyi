@@ -17,19 +17,29 @@ class Catalog:
         whether it can be made again, ticks at which it is read, and operands of its maker: a
         temporary or -1, and of that the tick until which it is there.
       costs: float64[ticks], seconds of compute of each.
-      out_bytes_per_s, in_bytes_per_s, latency_s: of the links; 0 where nothing can be evicted.
+      fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
+      in_bytes_per_s, in_latency_s, out_bytes_per_s, out_latency_s: of the links.
+      margin: how much slower than that a link may be.
+      is_one_queue: the links share one queue.
+      can_evict: temporaries can be taken away at all.
 
     Raises:
-      TypeError, ValueError: for what does not go together.
+      TypeError, ValueError, IndexError: for what does not go together.
     """
 
     def __init__(
         self,
         temporaries: Sequence[tuple[object, ...]],
         costs: _Floats,
-        out_bytes_per_s: float,
+        fetches: _Ints,
+        evictions: _Ints,
         in_bytes_per_s: float,
-        latency_s: float,
+        in_latency_s: float,
+        out_bytes_per_s: float,
+        out_latency_s: float,
+        margin: float,
+        is_one_queue: bool,
+        can_evict: bool,
         /,
     ) -> None: ...
 
@@ -52,6 +62,19 @@ class State:
     def recompute(self, temporary: int, start: int, capacity: int, most_s: float, /) -> bool: ...
     def take(self, capacity: int, link_price: float, link_s: float, smallest: int, /) -> None:
         """See `greedy`. A few rounds of all gaps, each O(gaps log gaps + ticks of those taken)."""
+
+    def improve(
+        self, capacity: int, terms: _Floats, smallest: int, slots: int, times: int, /
+    ) -> None:
+        """Searches for a faster selection, `times` times, each O(what `take` takes).
+
+        Args:
+          terms: float64[2 · any], pairs of a link's price and of seconds at that price.
+        """
+
+    def step_seconds(self, capacity: int, slots: int, /) -> float:
+        """Predicts the seconds of a step; infinity where its load exceeds `capacity`, or its
+        fetches have no room (-1: any number of `slots`). O(transfers · log + ticks)."""
 
     def dearest(self) -> list[_Gap]: ...
     def give_back(self, capacity: int, among: Sequence[_Gap], /) -> None: ...

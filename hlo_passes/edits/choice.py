@@ -23,13 +23,10 @@ from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
 from hlo_passes.edits.gaps import find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms, select
 from hlo_passes.edits.relaxation import lower_bound_s
-from hlo_passes.edits.state import EditState, Rates, catalog
-from hlo_passes.edits.writer import edits_of, pieces_of
+from hlo_passes.edits.state import EditState, catalog
+from hlo_passes.edits.writer import edits_of
 from hlo_passes.memoize import memoized
-from hlo_passes.placing.eviction import schedule_evictions
-from hlo_passes.placing.placement import step_seconds
-from hlo_passes.placing.prefetch import DoesNotFit, Fetch, schedule_starts
-from hlo_passes.placing.problem import Evicted, Problem, fetches
+from hlo_passes.placing.problem import Problem, fetches
 from hlo_passes.plan import (
     Decision,
     Edits,
@@ -111,24 +108,16 @@ class Work:
 
     Attributes:
       posed: the module.
-      temporaries, rates: of its entry.
+      temporaries: of its entry.
     """
 
     def __init__(self, posed: Problem) -> None:
         self.posed = posed
         self.temporaries = find_temporaries(posed.ranges, posed.ticks)
-        self._streamed = fetches(posed.movables, posed.clock, 0.0)
         self._weights = np.zeros_like(posed.arena.load)
-        for fetch in self._streamed:
+        for fetch in fetches(posed.movables, posed.clock, 0.0):
             self._weights[fetch.reads.start : fetch.reads.end] += fetch.size
-        can_evict = posed.machine.platform != "cpu"
-        self.rates = Rates(
-            posed.link_out.bytes_per_s if can_evict else 0.0,
-            posed.link.bytes_per_s if can_evict else 0.0,
-            posed.link.latency_s,
-            {t.maker.id: float(posed.costs[t.written]) for t in self.temporaries},
-        )
-        self._catalog = catalog(self.temporaries, posed.costs, self.rates)
+        self._catalog = catalog(posed, self.temporaries)
 
     @property
     def load(self) -> npt.NDArray[np.int64]:
@@ -180,7 +169,7 @@ class Work:
         self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int = 0
     ) -> Iterator[list[EditChoice]]:
         """Yields the choices that take gaps until the load is far lower than it has to be."""
-        prices = (0.1, DEAREST) if self.rates.can_evict else (DEAREST,)
+        prices = (0.1, DEAREST) if self.posed.can_evict else (DEAREST,)
         terms = [Terms(price, np.inf, DEEPEST) for price in prices]
         for aim in _AIMS:
             yield list(self._chosen(capacity, int(aim * capacity), slots, reserve, terms))
@@ -199,7 +188,7 @@ class Work:
             taken = self.select(capacity, terms, reserve, aim)
             if taken.all not in seen:
                 seen.add(taken.all)
-                seconds = self.step_seconds(taken, capacity, slots)
+                seconds = taken.step_seconds(capacity, slots)
                 if seconds < np.inf:
                     yield EditChoice(terms, taken, seconds)
             if not taken.all and taken.load.max(initial=0) <= capacity:
@@ -207,12 +196,12 @@ class Work:
 
     def _tried(self) -> Iterator[Terms]:
         compute_s = float(self.posed.clock[-1])
-        if self.rates.can_evict:
+        if self.posed.can_evict:
             yield Terms(_FREE_OF_LINKS[0], np.inf, 0)
             for price in _LINK_PRICES:
                 for share in _LINK_SHARES:
                     yield Terms(price, share * compute_s, DEEPEST)
-        for price in _FREE_OF_LINKS if self.rates.can_evict else _FREE_OF_LINKS[-1:]:
+        for price in _FREE_OF_LINKS if self.posed.can_evict else _FREE_OF_LINKS[-1:]:
             for depth in _DEPTHS:
                 yield Terms(price, np.inf, depth)
 
@@ -261,15 +250,15 @@ class Work:
                 continue
             recipes: tuple[Recipe, ...] = ()
             if t.operands is not None:
-                seconds = self.rates.maker_s[t.maker.id] / made[t.maker.id]
+                seconds = float(posed.costs[t.written]) / made[t.maker.id]
                 recipes = (Recipe(seconds, 0, (t.maker.id,)),)
             for start, end in pairwise(sorted({t.written, *(r.tick for r in t.reads)})):
-                if end > start + 1 and (recipes or self.rates.can_evict):
-                    can_evict = self.rates.can_evict
+                if end > start + 1 and (recipes or self.posed.can_evict):
+                    can_evict = self.posed.can_evict
                     gap = Gap(t.number, t.size, t.written + 1, start + 1, end, can_evict, recipes)
                     gaps.append(gap)
                     starts.append((t.number, start))
-        out = posed.link_out if self.rates.can_evict else posed.link
+        out = posed.link_out if self.posed.can_evict else posed.link
         choices = Choices(
             posed.costs,
             load,
@@ -283,52 +272,6 @@ class Work:
         )
         return choices, starts
 
-    def step_seconds(self, selection: EditState, capacity: int, slots: int | None) -> float:
-        """Predicts the step's time; infinity where it does not fit. What the load has in reserve
-        is not lent to transfers either."""
-        if selection.load.max(initial=0) > capacity:
-            return np.inf
-        load = selection.load - self._weights
-        evicted = list(self.posed.evictions)  # Of what is returned.
-        jobs = list(self._streamed)
-        for n, taken in selection.taken.items():
-            if not any(gap.action == "evict" for gap in taken.values()):
-                continue
-            t, found = self.temporaries[n], pieces_of(taken, selection.accesses(n)[-1])
-            gone = min(taken)
-            evicted.append(Evicted(t.name, t.size, t.written + 1, gone + 1, holder=t.name))
-            for piece in found:
-                if piece.action == "evict":
-                    jobs.append(Fetch(t.name, t.size, piece.reads, len(evicted) - 1))
-                    load[piece.reads.start : piece.reads.end] -= t.size
-        order = sorted(range(len(evicted)), key=lambda n: evicted[n].written)
-        number = {n: k for k, n in enumerate(order)}
-        evicted = [evicted[n] for n in order]
-        jobs = [f if f.eviction is None else replace(f, eviction=number[f.eviction]) for f in jobs]
-        jobs.sort(key=lambda f: f.reads)
-        posed = self.posed
-        departures = schedule_evictions(
-            evicted, jobs, load, capacity, selection.costs, posed.link_out
-        )
-        for eviction, departure in zip(evicted, departures, strict=True):
-            if eviction.holder:
-                load[eviction.free : departure.done] += eviction.size
-        clock = np.concatenate([[0.0], np.cumsum(selection.costs)])
-        try:
-            starts = schedule_starts(
-                jobs,
-                load,
-                capacity,
-                clock,
-                posed.link,
-                slots,
-                departures=departures,
-            )
-        except DoesNotFit:
-            return np.inf
-        edited = replace(posed, costs=selection.costs, clock=clock, evictions=tuple(evicted))
-        return step_seconds(edited, jobs, starts, departures)
-
     def decisions(self, selection: EditState, capacity: int) -> tuple[Decision, ...]:
         """What became of the temporaries that are idle while the load is over `capacity`."""
         over = np.concatenate([[0], np.cumsum(self.load > capacity)])
@@ -341,7 +284,7 @@ class Work:
                 if end <= start + 1 or over[end] == over[start + 1]:
                     continue
                 taken = all_taken.get(t.number, {}).get(start)
-                can_move = self.rates.can_evict and not t.obstacle
+                can_move = self.posed.can_evict and not t.obstacle
                 can_repeat = t.operands is not None and not t.obstacle
                 obstacle = t.obstacle or ("" if can_repeat else f"%{t.maker.name} cannot run again")
                 found.append(
@@ -352,8 +295,8 @@ class Work:
                         names[start],
                         names[end],
                         float(clock[end] - clock[start + 1]),
-                        self.rates.moving_s(t.size) if can_move else None,
-                        self.rates.maker_s[t.maker.id] if can_repeat else None,
+                        self.posed.moving_s(t.size) if can_move else None,
+                        float(self.posed.costs[t.written]) if can_repeat else None,
                         obstacle,
                     )
                 )

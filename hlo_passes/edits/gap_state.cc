@@ -1,7 +1,9 @@
 #include "gap_state.h"
 
 #include <algorithm>
-#include <limits>
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
 #include <stdexcept>
 #include <tuple>
 
@@ -12,16 +14,22 @@ namespace {
 // from it.
 constexpr int64_t kHoldShare = 16;
 
+// By which factor noise changes the price of a gap at most, as a power of e, up and down.
+constexpr double kNoise = 1.0;
+
 // How often all gaps are gone through; what is computed again may hold others longer.
 constexpr int kRounds = 4;
+
+constexpr double kDearest = 3.0;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-double Rates::MovingSeconds(int64_t size, bool is_away) const {
-  const double seconds = static_cast<double>(size) / in_bytes_per_s + latency_s;
-  return is_away ? seconds : seconds + static_cast<double>(size) / out_bytes_per_s + latency_s;
+double Traffic::MovingSeconds(int64_t size, bool is_away) const {
+  const auto bytes = static_cast<double>(size);
+  const double seconds = bytes / in.bytes_per_s + in.latency_s;
+  return is_away ? seconds : seconds + bytes / out.bytes_per_s + in.latency_s;
 }
 
 bool GapState::Option::operator<(const Option& other) const {
@@ -87,12 +95,12 @@ bool GapState::Recompute(int64_t n, Tick start, int64_t capacity, double most_s)
 
 // This is a covering problem: at every tick enough bytes have to go, for the least time; see
 // greedy.py.
-void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest) {
+void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest, Noise* noise) {
   double left_s = terms.link_s;
   std::set<GapKey> refused;
   for (int round = 0; round < kRounds && MostLoad(0, ticks_) > capacity; ++round) {
     bool changed = false;
-    std::vector<Option> options = Options(capacity, terms.link_price, smallest);
+    std::vector<Option> options = Options(capacity, terms.link_price, smallest, noise);
     std::sort(options.begin(), options.end());
     for (const Option& option : options) {
       const int64_t n = option.temporary;
@@ -109,7 +117,7 @@ void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest) {
         continue;
       }
       const double needed_s =
-          catalog_->rates.MovingSeconds(catalog_->temporaries[n].size, IsAway(n));
+          catalog_->traffic.MovingSeconds(catalog_->temporaries[n].size, IsAway(n));
       if (needed_s > left_s) continue;
       left_s -= needed_s;
       Evict(n, option.start);
@@ -121,8 +129,8 @@ void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest) {
 
 // The gaps that cover ticks over the capacity, each way they can be taken.
 std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_price,
-                                                int64_t smallest) const {
-  const Rates& rates = catalog_->rates;
+                                                int64_t smallest, Noise* noise) const {
+  const Traffic& traffic = catalog_->traffic;
   const std::vector<double>& clock = catalog_->clock;
   std::vector<int64_t> over(ticks_ + 1, 0);
   for (Tick tick = 0; tick < ticks_; ++tick) over[tick + 1] = over[tick] + (load_[tick] > capacity);
@@ -136,10 +144,11 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
       const Tick start = accesses[k], end = accesses[k + 1];
       const int64_t covered = end > start + 1 ? over[end] - over[start + 1] : 0;
       if (covered == 0 || IsTaken(n, start)) continue;
-      const double benefit = static_cast<double>(t.size) * static_cast<double>(covered);
+      double benefit = static_cast<double>(t.size) * static_cast<double>(covered);
+      if (noise != nullptr) benefit *= std::exp(kNoise * (noise->Uniform() - 0.5));
       double price = kInfinity;
-      if (rates.can_evict()) {
-        const double needed = rates.MovingSeconds(t.size, is_away);
+      if (traffic.can_evict) {
+        const double needed = traffic.MovingSeconds(t.size, is_away);
         const double idle = clock[end] - clock[(is_away ? start : t.written) + 1];
         price = link_price * needed + std::max(0.0, needed - idle);
         found.push_back({price / benefit, n, start, Action::kEvict, kInfinity});
@@ -150,6 +159,104 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
     }
   }
   return found;
+}
+
+void GapState::Improve(int64_t capacity, const std::vector<Terms>& terms, int64_t smallest,
+                       int64_t slots, int64_t times) {
+  Noise noise;
+  double fastest_s = StepSeconds(capacity, slots);
+  for (int64_t k = 0; k < times; ++k) {
+    std::vector<int64_t> load(load_, load_ + ticks_);
+    std::vector<double> costs(costs_, costs_ + ticks_);
+    GapState other(*this, load.data(), costs.data());
+    other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
+    const Terms& now = terms[noise.Below(static_cast<int64_t>(terms.size()))];
+    other.Take(capacity, now, smallest, &noise);
+    other.Take(capacity, {kDearest, kInfinity}, smallest);
+    other.GiveBack(capacity, other.Dearest());
+    const double seconds = other.StepSeconds(capacity, slots);
+    if (seconds >= fastest_s) continue;
+    fastest_s = seconds;
+    std::copy(load.begin(), load.end(), load_);
+    std::copy(costs.begin(), costs.end(), costs_);
+    accesses_ = std::move(other.accesses_);
+    taken_ = std::move(other.taken_);
+    clones_ = std::move(other.clones_);
+    on_the_way_ = std::move(other.on_the_way_);
+  }
+}
+
+// Some of the gaps that are taken, the dearest first: those around one of them, or any.
+std::vector<GapKey> GapState::Some(Noise* noise) const {
+  const std::vector<GapKey> all = Dearest();
+  if (all.empty()) return all;
+  const auto& [n, start] = all[noise->Below(static_cast<int64_t>(all.size()))];
+  const Tick middle = noise->Uniform() < 0.5 ? start : Find(n, start)->end;
+  const auto reach = static_cast<Tick>(noise->Uniform() * static_cast<double>(ticks_) / 8);
+  const bool is_around = noise->Uniform() < 0.5;
+  const double share = noise->Uniform() / 2;
+  std::vector<GapKey> found;
+  for (const GapKey& key : all) {
+    const Gap& gap = *Find(key.first, key.second);
+    const bool is_near = std::abs(gap.start - middle) <= reach || std::abs(gap.end - middle) <= reach;
+    if (is_around ? is_near : noise->Uniform() < share) found.push_back(key);
+  }
+  return found;
+}
+
+double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
+  if (MostLoad(0, ticks_) > capacity) return kInfinity;
+  const Traffic& traffic = catalog_->traffic;
+  std::vector<int64_t> load(load_, load_ + ticks_);
+  for (Tick tick = 0; tick < ticks_; ++tick) load[tick] -= catalog_->fetched[tick];
+  std::vector<Fetch> fetches = traffic.fetches;
+  std::vector<Eviction> evictions = traffic.evictions;
+  for (int64_t n = 0; n < count(); ++n) {
+    if (!IsAway(n)) continue;
+    const Temporary& t = catalog_->temporaries[n];
+    const std::vector<Gap>& gaps = taken_[n];
+    evictions.push_back({t.size, t.written + 1, gaps[0].start + 1, -1, true});
+    for (size_t k = 0; k < gaps.size(); ++k) {
+      if (gaps[k].action != Action::kEvict) continue;
+      const Tick end = (k + 1 < gaps.size() ? gaps[k + 1].start : accesses_[n].back()) + 1;
+      fetches.push_back(
+          {t.size, gaps[k].end, end, static_cast<int64_t>(evictions.size()) - 1});
+      for (Tick tick = gaps[k].end; tick < end; ++tick) load[tick] -= t.size;
+    }
+  }
+  std::vector<int64_t> order(evictions.size()), number(evictions.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return evictions[a].written < evictions[b].written;
+  });
+  std::vector<Eviction> leaving;
+  for (const int64_t n : order) {
+    number[n] = static_cast<int64_t>(leaving.size());
+    leaving.push_back(evictions[n]);
+  }
+  for (Fetch& fetch : fetches) {
+    if (fetch.eviction >= 0) fetch.eviction = number[fetch.eviction];
+  }
+  std::stable_sort(fetches.begin(), fetches.end(), [](const Fetch& a, const Fetch& b) {
+    return std::tie(a.first, a.end) < std::tie(b.first, b.end);
+  });
+  std::vector<double> clock(ticks_ + 1, 0.0);
+  std::partial_sum(costs_, costs_ + ticks_, clock.begin() + 1);
+  const Compute compute{costs_, clock.data(), load.data(), ticks_};
+  const std::vector<Departure> departures =
+      ScheduleEvictions(leaving, fetches, compute, capacity, traffic.out, traffic.margin);
+  for (size_t n = 0; n < leaving.size(); ++n) {
+    if (!leaving[n].is_held) continue;
+    for (Tick tick = leaving[n].free; tick < departures[n].done; ++tick) {
+      load[tick] += leaving[n].size;
+    }
+  }
+  const Starts starts = ScheduleStarts(fetches, departures, compute, capacity, traffic.in,
+                                       traffic.margin, slots, -1);
+  if (starts.tight >= 0) return kInfinity;
+  return StepTimes(fetches, starts.ticks, leaving, departures, compute, traffic.in, traffic.out,
+                   traffic.is_one_queue)
+      .step_s;
 }
 
 std::vector<GapKey> GapState::Dearest() const {
@@ -174,7 +281,7 @@ void GapState::GiveBack(int64_t capacity, const std::vector<GapKey>& among) {
     // Not a gap of the program's: it is made for another one only.
     if (start == LastOwnAccess(n) || end <= start + 1) continue;
     if (IsPassing(n, start) || IsPassing(n, end)) continue;
-    if (MostLoad(start + 1, end) + size > capacity) continue;
+    if (MostLoad(start + 1, end) > capacity - size) continue;
     RemoveTaken(n, start);
     for (Tick tick = start + 1; tick < end; ++tick) load_[tick] += size;
     if (action == Action::kRecompute) {
@@ -188,7 +295,7 @@ void GapState::GiveBack(int64_t capacity, const std::vector<GapKey>& among) {
 
 double GapState::PriceSeconds(int64_t n, Action action) const {
   const Temporary& t = catalog_->temporaries[n];
-  return action == Action::kRecompute ? t.maker_s : catalog_->rates.MovingSeconds(t.size, false);
+  return action == Action::kRecompute ? t.maker_s : catalog_->traffic.MovingSeconds(t.size, false);
 }
 
 Tick GapState::LastOwnAccess(int64_t n) const {

@@ -17,14 +17,16 @@
 #define MEMPLAN_HLO_PASSES_GAP_STATE_H_
 
 #include <cstdint>
+#include <limits>
 #include <map>
+#include <random>
 #include <set>
 #include <utility>
 #include <vector>
 
-namespace memplan {
+#include "../placing/schedule.h"
 
-using Tick = int64_t;
+namespace memplan {
 
 // What the maker of a temporary needs to run again: another temporary, or (`temporary` < 0) what
 // stays where it is until the tick `until`.
@@ -45,21 +47,26 @@ struct Temporary {
   bool is_written_over() const { return added == 0 && !obstacle; }
 };
 
-// What taking a temporary away costs; rates of 0 where nothing can be evicted.
-struct Rates {
-  double out_bytes_per_s, in_bytes_per_s, latency_s;
+// The links, and what moves on them whatever is taken.
+struct Traffic {
+  Link in, out;
+  bool is_one_queue, can_evict;
+  double margin;
+  std::vector<Fetch> fetches;  // In the order of their first reads.
+  std::vector<Eviction> evictions;
 
-  bool can_evict() const { return out_bytes_per_s > 0; }
+  // Seconds of links to take `size` bytes away, unless they are, and back.
   double MovingSeconds(int64_t size, bool is_away) const;
 };
 
-// The temporaries of a module; `made_by` has those of each maker.
+// The temporaries of a module, which are numbered in the order in which they are written.
 struct Catalog {
   std::vector<Temporary> temporaries;
-  std::vector<std::vector<int64_t>> made_by;
+  Traffic traffic;
+  std::vector<std::vector<int64_t>> made_by;  // The temporaries of each maker.
   std::vector<int64_t> written;  // Bytes that are first taken at each tick.
+  std::vector<int64_t> fetched;  // Bytes that are fetched and read at each tick.
   std::vector<double> clock;     // Seconds before each tick, and of all, with nothing taken.
-  Rates rates;
 };
 
 enum class Action : uint8_t { kEvict, kRecompute };
@@ -74,6 +81,17 @@ struct Gap {
 // On which terms gaps are taken: see `greedy.Terms`.
 struct Terms {
   double link_price, link_s;
+};
+
+// Numbers that look random, the same for everybody.
+class Noise {
+ public:
+  // One from 0 to 1.
+  double Uniform() { return static_cast<double>(generator_() >> 11) * 0x1p-53; }
+  int64_t Below(int64_t count) { return static_cast<int64_t>(Uniform() * static_cast<double>(count)); }
+
+ private:
+  std::mt19937_64 generator_;
 };
 
 // A gap by its temporary and the access with which it starts.
@@ -103,7 +121,20 @@ class GapState {
   // Takes gaps, the cheapest for each byte and tick over `capacity` first, until the load is
   // within that everywhere or none is left that helps. Temporaries of fewer than `smallest` bytes
   // are left alone.
-  void Take(int64_t capacity, const Terms& terms, int64_t smallest);
+  //
+  // `noise`, if there is one, changes the order a little.
+  void Take(int64_t capacity, const Terms& terms, int64_t smallest, Noise* noise = nullptr);
+
+  // Searches for gaps with which a step takes less: some of those that are taken are given back,
+  // others are taken on other terms, and what is faster is kept. A large neighbourhood search
+  // (Shaw, "Using constraint programming and local search methods to solve vehicle routing
+  // problems", 1998). So many times, the same each time.
+  void Improve(int64_t capacity, const std::vector<Terms>& terms, int64_t smallest, int64_t slots,
+               int64_t times);
+
+  // Predicts the seconds of a step whose transfers have so many bytes, and at most so many slots
+  // (-1: any number); infinity where it does not fit.
+  double StepSeconds(int64_t capacity, int64_t slots) const;
 
   // Every gap that is taken, the dearest first.
   std::vector<GapKey> Dearest() const;
@@ -144,7 +175,9 @@ class GapState {
   double PriceSeconds(int64_t n, Action action) const;
   Tick LastOwnAccess(int64_t n) const;
   int64_t MostLoad(Tick start, Tick end) const;
-  std::vector<Option> Options(int64_t capacity, double link_price, int64_t smallest) const;
+  std::vector<Option> Options(int64_t capacity, double link_price, int64_t smallest,
+                              Noise* noise) const;
+  std::vector<GapKey> Some(Noise* noise) const;
 
   bool MakeAgain(int64_t n, Tick tick, int64_t depth);
   bool Ensure(const Operand& operand, Tick tick, int64_t size, int64_t depth);

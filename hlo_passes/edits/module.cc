@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "../placing/schedule_rows.h"
 #include "gap_state.h"
 
 namespace memplan {
@@ -111,16 +112,21 @@ void Check(const Catalog& catalog, int64_t ticks) {
 }
 
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs;
-  Rates rates;
-  if (!PyArg_ParseTuple(args, "OOddd", &rows, &costs, &rates.out_bytes_per_s,
-                        &rates.in_bytes_per_s, &rates.latency_s)) {
+  PyObject *rows, *costs, *fetches, *evictions;
+  Link in, out;
+  double margin;
+  int is_one_queue, can_evict;
+  if (!PyArg_ParseTuple(args, "OOOOdddddpp", &rows, &costs, &fetches, &evictions, &in.bytes_per_s,
+                        &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin, &is_one_queue,
+                        &can_evict)) {
     return nullptr;
   }
   Array<double> seconds;
-  if (!seconds.Of(costs, false)) return nullptr;
+  Integers fetched, evicted;
+  if (!seconds.Of(costs, false) || !fetched.Of(fetches, false) || !evicted.Of(evictions, false)) {
+    return nullptr;
+  }
   auto made = std::make_unique<Catalog>();
-  made->rates = rates;
   const Py_ssize_t count = PySequence_Size(rows);
   if (count < 0) return nullptr;
   for (Py_ssize_t k = 0; k < count; ++k) {
@@ -131,17 +137,25 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!is_row) return nullptr;
   }
   const bool is_good = Caught([&] {
-    Check(*made, seconds.size());
+    const int64_t ticks = seconds.size();
+    Check(*made, ticks);
+    Traffic& traffic = made->traffic;
+    traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, Evictions(evicted, ticks)};
+    traffic.fetches = Fetches(fetched, ticks, static_cast<int64_t>(traffic.evictions.size()));
+    made->fetched.assign(ticks, 0);
+    for (const Fetch& fetch : traffic.fetches) {
+      for (Tick tick = fetch.first; tick < fetch.end; ++tick) made->fetched[tick] += fetch.size;
+    }
     made->made_by.resize(made->temporaries.size());
-    made->written.assign(seconds.size(), 0);
+    made->written.assign(ticks, 0);
     for (int64_t n = 0; n < count; ++n) {
       const Temporary& t = made->temporaries[n];
       made->made_by[t.maker].push_back(n);
       made->written[t.written] += t.added;
     }
     made->clock.assign(1, 0.0);
-    for (int64_t k = 0; k < seconds.size(); ++k) {
-      made->clock.push_back(made->clock.back() + seconds.data()[k]);
+    for (Tick tick = 0; tick < ticks; ++tick) {
+      made->clock.push_back(made->clock.back() + seconds.data()[tick]);
     }
   });
   if (!is_good) return nullptr;
@@ -239,6 +253,32 @@ PyObject* Take(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* Improve(PyObject* self, PyObject* args) {
+  long long capacity, smallest, slots, times;
+  PyObject* rows;
+  if (!PyArg_ParseTuple(args, "LOLLL", &capacity, &rows, &smallest, &slots, &times)) return nullptr;
+  Array<double> numbers;
+  if (!numbers.Of(rows, false)) return nullptr;
+  const bool is_good = Caught([&] {
+    if (numbers.size() < 2 || numbers.size() % 2) throw std::invalid_argument("terms are pairs");
+    std::vector<Terms> terms;
+    for (int64_t k = 0; k < numbers.size(); k += 2) {
+      terms.push_back({numbers.data()[k], numbers.data()[k + 1]});
+    }
+    Of(self).Improve(capacity, terms, smallest, slots, times);
+  });
+  if (!is_good) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* StepSeconds(PyObject* self, PyObject* args) {
+  long long capacity, slots;
+  if (!PyArg_ParseTuple(args, "LL", &capacity, &slots)) return nullptr;
+  double seconds = 0;
+  if (!Caught([&] { seconds = Of(self).StepSeconds(capacity, slots); })) return nullptr;
+  return PyFloat_FromDouble(seconds);
+}
+
 PyObject* Dearest(PyObject* self, PyObject*) {
   std::vector<GapKey> found;
   if (!Caught([&] { found = Of(self).Dearest(); })) return nullptr;
@@ -292,6 +332,8 @@ PyMethodDef state_methods[] = {
     {"evict", Evict, METH_VARARGS, nullptr},
     {"recompute", Recompute, METH_VARARGS, nullptr},
     {"take", Take, METH_VARARGS, nullptr},
+    {"improve", Improve, METH_VARARGS, nullptr},
+    {"step_seconds", StepSeconds, METH_VARARGS, nullptr},
     {"dearest", Dearest, METH_NOARGS, nullptr},
     {"give_back", GiveBack, METH_VARARGS, nullptr},
     {"gaps", Gaps, METH_NOARGS, nullptr},

@@ -56,7 +56,7 @@ class EditSearch:
             selection = round_up(choices, self._capacity, relaxation, likely)
             if selection is not None:
                 taken = self._carried_out(selection, reserve)
-                seconds = self._work.step_seconds(taken, self._capacity, self._slots)
+                seconds = taken.step_seconds(self._capacity, self._slots)
                 if seconds < np.inf:
                     yield EditChoice(None, taken, seconds)
 
@@ -74,7 +74,7 @@ class EditSearch:
 
         def evaluate(selection: Selection) -> float:
             taken = self._carried_out(selection, reserve)
-            seconds = self._work.step_seconds(taken, self._capacity, self._slots)
+            seconds = taken.step_seconds(self._capacity, self._slots)
             if seconds < found[0].step_time_s:
                 found[0] = replace(best, taken=taken, step_time_s=seconds)
             return seconds

@@ -8,7 +8,6 @@ ten thousand gaps are tried for a plan, so that is written in C++.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +15,11 @@ import numpy.typing as npt
 
 from hlo_passes.edits._gap_state import Catalog, State
 from hlo_passes.edits.gaps import Temporary
+from hlo_passes.placing.eviction import eviction_rows
+from hlo_passes.placing.prefetch import LINK_MARGIN, fetch_rows
+from hlo_passes.placing.problem import Problem, fetches
 from hlo_passes.plan import LogicalTime
+from hlo_passes.simulator.timeline import queue_of
 
 Action = Literal["evict", "recompute"]
 
@@ -28,40 +31,9 @@ class Taken(NamedTuple):
     end: LogicalTime
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What taking a temporary away and making it again costs.
-
-    Attributes:
-      out_bytes_per_s, in_bytes_per_s: of the link; 0 where nothing can be evicted.
-      latency_s: of a transfer.
-      maker_s: seconds of compute of an instruction, by its id.
-    """
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-    latency_s: float
-    maker_s: Mapping[int, float]
-
-    @property
-    def can_evict(self) -> bool:
-        return self.out_bytes_per_s > 0
-
-    def moving_s(self, size: int) -> float:
-        """Seconds of links to take `size` bytes away and back."""
-        out_s, in_s = size / self.out_bytes_per_s, size / self.in_bytes_per_s
-        return out_s + in_s + 2 * self.latency_s
-
-
-def catalog(
-    temporaries: Sequence[Temporary], costs: npt.NDArray[np.float64], rates: Rates
-) -> Catalog:
-    """What all states of one module have in common.
-
-    Args:
-      temporaries: of the entry.
-      costs: float64[ticks], seconds of compute of each.
-    """
+def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
+    """What all states of the entry of a module have in common: its temporaries, and what moves
+    whatever is taken."""
     makers: dict[int, int] = {}
     rows = [
         (
@@ -70,7 +42,7 @@ def catalog(
             t.beside,
             makers.setdefault(t.maker.id, len(makers)),
             t.written,
-            rates.maker_s[t.maker.id],
+            posed.costs[t.written],
             bool(t.obstacle),
             t.operands is not None,
             [r.tick for r in t.reads],
@@ -78,7 +50,20 @@ def catalog(
         )
         for t in temporaries
     ]
-    return Catalog(rows, costs, rates.out_bytes_per_s, rates.in_bytes_per_s, rates.latency_s)
+    into, out = posed.link, posed.link_out
+    return Catalog(
+        rows,
+        posed.costs,
+        fetch_rows(fetches(posed.movables, posed.clock, 0.0)),
+        eviction_rows(posed.evictions),
+        into.bytes_per_s,
+        into.latency_s,
+        out.bytes_per_s,
+        out.latency_s,
+        LINK_MARGIN,
+        queue_of(into) == queue_of(out),
+        posed.can_evict,
+    )
 
 
 class EditState:
@@ -146,6 +131,29 @@ class EditState:
     def take(self, capacity: int, link_price: float, link_s: float, smallest: int) -> None:
         """Takes gaps until the load is within `capacity`; see `greedy`."""
         self._state.take(capacity, link_price, link_s, smallest)
+
+    def improve(
+        self,
+        capacity: int,
+        terms: Iterable[tuple[float, float]],
+        smallest: int,
+        slots: int | None,
+        times: int,
+    ) -> None:
+        """Searches for gaps with which a step takes less, so many times.
+
+        Args:
+          terms: of which gaps are taken: a link's price, and seconds at that price.
+          smallest: temporaries of fewer bytes are left alone.
+        """
+        rows = np.array(list(terms), np.float64).ravel()
+        self._state.improve(capacity, rows, smallest, -1 if slots is None else slots, times)
+
+    def step_seconds(self, capacity: int, slots: int | None) -> float:
+        """Predicts the step's time, its transfers scheduled as they will be in the plan, but not
+        packed; infinity where it does not fit. What the load has in reserve is not lent to
+        transfers either."""
+        return self._state.step_seconds(capacity, -1 if slots is None else slots)
 
     @property
     def dearest(self) -> list[tuple[int, LogicalTime]]:

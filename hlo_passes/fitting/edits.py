@@ -211,7 +211,7 @@ class _Fitting:
             taken.load += more
             reserve += more
             complete(taken, self._capacity, self._work.smallest)
-            seconds = self._work.step_seconds(taken, self._capacity, self._slots)
+            seconds = taken.step_seconds(self._capacity, self._slots)
             if not more.any() or seconds >= best_s:
                 return None
             repaired = EditChoice(chosen.terms, taken.copied(), seconds)

@@ -185,6 +185,16 @@ class Problem:
         return self.machine.link(self.link.destination, self.link.source)
 
     @property
+    def can_evict(self) -> bool:
+        """Whether temporaries can be taken away: a CPU has one memory."""
+        return self.machine.platform != "cpu"
+
+    def moving_s(self, size: int) -> float:
+        """Seconds of links to take `size` bytes away and back."""
+        out_s, in_s = size / self.link_out.bytes_per_s, size / self.link.bytes_per_s
+        return out_s + in_s + 2 * self.link.latency_s
+
+    @property
     def fixed_bytes(self) -> int:
         """Device bytes outside the arena."""
         return self.boundary.arguments + self.boundary.outputs - self.boundary.aliased

@@ -62,7 +62,7 @@ def forced(module: Module, machine: Machine, what: Forced) -> Edits:
     posed = problem.pose(module, machine, ())
     work = Work(posed)
     terms = Terms(1e-3, math.inf, 0) if what == "evict" else Terms(1e3, math.inf, 16)
-    of = catalog(work.temporaries, posed.costs, work.rates)
+    of = catalog(posed, work.temporaries)
     return work.edits(select(of, posed.load, posed.costs, 0, terms))
 
 

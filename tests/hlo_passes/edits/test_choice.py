@@ -406,7 +406,7 @@ def test_links_have_only_so_many_seconds_at_their_price():
         toy_machine(platform="gpu"),
     )
     work = Work(of)
-    once = work.rates.moving_s(SIZE)
+    once = work.posed.moving_s(SIZE)
 
     def actions(link_s: float) -> list[str]:
         taken = work.select(peak(of) - 2 * SIZE, Terms(1e-9, link_s, 16)).taken
