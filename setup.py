@@ -33,8 +33,16 @@ setup(
         ),
         Extension(
             "hlo_passes.memory._packing",
-            sources=["hlo_passes/memory/packing.cc", "hlo_passes/memory/occupancy.cc"],
-            depends=["hlo_passes/extension.h", "hlo_passes/memory/occupancy.h"],
+            sources=[
+                "hlo_passes/memory/packing.cc",
+                "hlo_passes/memory/place.cc",
+                "hlo_passes/memory/occupancy.cc",
+            ],
+            depends=[
+                "hlo_passes/extension.h",
+                "hlo_passes/memory/place.h",
+                "hlo_passes/memory/occupancy.h",
+            ],
             language="c++",
             **STABLE_ABI,
             extra_compile_args=FLAGS,
@@ -56,11 +64,16 @@ setup(
             sources=[
                 "hlo_passes/edits/module.cc",
                 "hlo_passes/edits/gap_state.cc",
+                "hlo_passes/edits/packed.cc",
+                "hlo_passes/memory/place.cc",
+                "hlo_passes/memory/occupancy.cc",
                 "hlo_passes/placing/schedule.cc",
             ],
             depends=[
                 "hlo_passes/extension.h",
                 "hlo_passes/edits/gap_state.h",
+                "hlo_passes/memory/occupancy.h",
+                "hlo_passes/memory/place.h",
                 "hlo_passes/placing/schedule.h",
                 "hlo_passes/placing/schedule_rows.h",
             ],

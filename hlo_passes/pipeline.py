@@ -209,7 +209,7 @@ def plan_module(
     least = _posed(in_loops.least, machine, *on_host)
     for written, plans in in_loops.within(budget, least):
         posed = least if written is in_loops.least else _posed(written, machine, *on_host)
-        found = fitting.fit(posed, budget, slots, search_s)
+        found = fitting.fit(posed, budget, slots)
         if found is not None:
             plan = assembling.assemble(found, budget, labels or {}, loops, plans)
             verify.verify_plan(found.posed.module, plan, machine)

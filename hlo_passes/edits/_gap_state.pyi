@@ -12,8 +12,8 @@ class Catalog:
     """Temporaries, and what taking one away costs (see `gap_state.h`).
 
     Args:
-      temporaries: of each size, bytes added when written, bytes of other arrays beside, number of
-        its maker, tick at which it is written, seconds of its maker, whether there is an obstacle,
+      temporaries: of each size, bytes added when written, bytes of other arrays beside, numbers of
+        its maker and of its resident or -1, tick at which it is written, seconds of its maker, whether there is an obstacle,
         whether it can be made again, ticks at which it is read, and operands of its maker: a
         temporary or -1, and of that the tick until which it is there.
       costs: float64[ticks], seconds of compute of each.
@@ -22,6 +22,8 @@ class Catalog:
       margin: how much slower than that a link may be.
       is_one_queue: the links share one queue.
       can_evict: temporaries can be taken away at all.
+      residents: int64[3 · any]: bytes and ticks of what shares the arena with fetches.
+      alignment, in_order: how the compiler packs it; see `placing.arena`.
 
     Raises:
       TypeError, ValueError, IndexError: for what does not go together.
@@ -40,6 +42,9 @@ class Catalog:
         margin: float,
         is_one_queue: bool,
         can_evict: bool,
+        residents: _Ints,
+        alignment: int,
+        in_order: bool,
         /,
     ) -> None: ...
 
@@ -64,17 +69,21 @@ class State:
         """See `greedy`. A few rounds of all gaps, each O(gaps log gaps + ticks of those taken)."""
 
     def improve(
-        self, capacity: int, terms: _Floats, smallest: int, slots: int, times: int, /
+        self, capacity: int, packed: int, terms: _Floats, smallest: int, slots: int, times: int, /
     ) -> None:
         """Searches for a faster selection, `times` times, each O(what `take` takes).
 
         Args:
+          packed: bytes above which a packing counts as slower.
           terms: float64[2 · any], pairs of a link's price and of seconds at that price.
         """
 
     def step_seconds(self, capacity: int, slots: int, /) -> float:
         """Predicts the seconds of a step; infinity where its load exceeds `capacity`, or its
         fetches have no room (-1: any number of `slots`). O(transfers · log + ticks)."""
+
+    def packed_bytes(self, capacity: int, slots: int, /) -> int:
+        """Predicts what packing takes; 2**63 - 1 where nothing is scheduled. O(n log n)."""
 
     def dearest(self) -> list[_Gap]: ...
     def give_back(self, capacity: int, among: Sequence[_Gap], /) -> None: ...

@@ -45,9 +45,6 @@ DEEPEST = 16
 _DEPTHS = (1, 3, DEEPEST)
 _FREE_OF_LINKS = (1e-3, 0.07, 0.1, 0.3, 1.0, DEAREST)
 
-# A step that takes more than this, over its compute, waits for links.
-_WAITING = 1.02
-
 # Temporaries below this share of the peak are left alone: they are many and hold little.
 _SMALLEST_SHARE = 1 / 4096
 
@@ -64,7 +61,7 @@ class EditChoice:
     """Gaps that are taken.
 
     Attributes:
-      terms: on which they were taken; None where a program chose (`edits.search`).
+      terms: on which they were taken; None where they were searched for.
       taken: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
@@ -72,11 +69,6 @@ class EditChoice:
     terms: Terms | None
     taken: EditState
     step_time_s: float
-
-    @property
-    def waits(self) -> bool:
-        """Whether compute waits for links, as far as counts."""
-        return self.step_time_s > float(self.taken.costs.sum()) * _WAITING
 
 
 def least_edits(posed: Problem) -> Edits:
@@ -135,7 +127,6 @@ class Work:
         capacity: int,
         slots: int | None = None,
         reserve: npt.NDArray[np.int64] | int = 0,
-        among: Sequence[Terms] = (),
     ) -> list[EditChoice]:
         """Chooses what to evict and what to recompute, so that the load of the arena fits.
 
@@ -143,13 +134,12 @@ class Work:
           capacity: bytes of the arena above its base.
           slots: at most so many streamed arrays on the device at once.
           reserve: int64[ticks], bytes of that which are left free, since packing takes more.
-          among: the terms that are tried; none for all that are known.
 
         Returns:
           Different choices, the fastest first; none when the load cannot be brought down to
           `capacity`.
         """
-        found = list(self._chosen(capacity, capacity, slots, reserve, among or self._tried()))
+        found = list(self._chosen(capacity, capacity, slots, reserve, self.terms()))
         if not found:
             found = next(filter(None, self._aimed(capacity, slots, reserve)), [])
         return sorted(found, key=lambda choice: choice.step_time_s)
@@ -194,7 +184,8 @@ class Work:
             if not taken.all and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
 
-    def _tried(self) -> Iterator[Terms]:
+    def terms(self) -> Iterator[Terms]:
+        """Yields the terms that are tried."""
         compute_s = float(self.posed.clock[-1])
         if self.posed.can_evict:
             yield Terms(_FREE_OF_LINKS[0], np.inf, 0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.edits.choices import Choices, Gap, Selection
+from hlo_passes.edits.choices import Choices, Gap
 
 Bytes = npt.NDArray[np.int64]
 
@@ -40,26 +40,6 @@ class Profile:
 def has_options(gap: Gap) -> bool:
     """Whether there is anything to choose but to keep it."""
     return gap.is_evictable or bool(gap.recipes)
-
-
-def device_bytes(choices: Choices, selection: Selection) -> Bytes:
-    """Returns int64[ticks], bytes on the device under `selection`, at best: what is evicted is
-    away for all of its gap, and what is streamed is there only while it is read."""
-    profile = Profile(choices.ticks)
-    recomputed = dict(selection.recomputed)
-    for i, gap in enumerate(choices.gaps):
-        if i in selection.evicted or i in recomputed:
-            profile.add(gap.start, gap.end, -gap.size)
-        if i in recomputed:
-            for live, size in gap.recipes[recomputed[i]].holds:
-                profile.add(live.start, live.end, size)
-    for i, weight in enumerate(choices.weights):
-        if i in selection.staying:
-            profile.add(0, choices.ticks, weight.size)
-            continue
-        for live in weight.reads:
-            profile.add(live.start, live.end, weight.size)
-    return profile.onto(choices.load)
 
 
 def least_bytes(choices: Choices) -> Bytes:

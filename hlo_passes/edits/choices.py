@@ -109,18 +109,3 @@ class Choices:
     @property
     def ticks(self) -> int:
         return len(self.costs)
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What was chosen.
-
-    Attributes:
-      evicted: indices of gaps.
-      recomputed: index of a gap to the index of its recipe.
-      staying: indices of weights.
-    """
-
-    evicted: frozenset[int]
-    recomputed: tuple[tuple[int, int], ...]
-    staying: frozenset[int]

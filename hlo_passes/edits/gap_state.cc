@@ -17,6 +17,9 @@ constexpr int64_t kHoldShare = 16;
 // By which factor noise changes the price of a gap at most, as a power of e, up and down.
 constexpr double kNoise = 1.0;
 
+// By how much more of its time a step counts as slower for a packing that is twice the capacity.
+constexpr double kOver = 4.0;
+
 // How often all gaps are gone through; what is computed again may hold others longer.
 constexpr int kRounds = 4;
 
@@ -161,10 +164,10 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
   return found;
 }
 
-void GapState::Improve(int64_t capacity, const std::vector<Terms>& terms, int64_t smallest,
-                       int64_t slots, int64_t times) {
+void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms,
+                       int64_t smallest, int64_t slots, int64_t times) {
   Noise noise;
-  double fastest_s = StepSeconds(capacity, slots);
+  double best = Score(capacity, packed, slots, kInfinity);
   for (int64_t k = 0; k < times; ++k) {
     std::vector<int64_t> load(load_, load_ + ticks_);
     std::vector<double> costs(costs_, costs_ + ticks_);
@@ -174,9 +177,9 @@ void GapState::Improve(int64_t capacity, const std::vector<Terms>& terms, int64_
     other.Take(capacity, now, smallest, &noise);
     other.Take(capacity, {kDearest, kInfinity}, smallest);
     other.GiveBack(capacity, other.Dearest());
-    const double seconds = other.StepSeconds(capacity, slots);
-    if (seconds >= fastest_s) continue;
-    fastest_s = seconds;
+    const double score = other.Score(capacity, packed, slots, best);
+    if (score >= best) continue;
+    best = score;
     std::copy(load.begin(), load.end(), load_);
     std::copy(costs.begin(), costs.end(), costs_);
     accesses_ = std::move(other.accesses_);
@@ -204,59 +207,97 @@ std::vector<GapKey> GapState::Some(Noise* noise) const {
   return found;
 }
 
-double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
-  if (MostLoad(0, ticks_) > capacity) return kInfinity;
+// Schedules all transfers; false where they do not fit.
+bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
+  if (MostLoad(0, ticks_) > capacity) return false;
   const Traffic& traffic = catalog_->traffic;
   std::vector<int64_t> load(load_, load_ + ticks_);
   for (Tick tick = 0; tick < ticks_; ++tick) load[tick] -= catalog_->fetched[tick];
-  std::vector<Fetch> fetches = traffic.fetches;
-  std::vector<Eviction> evictions = traffic.evictions;
+  struct Leaving {
+    Eviction eviction;
+    int64_t temporary, number;
+  };
+  struct Coming {
+    Fetch fetch;
+    int64_t temporary;
+  };
+  std::vector<Leaving> leaving;
+  std::vector<Coming> coming;
+  for (const Eviction& eviction : traffic.evictions) {
+    leaving.push_back({eviction, -1, static_cast<int64_t>(leaving.size())});
+  }
+  for (const Fetch& fetch : traffic.fetches) coming.push_back({fetch, -1});
   for (int64_t n = 0; n < count(); ++n) {
     if (!IsAway(n)) continue;
     const Temporary& t = catalog_->temporaries[n];
     const std::vector<Gap>& gaps = taken_[n];
-    evictions.push_back({t.size, t.written + 1, gaps[0].start + 1, -1, true});
+    const auto number = static_cast<int64_t>(leaving.size());
+    leaving.push_back({{t.size, t.written + 1, gaps[0].start + 1, -1, true}, n, number});
     for (size_t k = 0; k < gaps.size(); ++k) {
       if (gaps[k].action != Action::kEvict) continue;
       const Tick end = (k + 1 < gaps.size() ? gaps[k + 1].start : accesses_[n].back()) + 1;
-      fetches.push_back(
-          {t.size, gaps[k].end, end, static_cast<int64_t>(evictions.size()) - 1});
+      coming.push_back({{t.size, gaps[k].end, end, number}, n});
       for (Tick tick = gaps[k].end; tick < end; ++tick) load[tick] -= t.size;
     }
   }
-  std::vector<int64_t> order(evictions.size()), number(evictions.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return evictions[a].written < evictions[b].written;
+  std::stable_sort(leaving.begin(), leaving.end(), [](const Leaving& a, const Leaving& b) {
+    return a.eviction.written < b.eviction.written;
   });
-  std::vector<Eviction> leaving;
-  for (const int64_t n : order) {
-    number[n] = static_cast<int64_t>(leaving.size());
-    leaving.push_back(evictions[n]);
-  }
-  for (Fetch& fetch : fetches) {
-    if (fetch.eviction >= 0) fetch.eviction = number[fetch.eviction];
-  }
-  std::stable_sort(fetches.begin(), fetches.end(), [](const Fetch& a, const Fetch& b) {
-    return std::tie(a.first, a.end) < std::tie(b.first, b.end);
+  std::vector<int64_t> place(leaving.size());
+  for (size_t k = 0; k < leaving.size(); ++k) place[leaving[k].number] = static_cast<int64_t>(k);
+  std::stable_sort(coming.begin(), coming.end(), [](const Coming& a, const Coming& b) {
+    return std::tie(a.fetch.first, a.fetch.end) < std::tie(b.fetch.first, b.fetch.end);
   });
-  std::vector<double> clock(ticks_ + 1, 0.0);
-  std::partial_sum(costs_, costs_ + ticks_, clock.begin() + 1);
-  const Compute compute{costs_, clock.data(), load.data(), ticks_};
-  const std::vector<Departure> departures =
-      ScheduleEvictions(leaving, fetches, compute, capacity, traffic.out, traffic.margin);
-  for (size_t n = 0; n < leaving.size(); ++n) {
-    if (!leaving[n].is_held) continue;
-    for (Tick tick = leaving[n].free; tick < departures[n].done; ++tick) {
-      load[tick] += leaving[n].size;
+  for (const Leaving& l : leaving) {
+    moves->evictions.push_back(l.eviction);
+    moves->evicted.push_back(l.temporary);
+  }
+  for (Coming& c : coming) {
+    if (c.fetch.eviction >= 0) c.fetch.eviction = place[c.fetch.eviction];
+    moves->fetches.push_back(c.fetch);
+    moves->fetched.push_back(c.temporary);
+  }
+  moves->clock.assign(ticks_ + 1, 0.0);
+  std::partial_sum(costs_, costs_ + ticks_, moves->clock.begin() + 1);
+  const Compute compute{costs_, moves->clock.data(), load.data(), ticks_};
+  moves->departures = ScheduleEvictions(moves->evictions, moves->fetches, compute, capacity,
+                                        traffic.out, traffic.margin);
+  for (size_t n = 0; n < moves->evictions.size(); ++n) {
+    const Eviction& eviction = moves->evictions[n];
+    if (!eviction.is_held) continue;
+    for (Tick tick = eviction.free; tick < moves->departures[n].done; ++tick) {
+      load[tick] += eviction.size;
     }
   }
-  const Starts starts = ScheduleStarts(fetches, departures, compute, capacity, traffic.in,
-                                       traffic.margin, slots, -1);
-  if (starts.tight >= 0) return kInfinity;
-  return StepTimes(fetches, starts.ticks, leaving, departures, compute, traffic.in, traffic.out,
-                   traffic.is_one_queue)
+  const Starts starts = ScheduleStarts(moves->fetches, moves->departures, compute, capacity,
+                                       traffic.in, traffic.margin, slots, -1);
+  moves->starts = starts.ticks;
+  return starts.tight < 0;
+}
+
+double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
+  Moves moves;
+  return Schedule(capacity, slots, &moves) ? StepSeconds(moves) : kInfinity;
+}
+
+double GapState::StepSeconds(const Moves& moves) const {
+  const Compute compute{costs_, moves.clock.data(), nullptr, ticks_};
+  const Traffic& traffic = catalog_->traffic;
+  return StepTimes(moves.fetches, moves.starts, moves.evictions, moves.departures, compute,
+                   traffic.in, traffic.out, traffic.is_one_queue)
       .step_s;
+}
+
+// Seconds of a step, and more where the arena is packed above `packed`; those of the step alone where
+// they are no fewer than `enough`.
+double GapState::Score(int64_t capacity, int64_t packed, int64_t slots,
+                       double enough) const {
+  Moves moves;
+  if (!Schedule(capacity, slots, &moves)) return kInfinity;
+  const double seconds = StepSeconds(moves);
+  if (seconds >= enough) return seconds;
+  const auto over = static_cast<double>(std::max<int64_t>(0, PackedBytes(moves) - packed));
+  return seconds * (1 + kOver * over / static_cast<double>(std::max<int64_t>(1, capacity)));
 }
 
 std::vector<GapKey> GapState::Dearest() const {
@@ -424,32 +465,19 @@ void GapState::CountClones() {
   changed_.clear();
 }
 
-// By how many bytes the clones before `tick`, with all they make and what waits for them, take
-// more than what is there of it at the tick. They stand in the order of the program.
-int64_t GapState::MostOnTheWay(Tick tick) const {
+std::vector<GapState::Clone> GapState::ClonesBefore(Tick tick) const {
+  std::vector<Clone> made;
   const auto at = clones_.find(tick);
-  if (at == clones_.end()) return 0;
+  if (at == clones_.end()) return made;
   const std::map<int64_t, Role>& clones = at->second;
   const std::vector<Temporary>& temporaries = catalog_->temporaries;
-  struct Clone {
-    int64_t maker;
-    std::vector<int64_t> elements;
-    std::vector<int64_t> gone;  // Bytes of what this one is the last to read.
-  };
-  std::vector<Clone> made;
-  std::map<int64_t, size_t> of_maker;
-  int64_t there = 0, stay = 0;
+  std::map<int64_t, size_t> of_maker, last;
   for (const auto& [n, role] : clones) {
-    if (role == Role::kWaiting) {
-      there += temporaries[n].size;
-      continue;
-    }
-    if (role == Role::kMade) stay += temporaries[n].size;
+    if (role == Role::kWaiting) continue;
     const auto [found, is_new] = of_maker.try_emplace(temporaries[n].maker, made.size());
     if (is_new) made.push_back({temporaries[n].maker, {}, {}});
     made[found->second].elements.push_back(n);
   }
-  std::map<int64_t, size_t> last;
   for (size_t k = 0; k < made.size(); ++k) {
     for (const int64_t n : made[k].elements) last[n] = k;
     for (const Operand& operand : temporaries[made[k].elements[0]].operands) {
@@ -457,11 +485,26 @@ int64_t GapState::MostOnTheWay(Tick tick) const {
     }
   }
   for (const auto& [n, k] : last) {
-    if (clones.at(n) != Role::kMade) made[k].gone.push_back(temporaries[n].size);
+    if (clones.at(n) != Role::kMade) made[k].last_read.push_back(n);
+  }
+  return made;
+}
+
+// By how many bytes the clones before `tick`, with all they make and what waits for them, take
+// more than what is there of it at the tick.
+int64_t GapState::MostOnTheWay(Tick tick) const {
+  const auto at = clones_.find(tick);
+  if (at == clones_.end()) return 0;
+  const std::vector<Temporary>& temporaries = catalog_->temporaries;
+  int64_t there = 0, stay = 0;
+  for (const auto& [n, role] : at->second) {
+    if (role == Role::kWaiting) there += temporaries[n].size;
+    if (role == Role::kMade) stay += temporaries[n].size;
   }
   int64_t most = there;
-  for (const Clone& clone : made) {
-    std::vector<int64_t> left = clone.gone;
+  for (const Clone& clone : ClonesBefore(tick)) {
+    std::vector<int64_t> left;
+    for (const int64_t n : clone.last_read) left.push_back(temporaries[n].size);
     int64_t reused = 0, all = 0;  // Bytes of operands over which the maker writes.
     for (const int64_t n : clone.elements) {
       const Temporary& t = temporaries[n];
@@ -476,7 +519,7 @@ int64_t GapState::MostOnTheWay(Tick tick) const {
     const Temporary& first = temporaries[clone.elements[0]];
     const int64_t beside = std::max<int64_t>(0, first.beside - (all - first.size));
     most = std::max(most, there + beside - reused);
-    for (const int64_t size : clone.gone) there -= size;
+    for (const int64_t n : clone.last_read) there -= temporaries[n].size;
   }
   return std::max<int64_t>(0, most - stay - catalog_->written[tick]);
 }

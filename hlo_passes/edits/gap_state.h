@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "../memory/place.h"
 #include "../placing/schedule.h"
 
 namespace memplan {
@@ -35,9 +36,10 @@ struct Operand {
   Tick until;
 };
 
-// See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds.
+// See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds. It lies in `resident`, or where
+// that is -1 in bytes that are there anyway.
 struct Temporary {
-  int64_t size, added, beside, maker;
+  int64_t size, added, beside, maker, resident;
   Tick written;
   double maker_s;
   bool obstacle, repeatable;
@@ -59,10 +61,18 @@ struct Traffic {
   double MovingSeconds(int64_t size, bool is_away) const;
 };
 
+// What shares the arena with fetches, and how the compiler packs it.
+struct Shared {
+  std::vector<Rectangle> residents;  // In ticks.
+  int64_t alignment;
+  std::vector<Order> orders;
+};
+
 // The temporaries of a module, which are numbered in the order in which they are written.
 struct Catalog {
   std::vector<Temporary> temporaries;
   Traffic traffic;
+  Shared shared;
   std::vector<std::vector<int64_t>> made_by;  // The temporaries of each maker.
   std::vector<int64_t> written;  // Bytes that are first taken at each tick.
   std::vector<int64_t> fetched;  // Bytes that are fetched and read at each tick.
@@ -128,13 +138,18 @@ class GapState {
   // Searches for gaps with which a step takes less: some of those that are taken are given back,
   // others are taken on other terms, and what is faster is kept. A large neighbourhood search
   // (Shaw, "Using constraint programming and local search methods to solve vehicle routing
-  // problems", 1998). So many times, the same each time.
-  void Improve(int64_t capacity, const std::vector<Terms>& terms, int64_t smallest, int64_t slots,
-               int64_t times);
+  // problems", 1998). So many times, the same each time. What the compiler would pack above
+  // `packed` bytes counts as slower.
+  void Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms, int64_t smallest,
+               int64_t slots, int64_t times);
 
   // Predicts the seconds of a step whose transfers have so many bytes, and at most so many slots
   // (-1: any number); infinity where it does not fit.
   double StepSeconds(int64_t capacity, int64_t slots) const;
+
+  // Predicts the bytes that the compiler's packing of the arena takes; the largest number there is
+  // where nothing is scheduled.
+  int64_t PackedBytes(int64_t capacity, int64_t slots) const;
 
   // Every gap that is taken, the dearest first.
   std::vector<GapKey> Dearest() const;
@@ -146,6 +161,23 @@ class GapState {
   // What a temporary is to the clones before a tick: one of them makes it, for the program or for
   // later; for others of them only; it is there already, for them only, and for the last time.
   enum class Role : uint8_t { kNone, kMade, kPassing, kWaiting };
+
+  // What moves, and when; `of` has the temporary of each eviction and fetch, or -1.
+  struct Moves {
+    std::vector<Eviction> evictions;
+    std::vector<Departure> departures;
+    std::vector<Fetch> fetches;
+    std::vector<Tick> starts;
+    std::vector<int64_t> evicted, fetched;
+    std::vector<double> clock;
+  };
+
+  // What is made again before one tick, in order: the elements that one maker makes for it, and
+  // those (made here or waiting) that it is the last to read.
+  struct Clone {
+    int64_t maker;
+    std::vector<int64_t> elements, last_read;
+  };
 
   // How to take one change back.
   struct Undo {
@@ -186,7 +218,12 @@ class GapState {
   void PassBy(int64_t n, Tick tick);
   void KeepFrom(int64_t n, Tick tick);
   void CountClones();
+  std::vector<Clone> ClonesBefore(Tick tick) const;
   int64_t MostOnTheWay(Tick tick) const;
+  bool Schedule(int64_t capacity, int64_t slots, Moves* moves) const;
+  double StepSeconds(const Moves& moves) const;
+  int64_t PackedBytes(const Moves& moves) const;
+  double Score(int64_t capacity, int64_t packed, int64_t slots, double enough) const;
   bool SiblingsMadeAt(int64_t n, Tick tick) const;
   Tick SiblingTick(int64_t n, Tick start, Tick end, int64_t capacity) const;
 

@@ -67,10 +67,11 @@ PyObject* List(size_t count, Make&& make) {
 }
 
 bool ParseTemporary(PyObject* row, Temporary* t) {
-  long long size, added, beside, maker, written;
+  long long size, added, beside, maker, resident, written;
   int obstacle, repeatable;
   PyObject *reads, *operands;
-  if (!PyArg_ParseTuple(row, "LLLLLdppOO", &size, &added, &beside, &maker, &written, &t->maker_s,
+  if (!PyArg_ParseTuple(row, "LLLLLLdppOO", &size, &added, &beside, &maker, &resident,
+                        &written, &t->maker_s,
                         &obstacle, &repeatable, &reads, &operands)) {
     return false;
   }
@@ -78,6 +79,7 @@ bool ParseTemporary(PyObject* row, Temporary* t) {
   t->added = added;
   t->beside = beside;
   t->maker = maker;
+  t->resident = resident;
   t->written = written;
   t->obstacle = obstacle != 0;
   t->repeatable = repeatable != 0;
@@ -99,8 +101,9 @@ void Check(const Catalog& catalog, int64_t ticks) {
   const auto count = static_cast<int64_t>(catalog.temporaries.size());
   const auto is_tick = [ticks](Tick tick) { return tick >= 0 && tick < ticks; };
   for (const Temporary& t : catalog.temporaries) {
-    if (t.maker < 0 || t.maker >= count || !is_tick(t.written)) {
-      throw std::invalid_argument("a maker or a tick is out of range");
+    if (t.maker < 0 || t.maker >= count || !is_tick(t.written) ||
+        t.resident >= static_cast<int64_t>(catalog.shared.residents.size())) {
+      throw std::invalid_argument("a maker, a resident or a tick is out of range");
     }
     for (const Tick tick : t.reads) {
       if (!is_tick(tick)) throw std::invalid_argument("a tick is out of range");
@@ -112,18 +115,20 @@ void Check(const Catalog& catalog, int64_t ticks) {
 }
 
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs, *fetches, *evictions;
+  PyObject *rows, *costs, *fetches, *evictions, *residents;
   Link in, out;
   double margin;
-  int is_one_queue, can_evict;
-  if (!PyArg_ParseTuple(args, "OOOOdddddpp", &rows, &costs, &fetches, &evictions, &in.bytes_per_s,
-                        &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin, &is_one_queue,
-                        &can_evict)) {
+  int is_one_queue, can_evict, in_order;
+  long long alignment;
+  if (!PyArg_ParseTuple(args, "OOOOdddddppOLp", &rows, &costs, &fetches, &evictions,
+                        &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
+                        &is_one_queue, &can_evict, &residents, &alignment, &in_order)) {
     return nullptr;
   }
   Array<double> seconds;
-  Integers fetched, evicted;
-  if (!seconds.Of(costs, false) || !fetched.Of(fetches, false) || !evicted.Of(evictions, false)) {
+  Integers fetched, evicted, resident;
+  if (!seconds.Of(costs, false) || !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
+      !resident.Of(residents, false)) {
     return nullptr;
   }
   auto made = std::make_unique<Catalog>();
@@ -138,6 +143,16 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   const bool is_good = Caught([&] {
     const int64_t ticks = seconds.size();
+    Shared& shared = made->shared;
+    shared.alignment = alignment;
+    shared.orders = in_order ? std::vector<Order>{Order::kStart}
+                             : std::vector<Order>{Order::kSpatial, Order::kTemporal};
+    shared.residents = Rows<Rectangle>(resident, 3, [ticks](const int64_t* row) {
+      if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
+        throw std::out_of_range("there is no such tick");
+      }
+      return Rectangle{row[0], row[1], row[2]};
+    });
     Check(*made, ticks);
     Traffic& traffic = made->traffic;
     traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, Evictions(evicted, ticks)};
@@ -254,9 +269,11 @@ PyObject* Take(PyObject* self, PyObject* args) {
 }
 
 PyObject* Improve(PyObject* self, PyObject* args) {
-  long long capacity, smallest, slots, times;
+  long long capacity, packed, smallest, slots, times;
   PyObject* rows;
-  if (!PyArg_ParseTuple(args, "LOLLL", &capacity, &rows, &smallest, &slots, &times)) return nullptr;
+  if (!PyArg_ParseTuple(args, "LLOLLL", &capacity, &packed, &rows, &smallest, &slots, &times)) {
+    return nullptr;
+  }
   Array<double> numbers;
   if (!numbers.Of(rows, false)) return nullptr;
   const bool is_good = Caught([&] {
@@ -265,7 +282,7 @@ PyObject* Improve(PyObject* self, PyObject* args) {
     for (int64_t k = 0; k < numbers.size(); k += 2) {
       terms.push_back({numbers.data()[k], numbers.data()[k + 1]});
     }
-    Of(self).Improve(capacity, terms, smallest, slots, times);
+    Of(self).Improve(capacity, packed, terms, smallest, slots, times);
   });
   if (!is_good) return nullptr;
   Py_RETURN_NONE;
@@ -277,6 +294,14 @@ PyObject* StepSeconds(PyObject* self, PyObject* args) {
   double seconds = 0;
   if (!Caught([&] { seconds = Of(self).StepSeconds(capacity, slots); })) return nullptr;
   return PyFloat_FromDouble(seconds);
+}
+
+PyObject* PackedBytesOf(PyObject* self, PyObject* args) {
+  long long capacity, slots;
+  if (!PyArg_ParseTuple(args, "LL", &capacity, &slots)) return nullptr;
+  int64_t bytes = 0;
+  if (!Caught([&] { bytes = Of(self).PackedBytes(capacity, slots); })) return nullptr;
+  return PyLong_FromLongLong(bytes);
 }
 
 PyObject* Dearest(PyObject* self, PyObject*) {
@@ -334,6 +359,7 @@ PyMethodDef state_methods[] = {
     {"take", Take, METH_VARARGS, nullptr},
     {"improve", Improve, METH_VARARGS, nullptr},
     {"step_seconds", StepSeconds, METH_VARARGS, nullptr},
+    {"packed_bytes", PackedBytesOf, METH_VARARGS, nullptr},
     {"dearest", Dearest, METH_NOARGS, nullptr},
     {"give_back", GiveBack, METH_VARARGS, nullptr},
     {"gaps", Gaps, METH_NOARGS, nullptr},

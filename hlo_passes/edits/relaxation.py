@@ -36,8 +36,9 @@ _ROUNDS = 3
 # So many gaps are variables of the bound; the rest are given away.
 _GAPS = 1500
 
-# What one linear program may take. Without its solution the bound is a weaker one.
-_PROGRAM_S = 10.0
+# How many steps of the simplex method a linear program may take, which are seconds. Without its
+# solution the bound is a weaker one.
+_ITERATIONS = 50_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,56 +70,55 @@ def lower_bound_s(choices: Choices, capacity: int) -> float:
     More than 1,500 gaps are merged as in `gap_groups`; of what are more then, the largest are
     chosen about, and the others are given away.
     """
-    tightened = _tightened(choices, capacity)
-    return math.inf if tightened is None else tightened.relaxation.bound_s
+    bound_s = _tightened_s(choices, capacity)
+    return math.inf if bound_s is None else bound_s
 
 
-def relax(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> Relaxation | None:
-    """Returns the bound of `lower_bound_s`, and fractions that reach it, or nearly so, and move
-    and recompute little; None when not even fractions fit into `capacity` bytes. A program that
-    takes longer than `program_s` seconds is given up, and the bound is a weaker one."""
-    tightened = _tightened(choices, capacity, program_s)
-    if tightened is None or tightened.model is None:
-        return tightened and tightened.relaxation
-    bound_s = tightened.relaxation.bound_s
-    sparing = _solve(choices, tightened.groups, tightened.model, program_s, PRICE)
-    return replace(sparing or tightened.relaxation, bound_s=bound_s)
+def relax(choices: Choices, capacity: int) -> Relaxation | None:
+    """Returns fractions that nearly reach the bound, and move and recompute little; None when not
+    even fractions fit into `capacity` bytes. Of the ticks only those that are looked at first."""
+    if (least_bytes(choices) > capacity).any() or not choices.ticks:
+        return None
+    samples = sample_ticks(choices, capacity)
+    groups = _grouped(choices, samples)
+    return _solve(choices, groups, _modelled(groups, capacity, samples), PRICE)
 
 
-@dataclass(frozen=True, eq=False)
-class _Tightened:
-    """A solution, and the program of the last round; None where there was none to solve."""
-
-    relaxation: Relaxation
-    groups: Groups
-    model: Model | None
-
-
-def _tightened(choices: Choices, capacity: int, program_s: float = _PROGRAM_S) -> _Tightened | None:
+def _tightened_s(choices: Choices, capacity: int) -> float | None:
     """Solves the program, and again with the ticks at which the fractions do not fit."""
     if (least_bytes(choices) > capacity).any():
         return None
     if not choices.ticks:
         busy = choices.out_busy_s, choices.in_busy_s
-        bound_s = sum(busy) if choices.shared_queue else max(busy)
-        return _Tightened(_untouched(choices, bound_s), single(choices), None)
-    is_large = sum(map(has_options, choices.gaps)) > _GAPS
+        return sum(busy) if choices.shared_queue else max(busy)
     samples = sample_ticks(choices, capacity)
     bound_s = 0.0
     for rounds_left in reversed(range(_ROUNDS)):
-        groups = merge(choices, samples) if is_large else single(choices)
-        kept = _largest(groups.choices, capacity)
-        model = build(groups.choices, capacity, samples, kept, groups.merged)
-        found = _solve(choices, groups, model, program_s)
+        groups = _grouped(choices, samples)
+        model = _modelled(groups, capacity, samples)
+        found = _solve(choices, groups, model)
         if found is None:
             return None
         bound_s = max(bound_s, found.bound_s)
-        given_away = {i for g in set(_all(groups.members)) - {*kept} for i in groups.members[g]}
+        if not rounds_left:
+            break
+        kept = {*model.evict, *(group for group, _ in model.recipe)}
+        given_away = {i for g in set(_all(groups.members)) - kept for i in groups.members[g]}
         more = _crowded_between(choices, capacity, found, given_away)
-        if not more or not rounds_left:
-            return _Tightened(replace(found, bound_s=bound_s), groups, model)
+        if not more:
+            break
         samples = tuple(sorted({*samples, *more}))
-    raise AssertionError("there is at least one round")
+    return bound_s
+
+
+def _grouped(choices: Choices, samples: Sequence[int]) -> Groups:
+    is_large = sum(map(has_options, choices.gaps)) > _GAPS
+    return merge(choices, samples) if is_large else single(choices)
+
+
+def _modelled(groups: Groups, capacity: int, samples: tuple[int, ...]) -> Model:
+    kept = _largest(groups.choices, capacity)
+    return build(groups.choices, capacity, samples, kept, groups.merged)
 
 
 def _untouched(choices: Choices, bound_s: float) -> Relaxation:
@@ -194,9 +194,7 @@ def _crowded_between(
     return tuple(sorted(crowded, key=lambda t: -over[t])[:_MORE_SAMPLES])
 
 
-def _solve(
-    choices: Choices, groups: Groups, model: Model, program_s: float, price: float = 0.0
-) -> Relaxation | None:
+def _solve(choices: Choices, groups: Groups, model: Model, price: float = 0.0) -> Relaxation | None:
     """Returns the fractions, and as `bound_s` what the solution proves of the objective."""
     objective = model.objective(price)
     # scipy's stubs know of no sparse matrices here.
@@ -208,7 +206,7 @@ def _solve(
         model.targets,
         np.stack([model.low, model.high], axis=1),
         method="highs",
-        options={"time_limit": program_s},
+        options={"maxiter": _ITERATIONS},
     )
     if solved.status == 2:
         return None

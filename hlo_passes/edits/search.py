@@ -1,36 +1,36 @@
-"""Which gaps programs would take: a linear one, rounded; then mixed-integer ones.
+"""Selections near the fractions of the linear program, and what is better than one that is known.
 
-    choices ──► relax ──► round_up ──► carried out ──► one more to be packed
-                             │            ▲  │
-                             └─ improve ──┘  └──► step_seconds, which says what is better
+    choices ──► relax ──► gaps by their fractions ──► completed, needless ones given back
+                                                              │
+    a selection ──► some gaps given back, others taken ◄──────┘   many times; the faster is kept
 
-Programs do not know what has to run again for what runs again, so that what they choose is
-carried out one gap after another (`edits.state`), and completed where it then does not fit.
-Greedy selections see one gap at a time, programs all of them: where the former have compute wait
-for links, a rounded one can be twice as fast; elsewhere it is seldom better.
+The program does not know what has to run again for what runs again, so that what it chooses is
+carried out one gap after another (`state.EditState`), and completed where it then does not fit.
+Greedy selections see one gap at a time, the program all of them: where link and memory are short
+at once, what comes of it is far better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, Work
-from hlo_passes.edits.choices import Choices, Selection
 from hlo_passes.edits.greedy import complete
-from hlo_passes.edits.improve import LIKELY, improve, round_up
-from hlo_passes.edits.relaxation import relax
+from hlo_passes.edits.relaxation import Relaxation, relax
 from hlo_passes.edits.state import EditState
 
-# A selection with which a step takes less than this, over its compute, is not improved.
-_GOOD_ENOUGH = 1.001
+# Fractions from which a gap is taken.
+_LIKELY = (0.5, 0.9, 0.1)
+
+# How often gaps of a selection are given back, and others taken, in search of a better one.
+_TIMES = 200
 
 
 class EditSearch:
-    """Programs about one module.
+    """Selections of one module's gaps.
 
     Args:
       capacity: bytes of the arena above its base.
@@ -42,74 +42,51 @@ class EditSearch:
         load = work.posed.arena.load
         self._choices, self._starts = work.choices(load, work.smallest, may_stay=False)
 
-    def rounded(self, reserve: npt.NDArray[np.int64]) -> Iterator[EditChoice]:
+    @cached_property
+    def _relaxation(self) -> Relaxation | None:
+        return relax(self._choices, self._capacity)
+
+    def rounded(self, reserve: int) -> Iterator[EditChoice]:
         """Yields choices near the fractions of the linear program.
 
         Args:
-          reserve: int64[ticks], bytes of the capacity that are left free.
+          reserve: bytes of the capacity that are left free; the program leaves none.
         """
-        choices = self._with(reserve)
-        relaxation = relax(choices, self._capacity)
+        relaxation = self._relaxation
         if relaxation is None:
             return
-        for likely in LIKELY:
-            selection = round_up(choices, self._capacity, relaxation, likely)
-            if selection is not None:
-                taken = self._carried_out(selection, reserve)
-                seconds = taken.step_seconds(self._capacity, self._slots)
-                if seconds < np.inf:
-                    yield EditChoice(None, taken, seconds)
+        for likely in _LIKELY:
+            taken = self._carried_out(relaxation, likely, reserve)
+            if (seconds := taken.step_seconds(self._capacity, self._slots)) < np.inf:
+                yield EditChoice(None, taken, seconds)
 
-    def improved(
-        self, best: EditChoice, reserve: npt.NDArray[np.int64], search_s: float
-    ) -> EditChoice:
-        """Searches for a better choice for `search_s` seconds.
+    def improved(self, taken: EditState, packed: int | None = None) -> EditChoice:
+        """What a search from a selection finds that is faster, or packed within the capacity.
 
         Args:
-          reserve: int64[ticks], bytes of the capacity that are left free.
+          packed: bytes within which it is to be packed; those of the capacity, if not said.
         """
-        if best.step_time_s <= float(self._work.posed.clock[-1]) * _GOOD_ENOUGH:
-            return best
-        found = [best]
+        better, capacity = taken.copied(), self._capacity
+        terms = [(terms.link_price, terms.link_s) for terms in self._work.terms()]
+        within = capacity if packed is None else packed
+        better.improve(capacity, within, terms, self._work.smallest, self._slots, _TIMES)
+        return EditChoice(None, better, better.step_seconds(capacity, self._slots))
 
-        def evaluate(selection: Selection) -> float:
-            taken = self._carried_out(selection, reserve)
-            seconds = taken.step_seconds(self._capacity, self._slots)
-            if seconds < found[0].step_time_s:
-                found[0] = replace(best, taken=taken, step_time_s=seconds)
-            return seconds
+    def over(self, choice: EditChoice) -> int:
+        """By how many bytes its packing is above the capacity, as far as that is known."""
+        return choice.taken.packed_bytes(self._capacity, self._slots) - self._capacity
 
-        start = self._selection(best.taken)
-        improve(self._with(reserve), self._capacity, start, search_s, evaluate)
-        return found[0]
-
-    def _with(self, reserve: npt.NDArray[np.int64]) -> Choices:
-        return replace(self._choices, load=self._choices.load + reserve)
-
-    def _selection(self, taken: EditState) -> Selection:
-        """What programs know of gaps that are taken."""
-        number = {start: k for k, start in enumerate(self._starts)}
-        evicted: set[int] = set()
-        recomputed: list[tuple[int, int]] = []
-        for n, gaps in taken.taken.items():
-            for start, gap in gaps.items():
-                k = number.get((n, start))
-                if k is not None and gap.action == "evict":
-                    evicted.add(k)
-                elif k is not None:
-                    recomputed.append((k, 0))
-        return Selection(frozenset(evicted), tuple(sorted(recomputed)), frozenset())
-
-    def _carried_out(self, selection: Selection, reserve: npt.NDArray[np.int64]) -> EditState:
-        work, starts, capacity = self._work, self._starts, self._capacity
+    def _carried_out(self, relaxation: Relaxation, likely: float, reserve: int) -> EditState:
+        """Evicts, then recomputes in the order of time, what is chosen by `likely` or more."""
+        work, capacity = self._work, self._capacity
         taken = work.state(work.load + reserve)
-        for k in sorted(selection.evicted):
-            if starts[k][1] in taken.accesses(starts[k][0]):
-                taken.evict(*starts[k])
-        by_end = sorted(selection.recomputed, key=lambda r: self._choices.gaps[r[0]].end)
-        for k, _ in by_end:
-            if starts[k][1] not in taken.taken.get(starts[k][0], {}):
-                taken.recompute(*starts[k], capacity, np.inf)
+        for k in np.flatnonzero(relaxation.evicted >= likely).tolist():
+            taken.evict(*self._starts[k])
+        recomputed = [k for k, shares in enumerate(relaxation.recomputed) if sum(shares) >= likely]
+        for k in sorted(recomputed, key=lambda k: self._choices.gaps[k].end):
+            n, start = self._starts[k]
+            if start not in taken.taken.get(n, {}):
+                taken.recompute(n, start, capacity, np.inf)
         complete(taken, capacity, work.smallest)
         taken.give_back(capacity)
         return taken

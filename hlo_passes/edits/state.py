@@ -35,12 +35,17 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     """What all states of the entry of a module have in common: its temporaries, and what moves
     whatever is taken."""
     makers: dict[int, int] = {}
+    arena = posed.arena
+    large = [r for k, r in enumerate(arena.temporaries) if k not in arena.small]
+    number = {id(r): k for k, r in enumerate(large)}
+    dataflow, holders = posed.ranges.dataflow, posed.ticks.holders
     rows = [
         (
             t.size,
             t.added,
             t.beside,
             makers.setdefault(t.maker.id, len(makers)),
+            number.get(id(holders.get(dataflow.value_at(t.handle).id)), -1),
             t.written,
             posed.costs[t.written],
             bool(t.obstacle),
@@ -63,6 +68,9 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
         LINK_MARGIN,
         queue_of(into) == queue_of(out),
         posed.can_evict,
+        np.array([(r.size, *r.live_range) for r in large], np.int64).ravel(),
+        arena.alignment,
+        arena.in_order,
     )
 
 
@@ -135,6 +143,7 @@ class EditState:
     def improve(
         self,
         capacity: int,
+        packed: int,
         terms: Iterable[tuple[float, float]],
         smallest: int,
         slots: int | None,
@@ -143,17 +152,23 @@ class EditState:
         """Searches for gaps with which a step takes less, so many times.
 
         Args:
+          packed: bytes above which the compiler's packing, as far as it is known, counts as slower.
           terms: of which gaps are taken: a link's price, and seconds at that price.
           smallest: temporaries of fewer bytes are left alone.
         """
         rows = np.array(list(terms), np.float64).ravel()
-        self._state.improve(capacity, rows, smallest, -1 if slots is None else slots, times)
+        self._state.improve(capacity, packed, rows, smallest, -1 if slots is None else slots, times)
 
     def step_seconds(self, capacity: int, slots: int | None) -> float:
         """Predicts the step's time, its transfers scheduled as they will be in the plan, but not
         packed; infinity where it does not fit. What the load has in reserve is not lent to
         transfers either."""
         return self._state.step_seconds(capacity, -1 if slots is None else slots)
+
+    def packed_bytes(self, capacity: int, slots: int | None) -> int:
+        """Predicts what the compiler's packing of the arena takes: a guess, for what it goes by is
+        known only of the module that is written."""
+        return self._state.packed_bytes(capacity, -1 if slots is None else slots)
 
     @property
     def dearest(self) -> list[tuple[int, LogicalTime]]:

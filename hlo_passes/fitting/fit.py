@@ -39,7 +39,7 @@ _PACKING = 16
 _LEAST_ROUNDS = 8
 
 
-def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Solution | None:
+def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
     plain = _streamed(posed, Edits(), budget, slots)
@@ -51,7 +51,7 @@ def fit(posed: Problem, budget: int, slots: int | None, search_s: float) -> Solu
         fitted.append(_streamed(*orders[-1], budget, slots))
         if fitted[-1] is not None and _is_hidden(fitted[-1].choice.step_time_s, posed):
             return fitted[-1]
-    fitted.append(fit_with_edits(orders, budget, slots, search_s))
+    fitted.append(fit_with_edits(orders, budget, slots))
     found = (f for f in fitted if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)

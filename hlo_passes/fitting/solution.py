@@ -46,13 +46,17 @@ def edited(posed: Problem, what: Edits) -> Problem:
 
 
 def placed(
-    posed: Problem, budget: int, slots: int | None
+    posed: Problem, budget: int, slots: int | None, free: int = 0
 ) -> placement.Choice | npt.NDArray[np.int64]:
-    """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`."""
+    """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`.
+
+    Args:
+      free: bytes that transfers leave free, beside what they need.
+    """
     excesses: list[npt.NDArray[np.int64]] = []
     for share in _LEFT_FREE:
-        tighter = int(budget - share * (budget - posed.fixed_bytes))
-        found = placement.fit_or_excess(posed, frozenset(), tighter, slots)
+        left = free + int(share * (budget - posed.fixed_bytes))
+        found = placement.fit_or_excess(posed, frozenset(), budget, slots, left)
         if not isinstance(found, placement.Choice):
             excesses.append(found)
             break

@@ -2,43 +2,12 @@
 
 #include "../extension.h"
 
-#include <algorithm>
 #include <vector>
 
-#include "occupancy.h"
+#include "place.h"
 
 namespace memplan {
 namespace {
-
-// The same moments in as few ranges as there can be.
-void Join(std::vector<Interval>* lives) {
-  std::sort(lives->begin(), lives->end());
-  size_t last = 0;
-  for (size_t next = 1; next < lives->size(); ++next) {
-    if ((*lives)[next].first <= (*lives)[last].second) {
-      (*lives)[last].second = std::max((*lives)[last].second, (*lives)[next].second);
-    } else {
-      (*lives)[++last] = (*lives)[next];
-    }
-  }
-  lives->resize(last + 1);
-}
-
-// The offset of the smallest (or the lowest) gap of `size` bytes between sorted intervals that do
-// not touch; of equal gaps the lowest; above them all when there is none.
-int64_t Gap(const std::vector<Interval>& taken, int64_t size, bool lowest) {
-  int64_t floor = 0, offset = -1, smallest = 0;
-  for (const auto& [bottom, top] : taken) {
-    const int64_t room = bottom - floor;
-    if (room >= size && (offset < 0 || room < smallest)) {
-      smallest = room;
-      offset = floor;
-      if (lowest || room == size) break;
-    }
-    floor = top;
-  }
-  return offset < 0 ? floor : offset;
-}
 
 using Integers = Array<int64_t>;
 
@@ -48,31 +17,20 @@ void Place(int64_t moments, const Integers& sizes, const Integers& counts, const
       ends.size() != starts.size()) {
     throw std::invalid_argument("sizes, counts and offsets, starts and ends are equally many");
   }
-  if (alignment < 1) throw std::invalid_argument("the alignment must be positive");
   const int64_t* next_start = starts.data();
   const int64_t* next_end = ends.data();
   int64_t left = starts.size();
-  int64_t* offset = offsets.data();
-  Occupancy occupancy(moments);
+  Placer placer(moments, alignment, lowest);
   std::vector<Interval> lives;
-  Runs runs;
-  for (int64_t group = 0; group < sizes.size(); ++group, ++offset) {
-    const int64_t size = sizes.data()[group], count = counts.data()[group];
+  for (int64_t group = 0; group < sizes.size(); ++group) {
+    const int64_t count = counts.data()[group];
     if (count < 1 || count > left) {
       throw std::invalid_argument("counts must be positive and add up to the lives");
     }
     lives.clear();
     for (int64_t k = 0; k < count; ++k) lives.emplace_back(*next_start++, *next_end++);
     left -= count;
-    *offset = 0;
-    if (size == 0) continue;
-    Join(&lives);
-    runs.Clear();
-    for (const Interval& live : lives) occupancy.Taken(live, &runs);
-    *offset = Gap(runs.United(), size, lowest);
-    // Up to the next offset that can be given: what lies between is lost.
-    const int64_t top = (*offset + size + alignment - 1) / alignment * alignment;
-    for (const Interval& live : lives) occupancy.Take(live, *offset, top);
+    offsets.data()[group] = placer.Put(sizes.data()[group], &lives);
   }
 }
 

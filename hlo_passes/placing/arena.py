@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.hardware.machine import Machine
-from hlo_passes.memory.assignment import Packing, assign_offsets
+from hlo_passes.memory.assignment import ALL_STRATEGIES, Packing, assign_offsets
 from hlo_passes.memory.usage import BACKENDS
 from hlo_passes.placing.prefetch import Fetch
 from hlo_passes.placing.ticks import Resident
@@ -132,7 +132,9 @@ class Arena:
             [f.size for f in fetches] + [self.temporaries[k].size for k in large],
             ranges,
             backend.alignment,
-            strategies=backend.strategies,
+            # How XLA:GPU packs depends on the instructions of the module as it will be
+            # (`fitting.repacking`); these are the plan's own offsets, by whatever order is best.
+            strategies=ALL_STRATEGIES if self.machine.platform == "gpu" else backend.strategies,
         )
         offsets = [self.base + offset for offset in packing.offsets]
         placed = {**self.small, **dict(zip(large, offsets[n:], strict=True))}

@@ -157,12 +157,12 @@ def fit(
 
 
 def fit_or_excess(
-    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
+    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None, free: int = 0
 ) -> Choice | npt.NDArray[np.int64]:
-    """The same; where it does not fit, int64[ticks] of the packing that came nearest: by how
+    """The same, with `free` bytes left by transfers that can; where it does not fit, int64[ticks] of the packing that came nearest: by how
     many bytes what is live at a tick lies above the budget. Where nothing could be packed, by how
     many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
-    found = _search(problem, budget, [stay], slots)
+    found = _search(problem, budget, [stay], slots, free)
     if isinstance(found, Choice) or found.any():
         return found
     load = problem.arena.load.copy()
@@ -191,7 +191,11 @@ class _Attempt:
 
 
 def _search(
-    problem: Problem, budget: int, candidates: Iterable[frozenset[str]], slots: int | None
+    problem: Problem,
+    budget: int,
+    candidates: Iterable[frozenset[str]],
+    slots: int | None,
+    free: int = 0,
 ) -> Choice | npt.NDArray[np.int64]:
     excess = np.zeros(problem.ticks.end, np.int64)
     if problem.ticks.transfers and not problem.ticks.end:
@@ -207,6 +211,7 @@ def _search(
         heapq.heappush(queue, (weighed, moved, next(serial), seconds, attempt, schedule))
 
     for attempt in _attempts(problem, budget, candidates):
+        attempt = replace(attempt, capacity=max(attempt.least, attempt.capacity - free))
         push(_unhindered_s(attempt.posed, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
     nearest = 0

@@ -8,11 +8,26 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hlo_passes.edits.choice_bytes import least_bytes
-from hlo_passes.edits.choices import Choices, Gap, Recipe, Selection, Weight
+from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import LiveRange
 from hlo_passes.simulator.timeline import Compute, Done, Start, simulate
 from tests.hlo_passes.toys import link, toy_machine
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was chosen.
+
+    Attributes:
+      evicted: indices of gaps.
+      recomputed: index of a gap to the index of its recipe.
+      staying: indices of weights.
+    """
+
+    evicted: frozenset[int]
+    recomputed: tuple[tuple[int, int], ...]
+    staying: frozenset[int]
 
 
 def machine_of(choices: Choices) -> Machine:

@@ -265,11 +265,15 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
     if not choices:
         return
     bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
-    search, nothing = EditSearch(work, capacity, None), np.zeros_like(work.load)
-    assert all(bound <= c.step_time_s * (1 + 1e-9) for c in search.rounded(nothing))
-    improved = search.improved(choices[0], nothing, search_s=1.0)
+    search = EditSearch(work, capacity, None)
+    assert all(bound <= c.step_time_s * (1 + 1e-9) for c in search.rounded(0))
+    improved = search.improved(choices[0].taken)
     assert bound <= improved.step_time_s * (1 + 1e-9)
-    assert improved.step_time_s <= choices[0].step_time_s
+    # What is faster, or what is packed in fewer bytes.
+    slower = improved.step_time_s > choices[0].step_time_s
+    assert not slower or search.over(improved) < search.over(choices[0])
+    again = search.improved(choices[0].taken)
+    assert again.taken.all == improved.taken.all
 
 
 @given(edited(), st.floats(0.3, 1))
@@ -281,7 +285,7 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     choices = work.choose(capacity, reserve=reserve)
     assert len({c.taken.all for c in choices}) == len(choices)
     assert choices == sorted(choices, key=lambda c: c.step_time_s)
-    for choice in (*choices, *EditSearch(work, capacity, None).rounded(reserve)):
+    for choice in choices:
         edited_module = edits.apply(program.original, work.edits(choice.taken))
         load = problem.pose(edited_module, FAST_LINK, ()).arena.load
         assert (reserve <= choice.taken.load).all()

@@ -1,0 +1,172 @@
+// How the compiler will pack the arena, as far as is known before a selection is written down.
+//
+//     resident      ████████████░░░░░░░░░░░░░░░░░░████████     one rectangle before a gap that is
+//     fetched                        ████████████████████      taken, and another behind it
+//     made again                             a b c████████     with what is there on the way to it
+//
+// Time is counted in instructions of the module as it will be, since compilers go by the length of
+// lives: those of the program, what is made again before each, and the halves of transfers.
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "gap_state.h"
+
+namespace memplan {
+namespace {
+
+// XLA's heap counts time in its own events: what is made at one moment, then what ends there.
+void CountInEvents(std::vector<Rectangle>* found) {
+  std::vector<std::tuple<int64_t, bool, size_t>> events;
+  for (size_t k = 0; k < found->size(); ++k) {
+    events.emplace_back((*found)[k].start, false, k);
+    events.emplace_back((*found)[k].end - 1, true, k);
+  }
+  std::sort(events.begin(), events.end());
+  for (size_t now = 0; now < events.size(); ++now) {
+    const auto& [time, is_end, k] = events[now];
+    Rectangle& r = (*found)[k];
+    (is_end ? r.end : r.start) = static_cast<int64_t>(now) + is_end;
+  }
+}
+
+}  // namespace
+
+int64_t GapState::PackedBytes(int64_t capacity, int64_t slots) const {
+  Moves moves;
+  if (!Schedule(capacity, slots, &moves)) return std::numeric_limits<int64_t>::max();
+  return PackedBytes(moves);
+}
+
+int64_t GapState::PackedBytes(const Moves& moves) const {
+  const Shared& shared = catalog_->shared;
+  const std::vector<Temporary>& temporaries = catalog_->temporaries;
+
+  std::vector<int64_t> before(ticks_ + 1, 0);  // Instructions that stand in front of each tick's.
+  std::map<Tick, std::vector<Clone>> clones;
+  for (const auto& [tick, roles] : clones_) {
+    clones[tick] = ClonesBefore(tick);
+    before[tick] += static_cast<int64_t>(clones[tick].size());
+  }
+  for (size_t k = 0; k < moves.fetches.size(); ++k) {
+    ++before[moves.starts[k]];
+    ++before[moves.fetches[k].first];
+  }
+  for (const Departure& departure : moves.departures) {
+    ++before[departure.start];
+    ++before[departure.done];
+  }
+  std::vector<int64_t> time(ticks_ + 1);
+  for (Tick tick = 0, now = -1; tick <= ticks_; ++tick) time[tick] = now += before[tick] + 1;
+
+  // When each temporary that is made again is there, and the end of what waits for clones.
+  std::map<std::pair<int64_t, Tick>, int64_t> made_at;
+  std::vector<Rectangle> found;
+  std::map<std::pair<int64_t, Tick>, int64_t> read_until;
+  for (const auto& [tick, made] : clones) {
+    const int64_t first = time[tick] - static_cast<int64_t>(made.size());
+    for (size_t k = 0; k < made.size(); ++k) {
+      const int64_t now = first + static_cast<int64_t>(k);
+      int64_t all = 0;
+      for (const int64_t n : made[k].elements) {
+        made_at[{n, tick}] = now;
+        all += temporaries[n].size;
+      }
+      for (const int64_t n : made[k].last_read) read_until[{n, tick}] = now + 1;
+      const Temporary& t = temporaries[made[k].elements[0]];
+      if (t.beside > all - t.size) found.push_back({t.beside - (all - t.size), now, now + 1});
+    }
+  }
+
+  const auto end_at = [&](int64_t n, Tick last) {  // Behind the reader at `last`.
+    if (!IsPassing(n, last)) return time[last] + 1;
+    const auto until = read_until.find({n, last});
+    return until == read_until.end() ? time[last] : until->second;
+  };
+  std::map<int64_t, int64_t> left;  // Of what is evicted, the time at which it has gone.
+  for (size_t k = 0; k < moves.evicted.size(); ++k) {
+    if (moves.evicted[k] >= 0) left[moves.evicted[k]] = time[moves.departures[k].done];
+  }
+  std::map<std::pair<int64_t, Tick>, int64_t> begun;  // Of what is fetched.
+  for (size_t k = 0; k < moves.fetches.size(); ++k) {
+    const int64_t start = time[moves.starts[k]] - 1;
+    if (moves.fetched[k] >= 0) {
+      begun[{moves.fetched[k], moves.fetches[k].first}] = start;
+    } else {
+      found.push_back({moves.fetches[k].size, start, time[moves.fetches[k].end - 1] + 1});
+    }
+  }
+
+  // Of each resident what is left of it in front of the next gap; it is cut where a temporary in it
+  // is away. What is made again behind its last reader lies elsewhere.
+  std::vector<size_t> rest;
+  for (const Rectangle& r : shared.residents) {
+    rest.push_back(found.size());
+    found.push_back({r.size, time[r.start], time[r.end - 1] + 1});
+  }
+  std::vector<std::vector<size_t>> pieces(temporaries.size());
+  for (int64_t n = 0; n < count(); ++n) {
+    const Temporary& t = temporaries[n];
+    if (t.resident < 0) continue;
+    const std::vector<Gap>& gaps = taken_[n];
+    const Tick last = accesses_[n].back(), last_own = LastOwnAccess(n);
+    size_t piece = rest[t.resident];
+    pieces[n].push_back(piece);
+    for (size_t k = 0; k < gaps.size(); ++k) {
+      const Gap& gap = gaps[k];
+      const bool is_own = gap.start < last_own;
+      const int64_t end = found[piece].end;
+      int64_t gone = end_at(n, gap.start);
+      if (const auto at = left.find(n); at != left.end() && k == 0) {
+        gone = std::max(gone, at->second);
+      }
+      if (is_own || piece != rest[t.resident] || gone > end) found[piece].end = gone;
+      const GapKey key{n, gap.end};
+      const auto fetched = begun.find(key);
+      const auto made = made_at.find(key);
+      const int64_t start = fetched != begun.end()  ? fetched->second
+                            : made != made_at.end() ? made->second
+                                                    : time[gap.end];
+      piece = found.size();
+      found.push_back({t.size, start, std::max(start + 1, is_own ? end : start + 1)});
+      pieces[n].push_back(piece);
+      if (is_own) rest[t.resident] = piece;
+    }
+    if (last > last_own || IsPassing(n, last) || piece != rest[t.resident]) {
+      found[piece].end = std::max({found[piece].end, found[piece].start + 1, end_at(n, last)});
+    }
+  }
+  // What a clone writes over one of its operands takes no bytes of its own.
+  for (const auto& [tick, made] : clones) {
+    for (const Clone& clone : made) {
+      std::vector<int64_t> operands = clone.last_read;
+      for (const int64_t n : clone.elements) {
+        if (!temporaries[n].is_written_over()) continue;
+        const int64_t now = made_at[{n, tick}];
+        const auto piece_at = [&](int64_t of, auto&& is_it) {
+          const auto at = std::find_if(pieces[of].begin(), pieces[of].end(), is_it);
+          return at == pieces[of].end() ? found.size() : *at;
+        };
+        const size_t own = piece_at(n, [&](size_t k) { return found[k].start == now; });
+        if (own == found.size()) continue;
+        for (int64_t& operand : operands) {
+          if (operand < 0 || temporaries[operand].size != temporaries[n].size) continue;
+          const size_t over = piece_at(operand, [&](size_t k) { return found[k].end == now + 1; });
+          operand = -1;
+          if (over == found.size() || over == own) continue;
+          found[own].start = found[over].start;
+          found[over].end = found[over].start;
+          break;
+        }
+      }
+    }
+  }
+  found.erase(std::remove_if(found.begin(), found.end(),
+                             [](const Rectangle& r) { return r.end <= r.start; }),
+              found.end());
+  CountInEvents(&found);
+  return memplan::PackedBytes(found, shared.alignment, shared.orders);
+}
+
+}  // namespace memplan
