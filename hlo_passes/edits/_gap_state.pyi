@@ -13,9 +13,9 @@ class Catalog:
 
     Args:
       temporaries: of each size, bytes added when written, bytes of other arrays beside, numbers of
-        its maker and of its resident or -1, tick at which it is written, seconds of its maker, whether there is an obstacle,
-        whether it can be made again, ticks at which it is read, and operands of its maker: a
-        temporary or -1, and of that the tick until which it is there.
+        its maker and of its resident or -1, tick at which it is written, seconds of its maker,
+        whether there is an obstacle, whether it can be made again, ticks at which it is read, and
+        operands of its maker: a temporary or -1, and of that the tick until which it is there.
       costs: float64[ticks], seconds of compute of each.
       fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
       in_bytes_per_s, in_latency_s, out_bytes_per_s, out_latency_s: of the links.

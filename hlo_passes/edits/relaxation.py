@@ -46,7 +46,7 @@ class Relaxation:
     """The fractions with which the bound is reached.
 
     Attributes:
-      bound_s: seconds.
+      bound_s: seconds; of `relax` those of its objective, which bounds nothing.
       samples: the ticks looked at, in order.
       evicted: float64[gaps].
       recomputed: for each gap the fraction of each of its recipes.

@@ -75,7 +75,7 @@ def fit_with_edits(
     best, fastest_s = _first_that_packs(tried)
     if best is None:
         by_peak = sorted(tried, key=lambda fitting: fitting.peak)
-        best = next(filter(None, (fitting.tight() for fitting in by_peak)), None)
+        best, fastest_s = next(filter(None, (fitting.tight() for fitting in by_peak)), None), 0.0
     if best is None:
         return None
     if best.step_time_s > fastest_s * _NEAR:

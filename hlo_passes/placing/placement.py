@@ -159,9 +159,10 @@ def fit(
 def fit_or_excess(
     problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None, free: int = 0
 ) -> Choice | npt.NDArray[np.int64]:
-    """The same, with `free` bytes left by transfers that can; where it does not fit, int64[ticks] of the packing that came nearest: by how
-    many bytes what is live at a tick lies above the budget. Where nothing could be packed, by how
-    many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
+    """The same, with `free` bytes left by transfers that can; where it does not fit, int64[ticks]
+    of the packing that came nearest: by how many bytes what is live at a tick lies above the
+    budget. Where nothing could be packed, by how many the load of the temporaries, and of what is
+    streamed while it is read, exceeds it."""
     found = _search(problem, budget, [stay], slots, free)
     if isinstance(found, Choice) or found.any():
         return found
