@@ -12,9 +12,9 @@ import pytest
 import hlo_passes.fitting.fit as fitting
 import hlo_passes.xla as xla
 import memplan.api as memplan
+import memplan.budgeted as budgeted
 import memplan.executable as executable
 import memplan.looks as looks
-import memplan.stages as stages
 from hlo_passes.errors import (
     BudgetSyntaxError,
     MemoryBudgetError,
@@ -195,7 +195,7 @@ def test_four_bit_weights_that_fit_are_left_alone():
 
 def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
     reported = iter([HALF + 1000, HALF])
-    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert len(compiled.rounds) == 2
     assert f"XLA reports {HALF + 1000}" in compiled.rounds[0]
@@ -212,7 +212,7 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
         return look(self, HALF, options)
 
     monkeypatch.setattr(looks.Looks, "look", watched)
-    monkeypatch.setattr(stages, "device_bytes", lambda *_: HALF + (len(asked) < 3))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     overhead = HALF + 1 - compiled.plan.prediction.total_bytes
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
@@ -222,7 +222,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
     """`chain` within HALF, where XLA reports these parts of what it is."""
     left = iter(parts)
     exact = executable.device_bytes
-    monkeypatch.setattr(stages, "device_bytes", lambda *of: int(exact(*of) * next(left)))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * next(left)))
     return memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
 
 
@@ -256,7 +256,7 @@ def test_where_little_is_left_idle_there_is_no_other_round(monkeypatch: pytest.M
 
 
 def test_where_no_step_waits_there_is_no_other_round(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stages, "_WAITS", 1e9)
+    monkeypatch.setattr(budgeted, "_WAITS", 1e9)
     assert len(reporting(monkeypatch, 0.6).rounds) == 1
 
 
@@ -270,7 +270,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
         return look(self, budget, options)
 
     monkeypatch.setattr(looks.Looks, "look", fails)
-    monkeypatch.setattr(stages, "device_bytes", lambda *of: int(exact(*of) * part))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * part))
 
 
 def test_what_the_planner_refuses_is_kept_where_xla_takes_less(monkeypatch: pytest.MonkeyPatch):
@@ -364,9 +364,9 @@ def test_nothing_is_said_of_loops_that_are_not_the_users():
 
 
 def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stages, "_FINER_OPTIONS", {})
+    monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
     reported = itertools.chain([HALF + 30, HALF + 20], itertools.repeat(HALF + 10))
-    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     error = raised.value
@@ -409,10 +409,10 @@ def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
 
 
 def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.MonkeyPatch):
-    def within(self: stages.Lowered, budget: int, options: Any) -> stages.Compiled:
+    def within(self: budgeted.Budgeted, budget: int, options: Any) -> Any:
         raise no_plan(budget, budget + 1)
 
-    monkeypatch.setattr(stages.Lowered, "_compile_within", within)
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_within", within)
     args = weights(), activations()
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF).lower(*args).compile()
@@ -421,7 +421,7 @@ def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.
 
 def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
     """With less room other arguments are to stay, and what then fails may need more."""
-    monkeypatch.setattr(stages, "_FINER_OPTIONS", {})
+    monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
     look = looks.Looks.look
     asked: list[int] = []
 
@@ -433,7 +433,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(looks.Looks, "look", fails)
     reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
-    monkeypatch.setattr(stages, "device_bytes", lambda *_: next(reported))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert len(asked) == 4

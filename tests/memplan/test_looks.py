@@ -41,7 +41,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) 
     monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
     monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
-    return lowered._looks.look(HALF, None)
+    return lowered._budgeted.looks.look(HALF, None)
 
 
 def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_take(monkeypatch):
@@ -82,7 +82,7 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
-    written, again = lowered._looks, looks.Looks(lowered.placing)
+    written, again = lowered._budgeted.looks, looks.Looks(lowered.placing)
     seen = {written: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
     looked: list[Any] = []
 
@@ -140,7 +140,7 @@ def looked_at(
     monkeypatch.setattr(looks.Looks, "_look_with", look_with)
     lowered = memplan.jit(chain, hbm=1 << 20).lower(weights(), activations())
     assert len(lowered.placing.candidates) == LAYERS + 1
-    return lowered._looks.look(1 << 20, None)
+    return lowered._budgeted.looks.look(1 << 20, None)
 
 
 def test_where_there_is_no_plan_fewer_arguments_stay(monkeypatch: pytest.MonkeyPatch):
