@@ -10,9 +10,10 @@ XLA reports of an executable is what counts.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,9 +56,14 @@ _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 _IDLE, _WAITS = 0.05, 1.05
 _IDLE_ROUNDS = 2
 
-# How often a least budget that does not work is raised, each time by twice as much.
+# By what part of a budget XLA may stay below what is predicted, because it packs better.
+_NEAR = 1 / 64
+
+# XLA's number of the memory on a TPU's chip.
+_VMEM = 1
+
+# How often a least budget that does not work is raised, at first by `_NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
-_LEAST_STEP = 1 / 64
 
 # How often what lies between a budget that is too little and the planner's least is halved.
 _HALVINGS = 4
@@ -75,6 +81,7 @@ class Budgeted:
         self.placing = placing
         self.looks = Looks(placing)
         self._lowering = placing.lowering
+        self._lock = threading.RLock()
         self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
 
     def plan(self, budget: int) -> Plan:
@@ -84,12 +91,10 @@ class Budgeted:
           MemoryBudgetError: when no plan keeps to it.
         """
         room = self._room(budget)
-        try:
+        with self._lock, self._telling(budget, None):
             return self._first(
                 None, lambda tried: self._look_with_credit(room, 0, 1, tried)[0].plan
             )
-        except MemoryBudgetError as error:
-            raise self._told(error, budget, error.least) from None
 
     def within(self, budget: int) -> Plan:
         """Plans for a budget, and compiles nothing further than XLA's scheduler.
@@ -98,10 +103,8 @@ class Budgeted:
           MemoryBudgetError: when the planner finds none.
         """
         room = self._room(budget)
-        try:
+        with self._lock, self._telling(budget, None):
             return self._first(None, lambda tried: self.looks.look(room, tried).plan)
-        except MemoryBudgetError as error:
-            raise self._told(error, budget, error.least) from None
 
     def compile(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Compiles the program within a budget, as XLA itself reports it.
@@ -109,21 +112,10 @@ class Budgeted:
         Raises:
           MemoryBudgetError: when no plan keeps to it.
         """
-
-        def within(room: int) -> _Kept:
-            return self._first(options, lambda tried: self._compile_with(room, tried))
-
         room = self._room(budget)
-        found = _kept_to(room, within)
-        if isinstance(found, _Kept):
-            return self._compiled(self._with_idle_used(found, room), budget)
-        least = found.least
-        if found.reported < (1 - _IDLE) * least:
-            lower = _kept_to(found.reported, within)
-            least = found.reported if isinstance(lower, _Kept) else least
-        if (executable := self._as_xla_has_it(least, options)) is not None:
-            least = min(least, device_bytes(executable, 0))
-        raise self._told(found.error, budget, least)
+        with self._lock, self._telling(budget, options):
+            kept = self._with_idle_used(self._kept_to(room, options), room)
+            return self._compiled(kept, budget)
 
     def follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Compiles the program with a plan that was made before.
@@ -131,6 +123,10 @@ class Budgeted:
         Raises:
           StalePlanError: when it does not hold for what XLA schedules, or exceeds the budget.
         """
+        with self._lock:
+            return self._follow(plan, budget, options)
+
+    def _follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         assert plan.preparation is not None
         own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
         options, look, room = {**own, **(options or {})}, self.looks.of(plan), self._room(budget)
@@ -150,20 +146,32 @@ class Budgeted:
 
     def forget(self) -> None:
         """Forgets the modules and executables that XLA showed."""
-        self.looks.forget()
-        self._own.clear()
+        with self._lock:
+            self.looks.forget()
+            self._own.clear()
 
     def _room(self, budget: int) -> int:
         """What of a budget is left for what XLA counts."""
         return max(0, budget - self._lowering.closed_bytes)
 
-    def _told(self, error: MemoryBudgetError, budget: int, least: int) -> MemoryBudgetError:
-        """The same error, with what is known up here: the user's names, why arguments stay."""
-        names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
-        closed = self._lowering.closed_bytes
-        return error.asked_for(
-            budget, least + closed, self.placing.left_alone, names, closed=closed
-        )
+    @contextmanager
+    def _telling(self, budget: int, options: Mapping[str, Any] | None) -> Generator[None]:
+        """Errors about a budget with what is known up here: the user's names, why arguments stay,
+        and how to find a budget that works."""
+        try:
+            yield
+        except MemoryBudgetError as error:
+            refusal = error
+            names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
+            closed = self._lowering.closed_bytes
+            raise error.asked_for(
+                budget,
+                error.least + closed,
+                self.placing.left_alone,
+                names,
+                closed=closed,
+                find_least=lambda: self._least_budget(refusal, budget, options),
+            ) from None
 
     def _first[T](
         self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
@@ -186,6 +194,66 @@ class Budgeted:
 
     def _compiled(self, kept: _Kept, budget: int) -> Compiled:
         return Compiled(kept.executable, self.placing, budget, kept.look, kept.rounds, kept.options)
+
+    def _kept_to(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
+        """Plans and compiles for so many bytes, and where the planner refuses, for its least, if so
+        much less may be what XLA takes of it.
+
+        Raises:
+          MemoryBudgetError: when that is no less than the room either.
+        """
+        try:
+            return self._first(options, lambda tried: self._compile_with(room, tried))
+        except MemoryBudgetError as error:
+            refusal = error
+        least = max(refusal.least, room + 1)
+        executable = self._as_xla_has_it(room, options)
+        if executable is not None and (own := device_bytes(executable, 0)) <= least:
+            raise refusal.asked_for(room, own)
+        if least - room <= self._unseen(room):
+            with suppress(MemoryBudgetError):
+                kept = self._first(options, lambda tried: self._compile_with(least, tried))
+                if kept.total <= room:
+                    return kept
+        raise refusal.asked_for(room, least)
+
+    def _unseen(self, room: int) -> int:
+        """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
+        and on TPU what is in VMEM."""
+        tiers = self._lowering.target.machine.tiers
+        on_chip = sum(t.capacity_bytes for t in tiers if t.memory_space == _VMEM)
+        return max(on_chip, int(room * _NEAR))
+
+    def _least_budget(
+        self, refusal: MemoryBudgetError, budget: int, options: Mapping[str, Any] | None
+    ) -> int:
+        """A budget that was compiled for and works, from the planner's least upwards: that leaves
+        out what packing loses and what XLA's later passes add.
+
+        Raises:
+          MemoryBudgetError: when none was found.
+        """
+        with self._lock, self._telling(budget, options):
+            least, step = max(self._least_planned(refusal), self._room(budget) + 1), _NEAR
+            for _ in range(_LEAST_ROUNDS):
+                try:
+                    kept = self._kept_to(least, options)
+                except MemoryBudgetError as error:
+                    refusal, least = error, max(error.least, int(least * (1 + step)))
+                    step *= 2
+                else:
+                    return self._less(least, kept.total, options) + self._lowering.closed_bytes
+            raise refusal
+
+    def _less(self, works: int, reported: int, options: Mapping[str, Any] | None) -> int:
+        """Of a budget that works and what XLA reports for it, the less that does."""
+        own = self._as_xla_has_it(works, options)
+        least = min(works, device_bytes(own, 0)) if own is not None else works
+        if reported < (1 - _IDLE) * least:
+            with suppress(MemoryBudgetError):
+                self._kept_to(reported, options)
+                return reported
+        return least
 
     def _compile_with(self, room: int, options: Mapping[str, Any]) -> _Kept:
         executable = self._as_xla_has_it(room, options)
@@ -307,7 +375,7 @@ class Budgeted:
         """
         try:
             return self._look_below(room, overhead, caution, options), overhead
-        except MemoryBudgetError as error:
+        except MemoryBudgetError:
             if overhead:
                 raise
             own = self._as_xla_has_it(room, options)
@@ -315,8 +383,8 @@ class Budgeted:
             credit = 0
             if own is not None and unmoved is not None:
                 credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
-            if own is None or unmoved is None or credit <= 0:
-                raise error.asked_for(room, self._least_planned(error)) from None
+            if own is None or unmoved is None or credit <= room * _NEAR:
+                raise
             if device_bytes(own, 0) <= room:
                 return unmoved, -credit
             return self._look_below(room, -credit, caution, options), -credit
@@ -385,37 +453,6 @@ class _Kept:
     total: int
     rounds: tuple[str, ...]
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A budget that no plan keeps to, and one that works, as far as is known: XLA reports
-    `reported` bytes of the program that was compiled for that."""
-
-    error: MemoryBudgetError
-    least: int
-    reported: int
-
-
-def _kept_to(room: int, within: Callable[[int], _Kept]) -> _Kept | _Refused:
-    """Plans for so many bytes, and where the planner refuses, for more: XLA may take less than is
-    predicted.
-
-    What the planner holds for the least leaves out what packing loses and what XLA's later passes
-    add, so it is raised until it works.
-    """
-    try:
-        return within(room)
-    except MemoryBudgetError as error:
-        least, step, refusal = max(error.least, room + 1), _LEAST_STEP, error
-    for _ in range(_LEAST_ROUNDS):
-        try:
-            kept = within(least)
-        except MemoryBudgetError as error:
-            least, step = max(error.least, int(least * (1 + step))), 2 * step
-        else:
-            return kept if kept.total <= room else _Refused(refusal, least, kept.total)
-    return _Refused(refusal, least, least)
 
 
 def _said(look: Look, total: int) -> str:

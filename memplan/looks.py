@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -110,6 +111,12 @@ class Look:
         return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
+def _layers(ring: tuple[int, float]) -> float:
+    """How many layers a ring has room for."""
+    slots, share = ring
+    return 1 + (slots - 1) * share
+
+
 def _worded(ring: tuple[int, float] | None) -> str:
     """What the log calls the way in which a program's loops are streamed."""
     if ring is None:
@@ -187,7 +194,8 @@ class Looks:
         again_s: float,
         failed: list[Exception],
     ) -> Iterator[Look]:
-        """Yields plans with one ring after another, as long as the next may be faster.
+        """Yields plans with one ring after another, as long as the next may be faster, and has no
+        more layers than one that was refused.
 
         Args:
           inside: what loops bring whole.
@@ -195,7 +203,10 @@ class Looks:
           failed: what came of the other rings is added to it.
         """
         best: Look | None = None
+        refused = math.inf
         for ring in self._rings(budget):
+            if ring is not None and _layers(ring) > refused:
+                continue
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 return  # One slot more was no better.
             what = f"{self._placing.recomputed} recomputed, {_worded(ring)}"
@@ -214,6 +225,8 @@ class Looks:
             except MemoryBudgetError as error:
                 _log.info("%s: need %d bytes", what, error.least)
                 failed.append(error)
+                if ring is not None:
+                    refused = min(refused, _layers(ring))
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 slots = 0 if ring is None else ring[0]

@@ -112,6 +112,23 @@ def refusal(budget: int) -> MemoryBudgetError:
     )
 
 
+def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tried: list[Any] = []
+
+    def look(_self: Any, everything: Any, *_: Any) -> Any:
+        tried.append((everything.depth, everything.share))
+        raise refusal(HALF)
+
+    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
+    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0)))
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    with pytest.raises(MemoryBudgetError):
+        lowered._budgeted.looks.look(HALF, None)
+    assert tried == [(2, 1.0), (1, 1.0)]
+
+
 def looked_at(
     monkeypatch: pytest.MonkeyPatch, stays: dict[int, int], seconds: dict[int, float]
 ) -> Look:
