@@ -272,6 +272,7 @@ class Budgeted:
             return None
         key = tuple((options or {}).items())
         if key not in self._own:
+            self._lowering.report("compiling without a plan", room)
             begin = time.monotonic()
             executable = self._own[key] = self.placing.program.fitting(options)
             self.looks.took(time.monotonic() - begin)
@@ -337,6 +338,7 @@ class Budgeted:
         return replace(kept, rounds=rounds)
 
     def _compile_planned(self, look: Look, options: Mapping[str, Any] | None) -> Executable:
+        self._lowering.report("compiling with a plan", look.plan.budget_bytes, look.step_time_s)
         rewritten: list[Module] = []
 
         def transform(module: Module) -> Module:
