@@ -358,7 +358,7 @@ class MemoryBudgetError(MemplanError):
         """Returns a budget in bytes that works, near the least: it was compiled for.
 
         From the planner's estimate on, programs are planned and compiled until XLA reports no more
-        than was asked for: some ten compilations at most, each as long as one within a budget. What
+        than was asked for: up to some twenty compilations, each as long as one within a budget. What
         was found is kept. The error of a module by itself, which nothing compiles
         (``memplan plan FILE``), has no more than the estimate.
 

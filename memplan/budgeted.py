@@ -200,7 +200,7 @@ class Budgeted:
         much less may be what XLA takes of it.
 
         Raises:
-          MemoryBudgetError: when that is no less than the room either.
+          MemoryBudgetError: when that is more, too; its least is what XLA was seen to take.
         """
         try:
             return self._first(options, lambda tried: self._compile_with(room, tried))
@@ -215,6 +215,7 @@ class Budgeted:
                 kept = self._first(options, lambda tried: self._compile_with(least, tried))
                 if kept.total <= room:
                     return kept
+                least = kept.total
         raise refusal.asked_for(room, least)
 
     def _unseen(self, room: int) -> int:

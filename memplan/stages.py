@@ -207,8 +207,7 @@ class Lowered:
         what the planner refuses is compiled as XLA has it, to learn what the planner cannot know.
 
         Raises:
-          MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
-            is the planner's; `compile` tries it out.
+          MemoryBudgetError: when no plan keeps to the budget.
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
@@ -231,8 +230,7 @@ class Lowered:
         """Plans for another budget, in bytes, compiling nothing further than XLA's scheduler.
 
         Raises:
-          MemoryBudgetError: as `plan` does. The least budget that it names is the planner's first
-            guess.
+          MemoryBudgetError: as `plan` does.
         """
         with self._lock:
             return self._budgeted.within(budget)
@@ -254,8 +252,8 @@ class Lowered:
           compiler_options: XLA options, beside those given to ``jit``.
 
         Raises:
-          MemoryBudgetError: when no plan keeps to the budget. The least budget that it names
-            was compiled for, and works.
+          MemoryBudgetError: when no plan keeps to the budget. Which one works, its method
+            `least_budget` finds out.
           StalePlanError: when the plan that was given does not hold for what XLA schedules.
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
