@@ -357,10 +357,10 @@ class MemoryBudgetError(MemplanError):
     def least_budget(self) -> int:
         """Returns a budget in bytes that works, near the least: it was compiled for.
 
-        From the planner's estimate on, programs are planned and compiled until XLA reports no more
-        than was asked for: up to some twenty compilations, each as long as one within a budget. What
-        was found is kept. The error of a module by itself, which nothing compiles
-        (``memplan plan FILE``), has no more than the estimate.
+        From the planner's estimate on, the program is planned and compiled until XLA reports no
+        more than was asked for: up to some twenty compilations, each as long as one within a
+        budget; what was found is kept. Where nothing compiles (``memplan plan FILE``) it is the
+        estimate.
 
         Raises:
           MemoryBudgetError: when none of them works.
