@@ -6,7 +6,7 @@
 *decode* is 8 layers of 7B width, 100 % to 10 %; *attention* the gradient of 6 small layers, whose
 temporaries are more than their weights, in steps of 5 % down to the first that is refused. Every
 point is compiled by the target's own compiler. A point that cannot be kept shows the least budget
-that the error names, and what comes of asking for that.
+that was found to work, and what comes of asking for that.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def measure(program: _Program, target: str, budget: int) -> Row:
     try:
         compiled = step.lower(*args).compile()
     except MemoryBudgetError as error:
-        return {"least": error.least}
+        return {"least": error.least_budget()}
     found = compared(view_planned(compiled, topology(target).machine))
     rounds = max(1, len(compiled.rounds))
     return {**found, "total": compiled.device_bytes, "compilations": rounds}

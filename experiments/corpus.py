@@ -99,7 +99,7 @@ class Point:
     Attributes:
       workload, target, percent: which; `budget` in bytes is `percent` of XLA's own total.
       failure: why there is none, other than the budget.
-      least: the least budget that the planner names, where this one cannot be kept; else 0.
+      least: the least budget that was found to work, where this one cannot be kept; else 0.
       least_works: what came of that: the bytes that XLA reports for it, and ``""`` or what is
         wrong with it; None where it was not tried.
       total: device bytes as XLA reports them.
@@ -224,8 +224,9 @@ def measure_point(wanted: Point, settings: Settings) -> Point:
         with planning() as planned:
             compiled = lowered.compile()
     except MemoryBudgetError as error:
-        tried = _try_least(wanted, error.least, settings) if settings.try_least else None
-        return replace(wanted, least=error.least, least_works=tried)
+        least = error.least_budget()
+        tried = _try_least(wanted, least, settings) if settings.try_least else None
+        return replace(wanted, least=least, least_works=tried)
     compile_s = time.process_time() - begin
     machine = topology(wanted.target).machine
     return replace(

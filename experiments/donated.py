@@ -85,7 +85,7 @@ def measure(program: str, target: str, share: int) -> Row:
     try:
         compiled = jit(function, hbm=found["budget"], **given).lower(*args).compile()
     except MemoryBudgetError as error:
-        return {**found, "least": error.least}
+        return {**found, "least": error.least_budget()}
     assert compiled.plan is not None
     prediction, transfers = compiled.plan.prediction, compiled.plan.transfers
     moved: Counter[tuple[str, str]] = Counter()

@@ -73,7 +73,7 @@ def measure(program: str, target: str) -> Row:
     try:
         compiled = jit(function, hbm=found["budget"], machine=machine).lower(*args).compile()
     except MemoryBudgetError as error:
-        return {**found, "least": error.least}
+        return {**found, "least": error.least_budget()}
     assert compiled.plan is not None
     return {
         **found,

@@ -141,7 +141,7 @@ def _within(step: _Step, target: Topology, case: Row, budget: int) -> Row:
             return {**asked, **compared(view_planned(compiled, target.machine))}
         plan = lowered.plan()
     except MemoryBudgetError as error:
-        return {**asked, "least": error.least}
+        return {**asked, "least": error.least if case["plan"] else error.least_budget()}
     return {
         **asked,
         "total": plan.prediction.total_bytes,

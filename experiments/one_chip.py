@@ -65,7 +65,7 @@ def measure(model: str, batch: int, budget: int) -> Row:
     try:
         compiled = step.lower(*args).compile()
     except MemoryBudgetError as error:
-        return {"least": error.least}
+        return {"least": error.least_budget()}
     seconds = time.monotonic() - begin
     assert compiled.followed is not None
     return {

@@ -6,7 +6,7 @@ to try. All derive from `MemplanError`, so ``except memplan.MemplanError`` catch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hlo_passes.units import format_bytes
@@ -312,7 +312,8 @@ class MemoryBudgetError(MemplanError):
 
     Attributes:
       budget: bytes asked for.
-      least: bytes of the least budget that would do.
+      least: the planner's estimate of the least budget that would do, in bytes. `least_budget`
+        tries it out.
       instruction, op_name, source_line: where most memory is needed at once.
       largest: the largest buffers that are live there besides arguments and outputs.
       fixed: bytes of arguments and outputs that no plan moves.
@@ -338,7 +339,9 @@ class MemoryBudgetError(MemplanError):
         needed: int | None = None,
         left_alone: Mapping[str, str] | None = None,
         closed: int = 0,
+        find_least: Callable[[], int] | None = None,
     ) -> None:
+        self._find_least, self._least_found = find_least, None
         self.budget, self.least, self.fixed, self.slots = budget, least, fixed, slots
         self.closed = closed
         self.instruction, self.op_name, self.source_line = instruction, op_name, source_line
@@ -347,9 +350,24 @@ class MemoryBudgetError(MemplanError):
         limit = f" with slots={slots}" if slots is not None else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}; "
-            f"hbm={least} ({format_bytes(least)}) is the least that works\n"
+            f"the planner's estimate of the least is hbm={least} ({format_bytes(least)})\n"
             + "\n".join(f"  {line}" for line in self._lines())
         )
+
+    def least_budget(self) -> int:
+        """Returns a budget in bytes that works, near the least: it was compiled for.
+
+        From the planner's estimate on, the program is planned and compiled until XLA reports no
+        more than was asked for: up to some twenty compilations, each as long as one within a
+        budget; what was found is kept. Where nothing compiles (``memplan plan FILE``) it is the
+        estimate.
+
+        Raises:
+          MemoryBudgetError: when none of them works.
+        """
+        if self._least_found is None:
+            self._least_found = self.least if self._find_least is None else self._find_least()
+        return self._least_found
 
     def _lines(self) -> Iterator[str]:
         called = self.op_name.rpartition("/")[2]
@@ -383,6 +401,7 @@ class MemoryBudgetError(MemplanError):
         names: Mapping[str, str] | None = None,
         *,
         closed: int = 0,
+        find_least: Callable[[], int] | None = None,
     ) -> MemoryBudgetError:
         """The same shortage, seen from another budget and with another least one.
 
@@ -392,6 +411,7 @@ class MemoryBudgetError(MemplanError):
           left_alone: what is known of it by now.
           names: other ones of the arguments that are live there.
           closed: bytes of the arrays that the function closes over.
+          find_least: tries out which budget works.
         """
         names = names or {}
         return MemoryBudgetError(
@@ -409,6 +429,7 @@ class MemoryBudgetError(MemplanError):
             needed=self.needed,
             left_alone=left_alone or self.left_alone,
             closed=closed,
+            find_least=find_least,
         )
 
 

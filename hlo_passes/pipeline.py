@@ -81,6 +81,7 @@ PASSES = (
     Pass("cost", cost.instruction_costs, "seconds of each instruction"),
     # Planning.
     Pass("problem", problem.pose, "loads, seconds and movable weights as numbers"),
+    Pass("certain-budget", placement.certain_budget, "bytes that no plan undercuts"),
     Pass("placement", placement.choose_placement, "which weights stay on the device"),
     Pass("release", reorder.release_early, "an order in which bytes are freed early"),
     Pass("reorder", reorder.lower_peak, "an order of the compute with less live at once"),
@@ -132,6 +133,7 @@ def choose_stay(
     module, _ = _order_loops(_sunk(module), machine)
     found = body_plans.Bodies(module, machine, slots)
     posed = _posed(found.least, machine, tuple(host_parameters), tuple(sliced_parameters))
+    _check_possible(posed, budget, slots)
     for numbers, beyond in found.stay(budget, posed):
         stay = fitting.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
         if stay is not None:
@@ -207,6 +209,7 @@ def plan_module(
     in_loops = body_plans.Bodies(ordered, machine, slots, labels)
     on_host = tuple(host_parameters), tuple(sliced_parameters)
     least = _posed(in_loops.least, machine, *on_host)
+    _check_possible(least, budget, slots)
     for written, plans in in_loops.within(budget, least):
         posed = least if written is in_loops.least else _posed(written, machine, *on_host)
         found = fitting.fit(posed, budget, slots)
@@ -240,6 +243,16 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     verify.verify_equivalent(module, rewritten)
     verify.verify_schedule(edited, plan, rewritten)
     return rewritten
+
+
+def _check_possible(posed: problem.Problem, budget: int, slots: int | None) -> None:
+    """Refuses, before anything is searched for, what no search can find.
+
+    Raises:
+      MemoryBudgetError: when a single instruction needs more.
+    """
+    if placement.certain_budget(posed) > budget:
+        raise fitting.budget_error(posed, budget, slots)
 
 
 def _sunk(module: Module) -> Module:

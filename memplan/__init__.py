@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memplan.inlined import BudgetWarning
     from memplan.kept import PlanWarning
     from memplan.out_of_memory import explain_oom
+    from memplan.progress import Progress
     from memplan.replaying import replay
     from memplan.topologies import Topology, topology
 
@@ -49,6 +50,7 @@ _HOME = {
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
     "PlanWarning": "memplan.kept",
+    "Progress": "memplan.progress",
     "StalePlanError": "hlo_passes.errors",
     "Topology": "memplan.topologies",
     "UnknownBufferError": "hlo_passes.errors",
@@ -74,6 +76,7 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "PlanWarning",
+    "Progress",
     "StalePlanError",
     "Topology",
     "UnknownBufferError",

@@ -38,6 +38,7 @@ from memplan.function import Function, Options
 from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
 from memplan.out_of_memory import is_exhausted, note
+from memplan.progress import Progress
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Lowered, Traced
 from memplan.topologies import Topology
@@ -55,6 +56,7 @@ def jit(
     search_s: float | None = None,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     **jit_options: Any,
 ) -> Any:
     """Compiles `fun` so that it keeps to `hbm` bytes of device memory.
@@ -86,6 +88,9 @@ def jit(
         it is followed, nothing is looked at or searched, and what else is said here of how to
         plan does not count. Where it does not hold, that is an error; with `hbm` beside it, a
         `PlanWarning`, and another plan is made. Without `hbm` its own budget is kept to.
+      progress: called with a `Progress` as each step of a compilation begins: a way to plan, or an
+        executable to be made. An exception that it raises ends the compilation, and is what the
+        call raises; the next call begins anew.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning. What
         ``in_shardings`` have in ``pinned_host`` memory is there in every plan, and so is what
         ``out_shardings`` have there, with the donated argument whose place it takes; in which
@@ -132,6 +137,7 @@ def jit(
         search_s,
         layouts,
         _given(plan),
+        progress,
     )
     if not isinstance(machine, Machine | Topology | None):
         check_machine(machine)  # A name that does not exist is an error here.

@@ -129,9 +129,13 @@ def main(*, full: bool = False, json: bool = False, folder: Path = Path("memplan
     """
     # An accelerator of this machine is neither needed nor taken.
     jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("memplan").setLevel(logging.ERROR)  # The tables say it.
-    models = _models()
-    steps = FULL if full else SHORT
+    with _quiet():
+        _run(_models(), FULL if full else SHORT, json, folder)
+    if not (full or json):
+        print("All models on both targets: memplan demo --full (ten minutes)")
+
+
+def _run(models: Any, steps: dict[Workload, tuple[str, ...]], json: bool, folder: Path) -> None:
     count = 1 + sum(2 * len(targets) for targets in steps.values())
     said = _Progress(count)
 
@@ -156,8 +160,6 @@ def main(*, full: bool = False, json: bool = False, folder: Path = Path("memplan
     print("Reports (open in a browser), traces (open in Perfetto) and plans:")
     for path in files:
         print(f"  {path}")
-    if not full:
-        print("All models on both targets: memplan demo --full (ten minutes)")
 
 
 def _models() -> Any:
@@ -294,6 +296,18 @@ def _write(folder: Path, result: _Result) -> Iterator[str]:
         path = folder / f"{result.target}-{result.workload.file}.{suffix}"
         path.write_text(text, encoding="utf-8")
         yield str(path)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Has the log say nothing that the tables do; then it is as it was."""
+    log = logging.getLogger("memplan")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class _Progress:

@@ -11,6 +11,7 @@ from typing import Any
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.layouts import Relaid
+from memplan.progress import Progress
 from memplan.signature import StaticArguments, dynamic_signature
 from memplan.topologies import Topology
 
@@ -29,6 +30,7 @@ class Options:
         or recomputed; None for a share of what XLA takes (`looks`).
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
+      progress: told of each step of a compilation; what it raises ends that.
     """
 
     budget: int | None = None
@@ -38,6 +40,7 @@ class Options:
     search_s: float | None = None
     layouts: Relaid | None = None
     plan: Plan | None = None
+    progress: Callable[[Progress], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -110,6 +111,12 @@ class Look:
         return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
+def _layers(ring: tuple[int, float]) -> float:
+    """How many layers a ring has room for."""
+    slots, share = ring
+    return 1 + (slots - 1) * share
+
+
 def _worded(ring: tuple[int, float] | None) -> str:
     """What the log calls the way in which a program's loops are streamed."""
     if ring is None:
@@ -158,11 +165,12 @@ class Looks:
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
         best: Look | None = None
         rest: Iterator[Look] = iter(())
+        found: list[Look] = []
         failed: list[Exception] = []
         for looks in (self, *self._recomputing):
             for inside, nested in looks._inside(budget):
                 again_s = 0.0 if looks is self else looks._plain_s(options) - self._plain_s(options)
-                in_turn = looks._in_turn(inside, nested, budget, options, again_s, failed)
+                in_turn = looks._in_turn(inside, nested, budget, options, again_s, found, failed)
                 # Which slots are best is asked of the best of the programs only.
                 look = next(in_turn, None)
                 if look is not None and (best is None or look.is_faster_than(best)):
@@ -185,21 +193,27 @@ class Looks:
         budget: int,
         options: Mapping[str, Any] | None,
         again_s: float,
+        found: list[Look],
         failed: list[Exception],
     ) -> Iterator[Look]:
-        """Yields plans with one ring after another, as long as the next may be faster.
+        """Yields plans with one ring after another, as long as the next may be faster, and has no
+        more layers than one that was refused.
 
         Args:
           inside: what loops bring whole.
           again_s: seconds of compute that the program as it is written does not have.
-          failed: what came of the other rings is added to it.
+          found, failed: what came of each ring is added to one of them.
         """
         best: Look | None = None
+        refused = math.inf
         for ring in self._rings(budget):
+            if ring is not None and _layers(ring) > refused:
+                continue
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 return  # One slot more was no better.
             what = f"{self._placing.recomputed} recomputed, {_worded(ring)}"
-            _log.info("%s: planning for %d bytes", what, budget)
+            fastest_s = min((look.step_time_s for look in found), default=None)
+            self._lowering.report("planning", budget, fastest_s, way=what)
             everything = replace(
                 self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
             )
@@ -214,6 +228,8 @@ class Looks:
             except MemoryBudgetError as error:
                 _log.info("%s: need %d bytes", what, error.least)
                 failed.append(error)
+                if ring is not None:
+                    refused = min(refused, _layers(ring))
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 slots = 0 if ring is None else ring[0]
@@ -224,6 +240,7 @@ class Looks:
                 continue
             look = look.with_recompute(again_s) if again_s else look
             _log.info("%s: a step of %.3g ms", what, look.step_time_s * 1e3)
+            found.append(look)
             yield look
             best = look if best is None or look.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):

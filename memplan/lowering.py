@@ -26,6 +26,7 @@ from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
+from memplan.progress import Reporter
 from memplan.signature import HOST_MEMORY_KIND, asks_for_host
 from memplan.streams.programs import closed_over
 
@@ -114,6 +115,11 @@ class Lowering:
                 found[n] = k
                 taken.add(k)
         return found
+
+    @functools.cached_property
+    def report(self) -> Reporter:
+        """Tells what its compilation is at."""
+        return Reporter(self.traced.fun_name, self.function.options.progress)
 
     @property
     def budget(self) -> int:

@@ -405,6 +405,7 @@ class Placing:
         ]
 
         def look(layouts: Layouts) -> Module:
+            self.lowering.report("choosing layouts", self.lowering.budget)
             # Lowered afresh: jax would hand out one module for the same function, with what was
             # written into it.
             program = self.lowering.lower(self._as_written, Layouts())
@@ -438,6 +439,7 @@ class Placing:
         layouts, search_s = self.layouts.chosen, self.lowering.function.options.search_s
 
         def lower(jaxpr: Jaxpr) -> Program:
+            self.lowering.report("choosing layouts", self.lowering.budget)
             return self._lower(jaxpr_as_fun(jaxpr), layouts)
 
         return find_forms(self.lowering.traced.jaxpr, lower, search_s)

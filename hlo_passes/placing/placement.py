@@ -134,6 +134,23 @@ def unpacked_budget(problem: Problem) -> int:
     return problem.fixed_bytes + problem.arena.base + capacity
 
 
+def certain_budget(problem: Problem) -> int:
+    """Returns bytes that no plan for the module undercuts, in whatever order, and whatever it
+    streams, evicts or computes again: what stays, and what one instruction makes, reads last, or
+    reads of what may move."""
+    at_once = np.zeros(problem.ticks.end + 1, np.int64)
+    # Where a donated argument stays on the device, what replaces it is made in its bytes.
+    stores = {problem.evictions[m.store].holder for m in problem.movables if m.store is not None}
+    for t in problem.arena.temporaries:
+        if t.kind == "workspace" or t.name not in stores:
+            for tick in {t.live_range.start, t.live_range.end - 1}:
+                at_once[tick] += t.size
+    for m in problem.movables:
+        for tick in {tick for read in m.reads for tick in (read.start, read.end - 1)}:
+            at_once[tick] += m.size
+    return problem.fixed_bytes + problem.arena.tables + int(at_once.max())
+
+
 def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
     """Chooses what stays and streams the rest.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ from hlo_passes.errors import (
     UnreachableTierError,
     VerificationError,
 )
+from hlo_passes.fitting import fit
 from hlo_passes.hardware.machine import Machine, Tier, load_machine
 from hlo_passes.ir import Module
 from hlo_passes.normalize.stores import settle_stores
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
 from hlo_passes.placing.fences import slot_name
-from hlo_passes.placing.problem import pose
+from hlo_passes.placing.problem import Problem, pose
 from hlo_passes.plan import Event, LiveRange, Plan, Transfer
 from hlo_passes.reading.reader import read_module
 from hlo_passes.verify import verify_executable, verify_plan
@@ -76,6 +78,26 @@ def test_plans_hold_for_every_budget(name: str):
         assert verify_executable(plan, rewritten).exactly
     with pytest.raises(MemoryBudgetError):
         plan_module(module, machine, least // 2)
+
+
+@pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED])
+def test_nothing_is_searched_for_where_one_instruction_needs_more(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    module, machine = captured(name)
+    least = least_budget(module, machine)
+    searched: list[int] = []
+
+    def search(_: Problem, budget: int, *__: Any) -> None:
+        searched.append(budget)
+
+    monkeypatch.setattr(fit, "fit", search)
+    monkeypatch.setattr(fit, "choose_stay", search)
+    for budget in (1, least):
+        for plan in (plan_module, choose_stay):
+            with pytest.raises(MemoryBudgetError):
+                plan(module, machine, budget)
+    assert searched == [least, least]
 
 
 @pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import memplan.budgeted as budgeted
 import memplan.cli as cli
-import memplan.stages as stages
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.reading.reader import read_module
 from memplan.placing import Placing
@@ -68,7 +68,7 @@ def refused(capsys):
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for the budget that is asked for, whatever XLA leaves of it."""
-    monkeypatch.setattr(stages, "_IDLE", 1.0)
+    monkeypatch.setattr(budgeted, "_IDLE", 1.0)
 
 
 @pytest.fixture

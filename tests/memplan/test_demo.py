@@ -1,6 +1,8 @@
 """The demo, with a model small enough for a test."""
 
 import json
+import logging
+from contextlib import nullcontext
 
 import pytest
 
@@ -20,6 +22,23 @@ def test_tables_come_one_by_one(monkeypatch, tmp_path, capsys):
     assert said.out.startswith("Run on this CPU: tiny prefill")
     assert "h200    memplan" in said.out
     assert (tmp_path / "memplan-demo" / "h200-tiny-decode.html").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_log_is_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch):
+    log, levels = logging.getLogger("memplan"), list[int]()
+
+    def run(*_: object) -> None:
+        levels.append(log.getEffectiveLevel())
+        if fails:
+            raise demo.DemoError("it ends here")
+
+    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    with pytest.raises(demo.DemoError) if fails else nullcontext():
+        demo.main()
+    assert levels == [logging.ERROR]
+    assert log.level == logging.INFO
 
 
 @pytest.mark.slow

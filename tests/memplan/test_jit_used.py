@@ -64,4 +64,4 @@ def test_no_budget_that_is_kept_is_less_than_a_least_one(series: dict[int, Any],
     kept = [b for b, c in series.items() if not isinstance(c, MemoryBudgetError)]
     refused = {b: c for b, c in series.items() if isinstance(c, MemoryBudgetError)}
     assert max(refused, default=0) < min(kept)
-    assert all(b < error.least <= min(kept) for b, error in refused.items())
+    assert all(b < error.least_budget() <= min(kept) for b, error in refused.items())

@@ -263,6 +263,14 @@ def test_the_least_budget_is_enough_and_little_more(posed: Problem, slots: int |
     assert needed <= least <= needed + posed.arena.base + rounding + gaps
 
 
+@settings(max_examples=40)
+@given(problems())
+def test_what_is_certain_is_no_more_than_the_least_budget(posed: Problem):
+    certain = placement.certain_budget(posed)
+    largest = max(m.size for m in posed.movables)
+    assert posed.fixed_bytes + largest <= certain <= fitting.least_budget(posed, None)[0]
+
+
 def test_too_few_slots_are_no_matter_of_the_budget():
     posed = problem([(0, 1)], [16])
     assert placement.least_budget(posed, 0) == placement.least_budget(posed)
@@ -271,7 +279,7 @@ def test_too_few_slots_are_no_matter_of_the_budget():
 def test_a_budget_that_is_too_small_is_explained():
     posed = problem([(0, 1), (1, 1)], [16, 96])
     least = fitting.least_budget(posed, None)[0]
-    with pytest.raises(MemoryBudgetError, match=rf"hbm={least} .* is the least that works"):
+    with pytest.raises(MemoryBudgetError, match=rf"estimate of the least is hbm={least} "):
         plan_module(posed.module, posed.machine, least - GPU_ALIGNMENT)
     plan = plan_module(posed.module, posed.machine, least)
     # The plan does not count what XLA holds for each of the two copies under way.

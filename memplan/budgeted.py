@@ -1,0 +1,462 @@
+"""One program within budgets: plans and compiles until XLA reports no more than was asked for.
+
+    budget ─► look ─► plan ─► compile ─► XLA's report ──► within it? ─► what is idle, used
+               ▲                              │
+               └──── less, or with credit ◄───┘
+
+The planner predicts what XLA's later passes make of a module, and may be wrong both ways. What
+XLA reports of an executable is what counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from hlo_passes import pipeline
+from hlo_passes.errors import (
+    LoopMismatchError,
+    MemoryBudgetError,
+    MemplanError,
+    PlanMismatchError,
+    StalePlanError,
+)
+from hlo_passes.ir import Module
+from hlo_passes.plan import Plan
+from hlo_passes.rewrite import inject
+from memplan import __version__
+from memplan.calibration import calibrated
+from memplan.compiled import Compiled
+from memplan.executable import Executable, device_bytes
+from memplan.kept import other_versions
+from memplan.looks import Look, Looks
+from memplan.out_of_memory import note
+from memplan.paths import dotted
+from memplan.placing import Placing
+
+# XLA's later passes may end above what was planned; then the difference is taken off.
+_MAX_ROUNDS = 3
+
+# Without them XLA:CPU makes one library call of products that feed each other: all the weights that
+# it reads have to be there at once, and a plan can move none of them.
+_FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+}
+
+# Where XLA takes less than planned by more than this part of the budget, and a step takes longer by
+# more than this factor than with everything on the device, a plan for what is idle is worth one
+# more round, and another one where that ends above the budget. Half of the part is left free, so
+# that it does not.
+_IDLE, _WAITS = 0.05, 1.05
+_IDLE_ROUNDS = 2
+
+# By what part of a budget XLA may stay below what is predicted, because it packs better.
+_NEAR = 1 / 64
+
+# XLA's number of the memory on a TPU's chip.
+_VMEM = 1
+
+# How often a least budget that does not work is raised, at first by `_NEAR`, then by twice as much.
+_LEAST_ROUNDS = 8
+
+# How often what lies between a budget that is too little and the planner's least is halved.
+_HALVINGS = 4
+
+
+class Budgeted:
+    """Plans and executables of one program within budgets, all in bytes of each device.
+
+    Attributes:
+      placing: the program, and what of it may be where.
+      looks: its plans.
+    """
+
+    def __init__(self, placing: Placing) -> None:
+        self.placing = placing
+        self.looks = Looks(placing)
+        self._lowering = placing.lowering
+        self._lock = threading.RLock()
+        self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
+
+    def plan(self, budget: int) -> Plan:
+        """Plans for a budget; compiles the program as XLA has it where the planner refuses.
+
+        Raises:
+          MemoryBudgetError: when no plan keeps to it.
+        """
+        room = self._room(budget)
+        with self._lock, self._telling(budget, None):
+            return self._first(
+                None, lambda tried: self._look_with_credit(room, 0, 1, tried)[0].plan
+            )
+
+    def within(self, budget: int) -> Plan:
+        """Plans for a budget, and compiles nothing further than XLA's scheduler.
+
+        Raises:
+          MemoryBudgetError: when the planner finds none.
+        """
+        room = self._room(budget)
+        with self._lock, self._telling(budget, None):
+            return self._first(None, lambda tried: self.looks.look(room, tried).plan)
+
+    def compile(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
+        """Compiles the program within a budget, as XLA itself reports it.
+
+        Raises:
+          MemoryBudgetError: when no plan keeps to it.
+        """
+        room = self._room(budget)
+        with self._lock, self._telling(budget, options):
+            kept = self._with_idle_used(self._kept_to(room, options), room)
+            return self._compiled(kept, budget)
+
+    def follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
+        """Compiles the program with a plan that was made before.
+
+        Raises:
+          StalePlanError: when it does not hold for what XLA schedules, or exceeds the budget.
+        """
+        with self._lock:
+            return self._follow(plan, budget, options)
+
+    def _follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
+        assert plan.preparation is not None
+        own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
+        options, look, room = {**own, **(options or {})}, self.looks.of(plan), self._room(budget)
+        name = self._lowering.traced.fun_name
+        for _ in range(_MAX_ROUNDS):
+            try:
+                executable = self._compile_planned(look, options)
+            except (PlanMismatchError, LoopMismatchError):
+                continue  # XLA does not promise to schedule a module in the same way again.
+            total = device_bytes(executable, look.hosted_on_cpu)
+            said = _said(look, total)
+            if total <= room:
+                return self._compiled(_Kept(executable, look, total, (said,), options), budget)
+            raise StalePlanError(name, [f"{said}, allowed are {room}"])
+        others = other_versions(plan.preparation.versions, self._lowering.target.versions)
+        raise StalePlanError(name, ["XLA schedules the program otherwise than it did", *others])
+
+    def forget(self) -> None:
+        """Forgets the modules and executables that XLA showed."""
+        with self._lock:
+            self.looks.forget()
+            self._own.clear()
+
+    def _room(self, budget: int) -> int:
+        """What of a budget is left for what XLA counts."""
+        return max(0, budget - self._lowering.closed_bytes)
+
+    @contextmanager
+    def _telling(self, budget: int, options: Mapping[str, Any] | None) -> Generator[None]:
+        """Errors about a budget with what is known up here: the user's names, why arguments stay,
+        and how to find a budget that works."""
+        try:
+            yield
+        except MemoryBudgetError as error:
+            refusal = error
+            names = {b.op_name: dotted(b.op_name) for b in error.largest if not b.source_line}
+            closed = self._lowering.closed_bytes
+            raise error.asked_for(
+                budget,
+                error.least + closed,
+                self.placing.left_alone,
+                names,
+                closed=closed,
+                find_least=lambda: self._least_budget(refusal, budget, options),
+            ) from None
+
+    def _first[T](
+        self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """What is planned with the user's options, or else with those that leave more to plan."""
+        options = dict(options or {})
+        finer = _FINER_OPTIONS.get(self._lowering.target.platform, {})
+        asked = self._lowering.compiler_options.keys() | options.keys()
+        try:
+            return planned(options)
+        except MemoryBudgetError as error:
+            if finer.keys() <= asked:
+                raise
+            try:
+                return planned({**finer, **options})
+            except MemoryBudgetError as again:
+                raise min(error, again, key=lambda e: e.least) from None
+
+    # --- executables ----------------------------------------------------------------------
+
+    def _compiled(self, kept: _Kept, budget: int) -> Compiled:
+        return Compiled(kept.executable, self.placing, budget, kept.look, kept.rounds, kept.options)
+
+    def _kept_to(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
+        """Plans and compiles for so many bytes, and where the planner refuses, for its least, if so
+        much less may be what XLA takes of it.
+
+        Raises:
+          MemoryBudgetError: when that is more, too; its least is what XLA was seen to take.
+        """
+        try:
+            return self._first(options, lambda tried: self._compile_with(room, tried))
+        except MemoryBudgetError as error:
+            refusal = error
+        least = max(refusal.least, room + 1)
+        executable = self._as_xla_has_it(room, options)
+        if executable is not None and (own := device_bytes(executable, 0)) <= least:
+            raise refusal.asked_for(room, own)
+        if least - room <= self._unseen(room):
+            with suppress(MemoryBudgetError):
+                kept = self._first(options, lambda tried: self._compile_with(least, tried))
+                if kept.total <= room:
+                    return kept
+                least = kept.total
+        raise refusal.asked_for(room, least)
+
+    def _unseen(self, room: int) -> int:
+        """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
+        and on TPU what is in VMEM."""
+        tiers = self._lowering.target.machine.tiers
+        on_chip = sum(t.capacity_bytes for t in tiers if t.memory_space == _VMEM)
+        return max(on_chip, int(room * _NEAR))
+
+    def _least_budget(
+        self, refusal: MemoryBudgetError, budget: int, options: Mapping[str, Any] | None
+    ) -> int:
+        """A budget that was compiled for and works, from the planner's least upwards: that leaves
+        out what packing loses and what XLA's later passes add.
+
+        Raises:
+          MemoryBudgetError: when none was found.
+        """
+        with self._lock, self._telling(budget, options):
+            least, step = max(self._least_planned(refusal), self._room(budget) + 1), _NEAR
+            for _ in range(_LEAST_ROUNDS):
+                try:
+                    kept = self._kept_to(least, options)
+                except MemoryBudgetError as error:
+                    refusal, least = error, max(error.least, int(least * (1 + step)))
+                    step *= 2
+                else:
+                    return self._less(least, kept.total, options) + self._lowering.closed_bytes
+            raise refusal
+
+    def _less(self, works: int, reported: int, options: Mapping[str, Any] | None) -> int:
+        """Of a budget that works and what XLA reports for it, the less that does."""
+        own = self._as_xla_has_it(works, options)
+        least = min(works, device_bytes(own, 0)) if own is not None else works
+        if reported < (1 - _IDLE) * least:
+            with suppress(MemoryBudgetError):
+                self._kept_to(reported, options)
+                return reported
+        return least
+
+    def _compile_with(self, room: int, options: Mapping[str, Any]) -> _Kept:
+        executable = self._as_xla_has_it(room, options)
+        if executable is None or (total := device_bytes(executable, 0)) > room:
+            return self._compile_within(room, options)
+        if self.placing.asked.arguments:
+            # What the user has on the host XLA brings when it is read; a plan, before that.
+            with suppress(MemoryBudgetError):
+                return self._compile_within(room, options)
+        return _Kept(executable, None, total, (), options)
+
+    def _as_xla_has_it(self, room: int, options: Mapping[str, Any] | None) -> Executable | None:
+        """The program compiled without a plan; None where its arguments alone exceed `room`, or
+        it does not fit the device."""
+        if self._lowering.arguments_bytes > room:
+            return None
+        key = tuple((options or {}).items())
+        if key not in self._own:
+            self._lowering.report("compiling without a plan", room)
+            begin = time.monotonic()
+            executable = self._own[key] = self.placing.program.fitting(options)
+            self.looks.took(time.monotonic() - begin)
+            if executable is not None:
+                self.looks.compiled(executable)
+        return self._own[key]
+
+    def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
+        """Plans and compiles until XLA reports no more than `room` bytes."""
+        overhead = 0
+        reported: list[int] = []
+        rounds: list[str] = []
+        mismatch: MemplanError | None = None
+        for _ in range(_MAX_ROUNDS):
+            caution = 2 ** len(reported)
+            look, overhead = self._look_with_credit(room, overhead, caution, options)
+            try:
+                executable = self._compile_planned(look, options)
+            except (PlanMismatchError, LoopMismatchError) as error:
+                # XLA does not promise to schedule a module in the same way again.
+                self.looks.forget()
+                rounds.append("XLA scheduled the module otherwise than before")
+                mismatch = error
+                continue
+            total = device_bytes(executable, look.hosted_on_cpu)
+            predicted = look.plan.prediction.total_bytes
+            rounds.append(_said(look, total))
+            if total <= room:
+                return _Kept(executable, look, total, tuple(rounds), options)
+            self.looks.compiled(executable)
+            reported.append(total)
+            overhead = max(overhead, total - predicted)
+        if mismatch is not None and not reported:
+            raise mismatch
+        raise self._shortage().asked_for(room, min(reported))
+
+    def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
+        """What comes of the bytes that XLA left of the room, if that is faster and within it."""
+        look, options = kept.look, kept.options
+        if look is None or look.plan.prediction.slowdown <= _WAITS:
+            return kept
+        prediction = look.plan.prediction
+        if min(room, prediction.total_bytes) - kept.total <= _IDLE * room:
+            return kept  # What the planner itself leaves is of no use to it.
+        seen = {prediction.total_bytes: kept.total}
+        own, unmoved = self._as_xla_has_it(room, options), self._unmoved(options)
+        if own is not None and unmoved is not None:
+            seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
+        aim, rounds = int(room * (1 - _IDLE / 2)), kept.rounds
+        for _ in range(_IDLE_ROUNDS):
+            try:
+                faster = self.looks.look(calibrated(aim, seen), options)
+                if not faster.is_faster_than(look):
+                    break
+                executable = self._compile_planned(faster, options)
+            except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
+                break
+            total = device_bytes(executable, faster.hosted_on_cpu)
+            rounds += (_said(faster, total),)
+            if total <= room:
+                return _Kept(executable, faster, total, rounds, options)
+            seen[faster.plan.prediction.total_bytes] = total
+        return replace(kept, rounds=rounds)
+
+    def _compile_planned(self, look: Look, options: Mapping[str, Any] | None) -> Executable:
+        self._lowering.report("compiling with a plan", look.plan.budget_bytes, look.step_time_s)
+        rewritten: list[Module] = []
+
+        def transform(module: Module) -> Module:
+            rewritten.append(
+                pipeline.rewrite_module(module, look.plan, self._lowering.target.machine)
+            )
+            return rewritten[-1]
+
+        if self._lowering.target.platform == "cpu":
+            # Before compiling: an executable that is loaded from a cache has the calls in it.
+            import custom_calls
+
+            custom_calls.register()
+        try:
+            return inject.compile_with(
+                self._lowering.target.platform,
+                look.program.stablehlo,
+                f"{look.plan.fingerprint}-{__version__}",
+                transform,
+                look.program.compiler(options),
+            )
+        except jax.errors.JaxRuntimeError as error:
+            note(error, rewritten)
+            raise
+
+    # --- plans ----------------------------------------------------------------------------
+
+    def _look_with_credit(
+        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+    ) -> tuple[Look, int]:
+        """As `_look_below`; what that refuses may fit all the same, for XLA was seen to take less
+        than predicted. Returns the overhead that the look is made with, too.
+
+        The planner sees temporaries that XLA:TPU will hold in VMEM, and cannot tell which: small
+        programs need less than a tenth of the HBM that is predicted, or none.
+        """
+        try:
+            return self._look_below(room, overhead, caution, options), overhead
+        except MemoryBudgetError:
+            if overhead:
+                raise
+            own = self._as_xla_has_it(room, options)
+            unmoved = self._unmoved(options) if own is not None else None
+            credit = 0
+            if own is not None and unmoved is not None:
+                credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
+            if own is None or unmoved is None or credit <= room * _NEAR:
+                raise
+            if device_bytes(own, 0) <= room:
+                return unmoved, -credit
+            return self._look_below(room, -credit, caution, options), -credit
+
+    def _unmoved(self, options: Mapping[str, Any] | None) -> Look | None:
+        """The program as XLA has it, if the planner finds that it fits the device."""
+        capacity = self._lowering.target.machine.device_memory.capacity_bytes
+        try:
+            look = self.looks.look(capacity, options)
+        except MemoryBudgetError:
+            return None
+        return None if look.plan.moved_bytes or look.plan.edits else look
+
+    def _look_below(
+        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+    ) -> Look:
+        """Plans for bytes that XLA was seen to exceed by `overhead`, or to stay below by as much
+        where it is negative.
+
+        Another plan breaks up XLA's arena in another way: where there is room for it,
+        `caution` times of what was seen is left free, so that one more compilation is enough.
+        """
+        errors: list[MemoryBudgetError] = []
+        for left_free in dict.fromkeys((max(caution * overhead, overhead), overhead)):
+            try:
+                return self.looks.look(room - left_free, options)
+            except MemoryBudgetError as error:
+                errors.append(error)
+        # Which arguments stay depends on the budget, and on them what is needed beside.
+        error = min(errors, key=lambda e: e.least)
+        raise error.asked_for(room, error.least + overhead)
+
+    def _least_planned(self, error: MemoryBudgetError) -> int:
+        """The least budget that the planner was seen to keep to. The one that it names is that of
+        one way among those that it tries, and packing takes some of it."""
+        too_little, least = min(error.budget, error.least), error.least
+        for _ in range(_HALVINGS):
+            middle = (too_little + least) // 2
+            try:
+                self.looks.look(middle, None)
+            except MemoryBudgetError:
+                too_little = middle
+            else:
+                least = middle
+        return least
+
+    def _shortage(self) -> MemoryBudgetError:
+        """Where memory is shortest: what the planner says of a budget that nothing keeps."""
+        try:
+            self.looks.look(1, None)
+        except MemoryBudgetError as error:
+            return error
+        raise AssertionError("a plan in one byte")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An executable, the plan that it follows, if any, and the bytes that XLA reports of it.
+
+    Attributes:
+      rounds, options: as of `Compiled`.
+    """
+
+    executable: Executable
+    look: Look | None
+    total: int
+    rounds: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def _said(look: Look, total: int) -> str:
+    return f"planned {look.plan.prediction.total_bytes} bytes, XLA reports {total}"
