@@ -248,11 +248,12 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     machine = posed.machine
     events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
     if plan.loops or plan.bodies:
-        module = rewrite.rewrite(posed.module, plan, custom_calls=False)
+        module = rewrite.rewrite(posed.module, plan, custom_calls=machine.platform == "cpu")
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)
     timed = timeline.simulate(events, machine)
     again = {r.clone for r in plan.edits.recomputes}
+    in_bodies = sum(b.executions * b.plan.prediction.recompute_s for b in plan.bodies)
     return replace(
         plan.prediction,
         step_time_s=timed.step_time_s,
@@ -265,6 +266,6 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
                 for i, seconds in zip(posed.ticks.instructions, posed.costs, strict=True)
                 if i.name in again
             ),
-            0.0,
+            in_bodies,
         ),
     )
