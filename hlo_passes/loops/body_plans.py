@@ -182,7 +182,7 @@ class Bodies:
 
         Args:
           posed: the entry, or a body.
-          capacity: the bytes that its arena may take.
+          capacity: the bytes that its temporaries may take.
         """
         found: dict[int, int] = {}
         loops = [
@@ -200,7 +200,8 @@ class Bodies:
             found[number] = capacity - (int(least[tick]) - inside)
             if number not in self._whole:
                 self._whole[number] = self._pose(_of(self._module, number))
-            found |= self._targets(self._whole[number], found[number])
+            whole = self._whole[number]
+            found |= self._targets(whole, found[number] - whole.arena.tables)
         return found
 
     def _loops(self, posed: Problem) -> list[tuple[int, int]]:
@@ -220,7 +221,8 @@ class Bodies:
     def _slack(self, body: Body, budget: int, posed: Problem) -> int:
         """What the budget leaves beside a loop when its body takes the least."""
         tick = posed.ticks.tick_of[body.computation.root.id]
-        return max(0, _capacity(posed, budget) - int(posed.load[tick]))
+        taken = posed.fixed_bytes + posed.arena.base + int(posed.load[tick])
+        return max(0, budget - taken)
 
     def _stay(self, budget: int, posed: Problem) -> tuple[frozenset[int], int]:
         """First for the body that takes longest."""
@@ -341,5 +343,5 @@ def _of(module: Module, number: int) -> Body:
 
 
 def _capacity(posed: Problem, budget: int) -> int:
-    """The bytes that the arena may take within a budget of all."""
-    return budget - posed.fixed_bytes - posed.arena.base
+    """The bytes that temporaries may take within a budget of all."""
+    return budget - posed.fixed_bytes - posed.arena.tables
