@@ -222,7 +222,8 @@ def plan_module(
     for posed, plans in planned:
         found = fitting.fit(posed, budget, slots, search_s)
         if found is not None:
-            plan = assembling.assemble(found, budget, labels or {}, loops, plans)
+            bounding = in_loops.bounding(found.kept, plans)
+            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
     raise fitting.budget_error(pose(in_loops.lowest), budget, slots)

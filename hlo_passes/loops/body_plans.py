@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from hlo_passes import verify
+from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import PlanMismatchError
 from hlo_passes.fitting import assembling
@@ -137,6 +138,36 @@ class Bodies:
         if module is not self.streamed:
             yield self._pose_module(module), plans
 
+    def bounding(self, kept: Problem, plans: tuple[BodyPlan, ...]) -> Problem:
+        """Returns a posed module with loops in which something is edited as if nothing were, and
+        their bodies took no bytes: another plan might do without the one or the other."""
+        loops = {b.loop for b in plans if b.plan.edits}
+        loops = {self._outermost(loop) for loop in loops}
+        if not loops:
+            return kept
+        posed = self._pose_module(self.streamed)
+        seconds = {i.name: s for i, s in zip(posed.ticks.instructions, posed.costs, strict=True)}
+        costs, load = kept.costs.copy(), kept.load.copy()
+        for tick, i in enumerate(kept.ticks.instructions):
+            if i.name in loops:
+                costs[tick] = min(costs[tick], seconds[i.name])
+                load[tick] -= _inside(kept, tick)
+        return replace(
+            kept,
+            costs=costs,
+            clock=np.concatenate([[0.0], np.cumsum(costs)]),
+            load=load,
+            link_floor_s=min(kept.link_floor_s, posed.link_floor_s),
+        )
+
+    def _outermost(self, loop: str) -> str:
+        """The instruction of the entry that runs a loop."""
+        callers = call_graph(self._module).callers
+        (i,) = (b.caller for b in loop_bodies(self._module) if b.caller.name == loop)
+        while i.computation_id != self._module.entry.id:
+            i = callers[i.computation_id][0]
+        return i.name
+
     def stay(self, budget: int) -> Iterator[tuple[frozenset[int], int]]:
         """Yields choices of arguments that stay, by number, each with the most bytes that a body
         takes beyond its least when the others are fetched, which may be less than none. What the
@@ -168,7 +199,7 @@ class Bodies:
             if number in targets:
                 found = self._edited(_of(module, number), targets[number])
             elif number in fetching:
-                found = self._streaming(_of(module, number), rooms.get(number, 0))
+                found = self._streaming(_of(module, number), rooms.get(number))
             else:
                 continue
             if found is not None:
@@ -192,12 +223,7 @@ class Bodies:
         for number, tick in loops:
             if least[tick] <= capacity:
                 continue
-            inside = sum(
-                r.size
-                for r in posed.arena.temporaries
-                if r.kind == "workspace" and r.live_range.start <= tick < r.live_range.end
-            )
-            found[number] = capacity - (int(least[tick]) - inside)
+            found[number] = capacity - (int(least[tick]) - _inside(posed, tick))
             if number not in self._whole:
                 self._whole[number] = self._pose(_of(self._module, number))
             whole = self._whole[number]
@@ -255,13 +281,14 @@ class Bodies:
     def _pose(self, body: Body) -> Problem:
         return pose(_prepared(body), self._machine, ())
 
-    def _streaming(self, body: Body, room: int) -> BodyPlan:
-        """With nothing but weights moved."""
+    def _streaming(self, body: Body, room: int | None) -> BodyPlan:
+        """With the bytes beyond the least in which its weights are streamed; for None, with nothing
+        but weights moved."""
         number = body.computation.id
         posed = self._posed[number] = self._pose(body)
         if number not in self._least:
             self._least[number] = placement.least_budget(posed, self._slots)[0] - posed.fixed_bytes
-        budget = posed.fixed_bytes + self._least[number] + room
+        budget = posed.fixed_bytes + self._least[number] + (room or 0)
         for _ in range(_LEAST_ROUNDS):
             choice = fitted.placed(posed, budget, self._slots)
             if isinstance(choice, placement.Choice):
@@ -271,7 +298,9 @@ class Bodies:
             self._least[number] += more
         else:
             raise AssertionError(f"nothing fits in %{body.computation.name}")
-        return self._assembled(body, fitted.Solution(posed, choice, Edits(), posed), budget)
+        streamed = fitted.Solution(posed, choice, Edits(), posed)
+        faster = None if room is None else fitting.fit(posed, budget, self._slots, 0.0)
+        return self._assembled(body, faster or streamed, budget)
 
     def _edited(self, body: Body, target: int | None) -> BodyPlan | None:
         """None where nothing has to be done to it."""
@@ -340,6 +369,15 @@ def _prepared(body: Body) -> Module:
 
 def _of(module: Module, number: int) -> Body:
     return next(b for b in loop_bodies(module) if b.computation.id == number)
+
+
+def _inside(posed: Problem, tick: int) -> int:
+    """The bytes that what runs at a tick has for itself."""
+    return sum(
+        r.size
+        for r in posed.arena.temporaries
+        if r.kind == "workspace" and r.live_range.start <= tick < r.live_range.end
+    )
 
 
 def _capacity(posed: Problem, budget: int) -> int:
