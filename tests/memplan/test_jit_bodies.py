@@ -137,7 +137,19 @@ def test_a_budget_below_what_an_iteration_takes_is_kept(
     followed = verify_executable(plan, read_module(compiled))
     assert not followed.loops_missing
     assert not followed.loops_reordered
+
+
+@pytest.mark.parametrize(
+    ("target", "f", "share"),
+    [
+        *(pytest.param("h200", *program, marks=pytest.mark.gpu) for program in PROGRAMS),
+        # On the CPU it takes minutes to compute what a TPU's memory is short of.
+        pytest.param("v5e", sample, 0.75, marks=[pytest.mark.tpu, pytest.mark.slow]),
+    ],
+)
+def test_its_numbers_are_those_of_jax(target: str, f: Callable[..., Any], share: float):
+    compiled, _ = compiled_within(target, f, share)
     found = replay(compiled, *arguments(target))
     expected = jax.jit(f)(*arguments(target))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
