@@ -218,7 +218,7 @@ def plan_module(
         _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
     )
     in_loops = body_plans.Bodies(ordered, machine, slots, pose, labels)
-    planned = chain(in_loops.streamed_within(budget), in_loops.edited_within(budget))
+    planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
         found = fitting.fit(posed, budget, slots, search_s)
         if found is not None:

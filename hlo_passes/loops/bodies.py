@@ -6,7 +6,8 @@
 What every iteration hands on as it is (a weight) is an argument; what it changes is an argument
 that is donated to its successor. So a weight on the host that the body brings to the device is
 what such a weight of the entry is, its readers are those of one iteration, and what is on the
-device between two iterations is the arguments. Ids and names of all instructions stay.
+device between two iterations is the arguments. Ids and names of all instructions stay, but for the
+state's id, where something that was added has that now.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Between two iterations nothing of the body is there, so one that brings weights from the host takes
 at least what its readers need at once. With that in each such body the module is posed, and what
-the budget leaves beside the loop's tick is room for its weights to stay in, and to come early.
+the budget leaves beside the loop's tick is room for its weights to stay in, and to come early;
+where an iteration waits for them, its temporaries make room, too, if that is faster.
 
 Where no edit of the entry makes up for what a body takes, its own temporaries are evicted and
 computed again, too, within an iteration. It gets what the budget leaves beside its loop when the
@@ -106,12 +107,15 @@ class Bodies:
         least = edit_choice.least_load(posed) if ticks else np.zeros(0, np.int64)
         outside = max((int(least[t]) for t in range(least.size) if t not in ticks), default=0)
         targets = dict.fromkeys(self._targets(posed, outside))
-        return self._planned({}, targets) if targets else (self.streamed, self._streamed_plans)
+        try:
+            return self._planned({}, targets) if targets else (self.streamed, self._streamed_plans)
+        except _NoPlanError:
+            return self.streamed, self._streamed_plans
 
-    def streamed_within(self, budget: int) -> Iterator[tuple[Problem, tuple[BodyPlan, ...]]]:
-        """Yields the module posed, with nothing of its bodies edited, for a budget of all, and the
-        plans of those that bring weights, the last time with the least in each; nothing where the
-        entry cannot make up for what a body takes."""
+    def fetching_within(self, budget: int) -> Iterator[tuple[Problem, tuple[BodyPlan, ...]]]:
+        """Yields the module posed, with the bodies that bring weights planned for a budget of all,
+        and their plans, the last time with the least in each; nothing where the entry cannot make
+        up for what a body takes."""
         posed = self._pose_module(self.streamed)
         if self._targets(posed, _capacity(posed, budget)):
             return
@@ -305,16 +309,16 @@ class Bodies:
     def _edited(self, body: Body, target: int | None) -> BodyPlan | None:
         """None where nothing has to be done to it."""
         posed = self._pose(body)
-        found, budget = None, posed.fixed_bytes + (target or 0)
-        if target is not None:
-            found = fitting.fit(posed, budget, self._slots, 0.0)
-        else:
+        if target is None:
             budget = fitting.least_budget(posed, self._slots)[0]
-            for _ in range(_LEAST_ROUNDS):
-                found = fitting.fit(posed, budget, self._slots, 0.0)
-                if found is not None:
-                    break
-                budget += max((budget - posed.fixed_bytes) // _PACKING, posed.arena.alignment)
+        else:
+            budget = posed.fixed_bytes + target
+        found = fitting.fit(posed, budget, self._slots, 0.0)
+        for _ in range(_LEAST_ROUNDS if target is None else 0):
+            if found is not None:
+                break
+            budget += max((budget - posed.fixed_bytes) // _PACKING, posed.arena.alignment)
+            found = fitting.fit(posed, budget, self._slots, 0.0)
         if found is None:
             raise _NoPlanError
         is_left = not found.edited and not found.posed.ticks.transfers
