@@ -259,7 +259,7 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
         events = timeline.schedule_events(module, costs, machine)
     timed = timeline.simulate(events, machine)
     again = {r.clone for r in plan.edits.recomputes}
-    in_bodies = sum(b.executions * b.plan.prediction.recompute_s for b in plan.bodies)
+    in_bodies = sum((b.executions * b.plan.prediction.recompute_s for b in plan.bodies), 0.0)
     return replace(
         plan.prediction,
         step_time_s=timed.step_time_s,
