@@ -58,7 +58,7 @@ ENTRY %main (p: {state}) -> {state} {{
 
 # a, b and c are idle while d is there.
 WORK = """
-  %a = f32[4096]{0} negate(%x)
+  %a = f32[4096]{0} negate(%x), metadata={source_file="model.py" source_line=3}
   %b = f32[4096]{0} exponential(%a)
   %c = f32[4096]{0} cosine(%b)
   %d = f32[16384]{0} concatenate(%c, %c, %c, %c), dimensions={0}
