@@ -145,7 +145,7 @@ def choose_stay(
         if stay is not None:
             break
     else:
-        raise fitting.budget_error(pose(found.lowest), budget, slots)
+        raise found.budget_error(budget)
     chosen = numbers | {m.parameter for m in posed.movables if m.buffer in stay}
     if machine.platform != "cpu":
         return chosen
@@ -226,7 +226,7 @@ def plan_module(
             plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
-    raise fitting.budget_error(pose(in_loops.lowest), budget, slots)
+    raise in_loops.budget_error(budget)
 
 
 @collection_paused()

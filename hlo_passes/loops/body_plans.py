@@ -25,7 +25,7 @@ import numpy as np
 from hlo_passes import verify
 from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.edits import choice as edit_choice
-from hlo_passes.errors import PlanMismatchError
+from hlo_passes.errors import MemoryBudgetError, PlanMismatchError
 from hlo_passes.fitting import assembling
 from hlo_passes.fitting import fit as fitting
 from hlo_passes.fitting import solution as fitted
@@ -142,6 +142,29 @@ class Bodies:
         if module is not self.streamed:
             yield self._pose_module(module), plans
 
+    def budget_error(self, budget: int) -> MemoryBudgetError:
+        """Says what stands where most is needed with the least in each body; where that is a loop,
+        in its body."""
+        error = fitting.budget_error(self._pose_module(self.lowest), budget, self._slots)
+        bodies = {b.caller.name: b for b in loop_bodies(self._module)}
+        inside = error
+        while (body := bodies.get(inside.instruction)) is not None:
+            inside = fitting.budget_error(self._as_it_is(body), budget, self._slots)
+        if inside is error:
+            return error
+        return MemoryBudgetError(
+            budget=budget,
+            least=error.least,
+            instruction=inside.instruction,
+            op_name=inside.op_name,
+            source_line=inside.source_line,
+            largest=inside.largest,
+            fixed=error.fixed,
+            small=error.small,
+            slots=error.slots,
+            needed=error.needed,
+        )
+
     def bounding(self, kept: Problem, plans: tuple[BodyPlan, ...]) -> Problem:
         """Returns a posed module with loops in which something is edited as if nothing were, and
         their bodies took no bytes: another plan might do without the one or the other."""
@@ -228,9 +251,7 @@ class Bodies:
             if least[tick] <= capacity:
                 continue
             found[number] = capacity - (int(least[tick]) - _inside(posed, tick))
-            if number not in self._whole:
-                self._whole[number] = self._pose(_of(self._module, number))
-            whole = self._whole[number]
+            whole = self._as_it_is(_of(self._module, number))
             found |= self._targets(whole, found[number] - whole.arena.tables)
         return found
 
@@ -282,6 +303,13 @@ class Bodies:
         runs = nests(self._module)[body.computation.id].executions
         return runs * max(float(problem.clock[-1]), moved)
 
+    def _as_it_is(self, body: Body) -> Problem:
+        """A body of the module, posed with nothing of it planned."""
+        number = body.computation.id
+        if number not in self._whole:
+            self._whole[number] = self._pose(body)
+        return self._whole[number]
+
     def _pose(self, body: Body) -> Problem:
         return pose(_prepared(body), self._machine, ())
 
@@ -303,8 +331,9 @@ class Bodies:
         else:
             raise AssertionError(f"nothing fits in %{body.computation.name}")
         streamed = fitted.Solution(posed, choice, Edits(), posed)
-        faster = None if room is None else fitting.fit(posed, budget, self._slots, 0.0)
-        return self._assembled(body, faster or streamed, budget)
+        if room is not None and number not in host_transfers(self._module, self._machine):
+            streamed = fitting.fit(posed, budget, self._slots, 0.0) or streamed
+        return self._assembled(body, streamed, budget)
 
     def _edited(self, body: Body, target: int | None) -> BodyPlan | None:
         """None where nothing has to be done to it."""

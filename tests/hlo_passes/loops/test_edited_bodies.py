@@ -58,6 +58,9 @@ def test_a_budget_below_the_least_says_what_is():
     with pytest.raises(MemoryBudgetError, match=f"hbm={least} ") as refused:
         pipeline.plan_module(module(), FAST, least - SIZE)
     assert refused.value.least == least
+    # In the body, not at the loop.
+    assert refused.value.instruction == "d"
+    assert refused.value.largest[0].name == "d"
 
 
 def test_the_entry_makes_room_once_rather_than_each_iteration():
