@@ -45,16 +45,6 @@ class LayoutsError(MemplanError, ValueError):
         super().__init__(f"layouts: {problem}.")
 
 
-class SearchTimeError(MemplanError, ValueError):
-    """A time that no search can take."""
-
-    def __init__(self, found: object) -> None:
-        super().__init__(
-            f"search_s={found!r}: expected seconds, 0 for no search, or None for a share of the "
-            "time that XLA takes."
-        )
-
-
 class OffloadSyntaxError(MemplanError, ValueError):
     """What ``offload=`` is given is no patterns."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from hlo_passes import verify
@@ -71,7 +73,7 @@ PASSES = (
     Pass("loop-schedule", loop_schedule.schedule_loops, "the ticks of the transfers in loops"),
     Pass("loop-rewrite", loop_rewrite.rewrite_loops, "loop bodies with their transfers there"),
     Pass("verify-loops", verify.verify_loops, "the transfers of loops at their ticks"),
-    Pass("bodies", bodies.fetching_bodies, "bodies that bring whole weights, as programs"),
+    Pass("bodies", bodies.loop_bodies, "bodies of loops, as programs"),
     Pass("body-plans", body_plans.Bodies, "bodies planned as the entry is, and written"),
     # Analyses.
     Pass("dataflow", dataflow.analyze_dataflow, "which positions share one buffer"),
@@ -131,15 +133,21 @@ def choose_stay(
       MemoryBudgetError: when no choice keeps to the budget.
     """
     module, _ = _order_loops(_sunk(module), machine)
-    found = body_plans.Bodies(module, machine, slots)
-    posed = _posed(found.least, machine, tuple(host_parameters), tuple(sliced_parameters))
-    _check_possible(posed, budget, slots)
-    for numbers, beyond in found.stay(budget, posed):
+    pose = partial(
+        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    )
+    found = body_plans.Bodies(module, machine, slots, pose)
+    _check_possible(found, pose, budget)
+    choices = chain(
+        ((pose(found.streamed), *chosen) for chosen in found.stay(budget)),
+        ((posed, frozenset[int](), 0) for posed, _ in found.edited_within(budget)),
+    )
+    for posed, numbers, beyond in choices:
         stay = fitting.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
         if stay is not None:
             break
     else:
-        raise fitting.budget_error(posed, budget, slots)
+        raise found.budget_error(budget)
     chosen = numbers | {m.parameter for m in posed.movables if m.buffer in stay}
     if machine.platform != "cpu":
         return chosen
@@ -164,9 +172,11 @@ def least_budget(
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
     module, _ = _order_loops(_sunk(module), machine)
-    module = body_plans.Bodies(module, machine, slots).least
-    posed = _posed(module, machine, tuple(host_parameters), tuple(sliced_parameters))
-    return fitting.least_budget(posed, slots)[0]
+    pose = partial(
+        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    )
+    lowest = body_plans.Bodies(module, machine, slots, pose).lowest
+    return fitting.least_budget(pose(lowest), slots)[0]
 
 
 @collection_paused()
@@ -178,7 +188,6 @@ def plan_module(
     host_parameters: Collection[int] = (),
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
-    search_s: float = 0.0,
     labels: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plans a scheduled module whose host arguments are decided.
@@ -188,8 +197,6 @@ def plan_module(
       host_parameters, sliced_parameters: numbers of the arguments on the host, and of those
         there that loops read by the slice; needed on CPU only.
       slots: at most so many streamed weights on the device at once.
-      search_s: seconds to search for a faster plan than the first, where one evicts or
-        recomputes.
       labels: HLO parameter name to the user's name.
 
     Returns:
@@ -206,18 +213,20 @@ def plan_module(
     """
     ordered, loops = _order_loops(_sunk(module), machine)
     verify.verify_loops(ordered, loops)
-    in_loops = body_plans.Bodies(ordered, machine, slots, labels)
-    on_host = tuple(host_parameters), tuple(sliced_parameters)
-    least = _posed(in_loops.least, machine, *on_host)
-    _check_possible(least, budget, slots)
-    for written, plans in in_loops.within(budget, least):
-        posed = least if written is in_loops.least else _posed(written, machine, *on_host)
+    pose = partial(
+        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    )
+    in_loops = body_plans.Bodies(ordered, machine, slots, pose, labels)
+    _check_possible(in_loops, pose, budget)
+    planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
+    for posed, plans in planned:
         found = fitting.fit(posed, budget, slots)
         if found is not None:
-            plan = assembling.assemble(found, budget, labels or {}, loops, plans)
+            bounding = in_loops.bounding(found.kept, plans)
+            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
-    raise fitting.budget_error(least, budget, slots)
+    raise in_loops.budget_error(budget)
 
 
 @collection_paused()
@@ -245,14 +254,17 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     return rewritten
 
 
-def _check_possible(posed: problem.Problem, budget: int, slots: int | None) -> None:
+def _check_possible(
+    bodies: body_plans.Bodies, pose: Callable[[Module], problem.Problem], budget: int
+) -> None:
     """Refuses, before anything is searched for, what no search can find.
 
     Raises:
       MemoryBudgetError: when a single instruction needs more.
     """
-    if placement.certain_budget(posed) > budget:
-        raise fitting.budget_error(posed, budget, slots)
+    forms = (lambda: bodies.streamed, lambda: bodies.lowest)
+    if all(placement.certain_budget(pose(form())) > budget for form in forms):
+        raise bodies.budget_error(budget)
 
 
 def _sunk(module: Module) -> Module:

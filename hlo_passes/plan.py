@@ -17,8 +17,9 @@ it, so ``live_range.end`` is the tick after that instruction. All ranges are hal
 
 What stands in loops, and what the entry fetches or stores by the slice, is scheduled
 computation by computation, each with ticks of its own (`LoopSchedule`). `LoopStreams` says
-which arrays of the user's program these are slices of. A body that brings whole weights has a
-plan of its own, as if it were the entry (`BodyPlan`).
+which arrays of the user's program these are slices of. A body that brings whole weights, or
+whose temporaries are evicted or computed again, has a plan of its own, as if it were the entry
+(`BodyPlan`).
 
 `Edits` say what else is done to the entry before transfers are placed in it: the order of
 its compute, what is computed twice, and which temporaries leave the device for a while. The
@@ -463,15 +464,15 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class BodyPlan:
-    """The plan of a loop's body that brings whole weights from the host in every iteration.
+    """The plan of a loop's body: what every iteration brings, evicts and computes again.
 
     Attributes:
       computation: the body's HLO name.
       loop: HLO name of the ``while`` that runs it.
       executions: how often it runs in a step; a loop of unknown count is counted once.
       arguments: parameter numbers of the weights in `plan`, and in the module.
-      plan: of the body as a program of its own (`bodies.fetching_bodies`): a step of it is an
-        iteration, its budget and its bytes are without what else the module holds meanwhile.
+      plan: of the body as a program of its own (`bodies.Body`): a step of it is an iteration, its
+        budget and its bytes are without what else the module holds meanwhile.
     """
 
     computation: str
@@ -500,7 +501,7 @@ class Plan:
       fences: the orders that must hold for the plan to be right.
       device_tier: name of the tier that the program computes in.
       loops: the transfers in loop bodies, and those of the entry that move no whole argument.
-      bodies: the plans of bodies that bring whole weights, callees first.
+      bodies: the plans of loops' bodies that have one of their own, callees first.
       streams: what was decided about loops over stacks, before XLA saw the program.
       left_alone: why an argument that a loop reads cannot be streamed, and one that is donated
         or not offered cannot be moved, by the user's path.

@@ -15,7 +15,6 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ from hlo_passes.errors import (
     LayoutsError,
     OffloadSyntaxError,
     PlanFormatError,
-    SearchTimeError,
     SlotsError,
 )
 from hlo_passes.hardware.machine import Machine
@@ -53,7 +51,6 @@ def jit(
     machine: str | Machine | Topology | None = None,
     offload: str | Iterable[str] | None = None,
     slots: int | None = None,
-    search_s: float | None = None,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -74,10 +71,6 @@ def jit(
         ``"params.layers.*"``, also as jax spells them, ``"params['layers']*"``; by default
         every argument that is not donated.
       slots: at most so many streamed weights on the device at once.
-      search_s: seconds to search for a faster plan than the first one found, where temporaries
-        are evicted or computed again. By default 5 % of what XLA takes to compile, and 300 s for
-        the layouts of products (``layouts="all"``). What a search finds may depend on the
-        machine's speed where it is cut off.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to
         give all results in such, too, and on TPUs to tell XLA in which layouts products are to
@@ -105,7 +98,6 @@ def jit(
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       PlanFormatError: when `plan` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
-      SearchTimeError: when `search_s` is no number, or negative.
       SlotsError: when `slots` is no positive integer.
       TypeError: when ``jax.jit`` has no such option.
       UnknownMachineError: when `machine` is in no machine file.
@@ -120,8 +112,6 @@ def jit(
         if found is None or found < 1:
             raise SlotsError(slots)
         slots = found
-    if search_s is not None and not (isinstance(search_s, Real) and search_s >= 0):
-        raise SearchTimeError(search_s)
     if layouts not in (None, "arguments", "all"):
         raise LayoutsError(f"expected 'arguments', 'all' or None, found {layouts!r}")
     if layouts is not None and _has_formats(jit_options):
@@ -134,7 +124,6 @@ def jit(
         machine,
         _patterns(offload),
         slots,
-        search_s,
         layouts,
         _given(plan),
         progress,

@@ -11,7 +11,6 @@ XLA reports of an executable is what counts.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -274,9 +273,7 @@ class Budgeted:
         key = tuple((options or {}).items())
         if key not in self._own:
             self._lowering.report("compiling without a plan", room)
-            begin = time.monotonic()
             executable = self._own[key] = self.placing.program.fitting(options)
-            self.looks.took(time.monotonic() - begin)
             if executable is not None:
                 self.looks.compiled(executable)
         return self._own[key]

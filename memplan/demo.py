@@ -14,7 +14,7 @@ import json as json_format
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +135,7 @@ def main(*, full: bool = False, json: bool = False, folder: Path = Path("memplan
         print("All models on both targets: memplan demo --full (ten minutes)")
 
 
-def _run(models: Any, steps: dict[Workload, tuple[str, ...]], json: bool, folder: Path) -> None:
+def _run(models: Any, steps: Mapping[Workload, tuple[str, ...]], json: bool, folder: Path) -> None:
     count = 1 + sum(2 * len(targets) for targets in steps.values())
     said = _Progress(count)
 

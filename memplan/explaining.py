@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.placing.fences import slot_name
 from hlo_passes.plan import (
+    BodyPlan,
     Decision,
     Eviction,
     LoopStack,
@@ -151,10 +152,17 @@ def _machine_of(plan: Plan) -> Machine | None:
 class _Teller:
     """Writes the sentences of one plan."""
 
-    def __init__(self, plan: Plan, module: Module | None, machine: Machine | None) -> None:
+    def __init__(
+        self, plan: Plan, module: Module | None, machine: Machine | None, body: str = ""
+    ) -> None:
+        """
+        Args:
+          body: HLO name of the computation that the plan is for; ``""`` for the entry.
+        """
         self._plan = plan
         self._module = module
         self._machine = machine
+        self._body = body
         self._transfers = _by_buffer(plan.transfers)
         self._slots = {slot.buffer: slot for slot in plan.slots}
         self._evictions = {eviction.buffer: eviction for eviction in plan.edits.evictions}
@@ -165,16 +173,29 @@ class _Teller:
     def all(self) -> Iterator[Explanation]:
         for placement in self._plan.placements:
             yield self._argument(placement)
-        decided = {d.buffer for d in self._plan.decisions}
+        yield from self._edited()
+        for streams in self._plan.streams:
+            yield from self._stacks(streams)
+        yield from self._temporaries()
+        for body in self._plan.bodies:
+            yield from self._iterations(body)
+
+    def _edited(self) -> Iterator[Explanation]:
+        """What is evicted, computed again, or was thought of."""
         for decision in self._plan.decisions:
             yield self._decision(decision)
+        decided = {d.buffer for d in self._plan.decisions}
         for eviction in self._plan.edits.evictions:
             if eviction.buffer not in decided:
                 yield self._eviction(eviction)
         yield from self._clones()
-        for streams in self._plan.streams:
-            yield from self._stacks(streams)
-        yield from self._temporaries(decided)
+
+    def _iterations(self, body: BodyPlan) -> Iterator[Explanation]:
+        """What each iteration of a loop does, and brings."""
+        teller = _Teller(body.plan, self._module, self._machine, body.computation)
+        brought = (p for p in body.plan.placements if p.buffer in teller._transfers)
+        for e in (*map(teller._argument, brought), *teller._edited()):
+            yield replace(e, sentence=f"In each iteration of %{body.loop}, {e.sentence}")
 
     # Arguments.
 
@@ -204,8 +225,9 @@ class _Teller:
         if not fetches:
             return ""
         times = "once" if len(fetches) == 1 else f"{len(fetches)} times"
+        each = "an iteration" if self._body else "a step"
         told = "; ".join(map(self._fetch, fetches))
-        return f", fetched {times} a step: {told}"
+        return f", fetched {times} {each}: {told}"
 
     def _fetch(self, transfer: Transfer) -> str:
         around = self._around.get(transfer.id)
@@ -310,9 +332,10 @@ class _Teller:
             )
             yield Explanation(r.clone, "", size, "recompute", sentence)
 
-    def _temporaries(self, decided: set[str]) -> Iterator[Explanation]:
+    def _temporaries(self) -> Iterator[Explanation]:
         """Those in the arena about which nothing was to be decided."""
-        told = decided | self._evictions.keys() | {r.clone for r in self._plan.edits.recomputes}
+        told = {d.buffer for d in self._plan.decisions}
+        told |= self._evictions.keys() | {r.clone for r in self._plan.edits.recomputes}
         arenas = {a.name for a in self._plan.allocations if a.tier == self._plan.device_tier}
         told |= {p.buffer for p in self._plan.placements}
         told |= {slot_name(t.buffer, t.id) for t in self._plan.transfers}
@@ -353,20 +376,25 @@ class _Teller:
 
     @cached_property
     def _instructions(self) -> Mapping[str, Instruction]:
+        return {i.name: i for i in self._sequence}
+
+    @cached_property
+    def _sequence(self) -> Sequence[Instruction]:
+        """What is planned, in order."""
         if self._module is None:
-            return {}
-        return {i.name: i for i in self._module.entry.instructions}
+            return ()
+        named = {c.name: c for c in self._module.computations.values()}
+        computation = named.get(self._body) if self._body else self._module.entry
+        return computation.instructions if computation is not None else ()
 
     @cached_property
     def _around(self) -> Mapping[int, tuple[str, str]]:
         """Of each transfer what runs before its start, and the first that reads it."""
-        if self._module is None:
-            return {}
         found: dict[int, tuple[str, str]] = {}
         started: dict[int, str] = {}
         open_dones: dict[int, int] = {}
         last = ""
-        for i in self._module.entry.instructions:
+        for i in self._sequence:
             tag = i.proto.frontend_attributes.map.get(TRANSFER_ATTRIBUTE, "")
             if tag.isdigit() and int(tag) not in started:
                 started[int(tag)] = last

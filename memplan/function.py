@@ -26,8 +26,6 @@ class Options:
       offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
         the host; None for every argument.
       slots: at most so many streamed weights on the device at once; None for no limit.
-      search_s: seconds to search for a faster plan than the first, where temporaries are evicted
-        or recomputed; None for a share of what XLA takes (`looks`).
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
       progress: told of each step of a compilation; what it raises ends that.
@@ -37,7 +35,6 @@ class Options:
     machine: str | Machine | Topology | None = None
     offload: tuple[str, ...] | None = None
     slots: int | None = None
-    search_s: float | None = None
     layouts: Relaid | None = None
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None

@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,9 +52,6 @@ _SMALL_STACKS, _SLOW = 0.5, 1.5
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
 # again what scans leave for others.
 _SOON_ENOUGH = 1.02
-
-# How much of the time that XLA took is spent on searching for a faster plan than the first.
-_SEARCH_SHARE = 0.05
 
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
@@ -133,7 +129,6 @@ class Looks:
         self._lowering = placing.lowering
         self._captured: dict[Any, tuple[Program, Module]] = {}
         self._estimates: dict[Hashable, int] = {}
-        self._xla_s = 0.0
 
     @functools.cached_property
     def _recomputing(self) -> tuple[Looks, ...]:
@@ -265,20 +260,11 @@ class Looks:
         hosting = Hosting.of(plan.preparation)
         return self._as_look(self._placing.placed(hosting), plan, hosting)
 
-    def took(self, xla_s: float) -> None:
-        """Takes note that XLA was at work for so many seconds, on this program or part of it."""
-        self._xla_s = max(self._xla_s, xla_s)
-
     def compiled(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, where it says
         so, which is for TPU."""
         if self._lowering.target.platform == "tpu":
             self._estimates |= cost.estimates(read_module(executable))
-
-    @property
-    def _search_s(self) -> float:
-        asked = self._lowering.function.options.search_s
-        return _SEARCH_SHARE * self._xla_s if asked is None else asked
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
@@ -427,7 +413,6 @@ class Looks:
             host_parameters=host_parameters,
             sliced_parameters=sliced,
             slots=slots,
-            search_s=self._search_s,
             labels={
                 p.name: named[p.parameter_number]
                 for p in module.entry.parameters
@@ -480,11 +465,9 @@ class Looks:
         key = _key(hosting, options)
         if key not in self._captured:
             program = self._placing.placed(hosting)
-            begin = time.monotonic()
             module = inject.capture(
                 self._lowering.target.platform, program.stablehlo, program.compiler(options)
             )
-            self.took(time.monotonic() - begin)
             self._captured[key] = program, module
         program, module = self._captured[key]
         return program, cost.lend_estimates(module, self._estimates)

@@ -436,13 +436,13 @@ class Placing:
         ):
             return {}
         assert self.layouts is not None
-        layouts, search_s = self.layouts.chosen, self.lowering.function.options.search_s
+        layouts = self.layouts.chosen
 
         def lower(jaxpr: Jaxpr) -> Program:
             self.lowering.report("choosing layouts", self.lowering.budget)
             return self._lower(jaxpr_as_fun(jaxpr), layouts)
 
-        return find_forms(self.lowering.traced.jaxpr, lower, search_s)
+        return find_forms(self.lowering.traced.jaxpr, lower)
 
     def layouts_beside(self, hosting: Hosting) -> Layouts:
         """The layouts where some arguments are on the host."""

@@ -15,7 +15,6 @@ ones of matrices in rows before.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
@@ -64,8 +63,7 @@ FORMS = tuple(
 )
 # They are searched where conversions take so much of a step.
 _CONVERSIONS = 0.01
-# For so many seconds, if the user does not say, and so many compilations up to XLA's scheduler.
-_SEARCH_S = 300.0
+# How many compilations up to XLA's scheduler a search may take.
 _LOOKS = 400
 # A form has to save so much of a step.
 _SAVED = 0.002
@@ -114,14 +112,11 @@ def with_forms(jaxpr: Jaxpr, forms: Mapping[Product, Form]) -> Jaxpr:
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
-def find_forms(
-    jaxpr: Jaxpr, lower: Callable[[Jaxpr], Program], search_s: float | None
-) -> dict[Product, Form]:
+def find_forms(jaxpr: Jaxpr, lower: Callable[[Jaxpr], Program]) -> dict[Product, Form]:
     """Searches the forms with which a program is fastest; those that are not left to XLA.
 
     Args:
       lower: makes the program of such equations ready to compile.
-      search_s: seconds after which no other kind is begun.
     """
 
     def program(forms: Mapping[Product, Form]) -> Program:
@@ -144,7 +139,6 @@ def find_forms(
         kinds,
         lambda forms: seconds(look(forms)),
         seconds(usual),
-        _SEARCH_S if search_s is None else search_s,
     )
     if not forms:
         return {}
@@ -169,7 +163,6 @@ def choose_forms(
     kinds: Sequence[Product],
     seconds: Callable[[Mapping[Product, Form]], float],
     usual: float,
-    search_s: float,
 ) -> dict[Product, Form]:
     """Searches kind by kind, until nothing is better.
 
@@ -177,14 +170,11 @@ def choose_forms(
       kinds: of products; the first matter most.
       seconds: that a step takes with such forms.
       usual: seconds that it takes with none.
-      search_s: seconds after which no other kind is begun.
     """
     best: dict[Product, Form] = {}
     least, looks, unchanged = usual, 0, 0
-    end = time.monotonic() + search_s
     for kind in cycle(kinds):
-        is_over = looks + len(FORMS) > _LOOKS or time.monotonic() > end
-        if unchanged == len(kinds) or is_over:
+        if unchanged == len(kinds) or looks + len(FORMS) > _LOOKS:
             break
         others = [form for form in (FREE, *FORMS) if form != best.get(kind, FREE)]
         tried = [{**best, kind: form} for form in others]

@@ -39,17 +39,21 @@ def assemble(
     labels: Mapping[str, str],
     loops: tuple[LoopSchedule, ...] = (),
     bodies: tuple[BodyPlan, ...] = (),
+    bounding: Problem | None = None,
 ) -> Plan:
     """Returns the plan, not verified yet.
 
     Args:
       labels: HLO parameter name to the user's name.
       loops, bodies: the schedules and the plans that the module has already.
+      bounding: `Solution.kept` with loops that take no more than they must; what no plan undercuts,
+        is said of that.
 
     Raises:
       TierCapacityError: when what is off the device does not fit where it is put.
     """
-    plan = _assemble(found, budget, labels, loops, bodies, ())
+    bound_s = _lower_bound_s(bounding or found.kept, budget)
+    plan = _assemble(found, budget, labels, loops, bodies, bound_s)
     machine = found.posed.machine
     host = machine.tier(found.posed.link.source)
     module = found.posed.module
@@ -62,7 +66,8 @@ def assemble(
     is_evicting = any(e.returned is None for e in found.posed.evictions)
     if not is_evicting or len(tiers.off_device_tiers(machine)) == 1:
         raise TierCapacityError(machine.name, host.name, stored, host.capacity_bytes)
-    return _assemble(found, budget, labels, loops, bodies, _tiers(found, plan, host.name))
+    away = _tiers(found, plan, host.name)
+    return _assemble(found, budget, labels, loops, bodies, bound_s, away)
 
 
 def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> dict[str, int]:
@@ -136,7 +141,8 @@ def _assemble(
     labels: Mapping[str, str],
     loops: tuple[LoopSchedule, ...],
     bodies: tuple[BodyPlan, ...],
-    away: Sequence[str],
+    bound_s: float,
+    away: Sequence[str] = (),
 ) -> Plan:
     posed, choice = found.posed, found.choice
     transfers = issue(posed, choice, away)
@@ -204,7 +210,7 @@ def _assemble(
         compute_s=0.0,
         link_s=0.0,
         stall_s=0.0,
-        lower_bound_s=_lower_bound_s(found.kept, budget),
+        lower_bound_s=bound_s,
     )
     plan = Plan(
         module_fingerprint=posed.module.fingerprint,
@@ -248,11 +254,12 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     machine = posed.machine
     events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
     if plan.loops or plan.bodies:
-        module = rewrite.rewrite(posed.module, plan, custom_calls=False)
+        module = rewrite.rewrite(posed.module, plan, custom_calls=machine.platform == "cpu")
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)
     timed = timeline.simulate(events, machine)
     again = {r.clone for r in plan.edits.recomputes}
+    in_bodies = sum((b.executions * b.plan.prediction.recompute_s for b in plan.bodies), 0.0)
     return replace(
         plan.prediction,
         step_time_s=timed.step_time_s,
@@ -265,6 +272,6 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
                 for i, seconds in zip(posed.ticks.instructions, posed.costs, strict=True)
                 if i.name in again
             ),
-            0.0,
+            in_bodies,
         ),
     )

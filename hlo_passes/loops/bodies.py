@@ -6,13 +6,15 @@
 What every iteration hands on as it is (a weight) is an argument; what it changes is an argument
 that is donated to its successor. So a weight on the host that the body brings to the device is
 what such a weight of the entry is, its readers are those of one iteration, and what is on the
-device between two iterations is the arguments. Ids and names of all instructions stay.
+device between two iterations is the arguments. Ids and names of all instructions stay, but for the
+state's id, where something that was added has that now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.analysis.host_copies import host_copies
@@ -21,26 +23,44 @@ from hlo_passes.memoize import memoized
 from hlo_passes.proto import hlo_pb2
 
 
-class Body(NamedTuple):
-    """A body that brings whole weights from the host.
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A body of a loop, which nothing else runs.
 
     Attributes:
+      module: of which it is one.
       caller: the ``while`` that runs it.
-      program: the module with the body for its entry. The other computations are all there.
-      arguments: parameter number of `program` to that of the argument of the module's entry
-        which it is, for the weights that are one.
     """
 
+    module: Module
     computation: Computation
     caller: Instruction
-    program: Module
-    arguments: Mapping[int, int]
+
+    @cached_property
+    def program(self) -> Module:
+        """The module with the body for its entry. The other computations are all there."""
+        return _as_program(self.module, self.computation)
+
+    @cached_property
+    def arguments(self) -> Mapping[int, int]:
+        """Parameter number of `program` to that of the argument of the module's entry which it is,
+        for the weights that the body brings from the host and that are one."""
+        numbers = {c.parameter.parameter_number for c in host_copies(self.program)}
+        sources = ((k, _argument(self.module, self.caller, k)) for k in sorted(numbers))
+        return {k: n for k, n in sources if n is not None}
+
+    @cached_property
+    def is_fetching(self) -> bool:
+        """Whether it copies what it hands on unchanged from host memory to the device."""
+        elements = _elements(self.computation) or ()
+        return any(_is_fetched(self.computation, e) for e in elements) and bool(
+            host_copies(self.program)
+        )
 
 
 @memoized
-def fetching_bodies(module: Module) -> tuple[Body, ...]:
-    """Returns the bodies of loops that copy what they hand on unchanged from host memory to the
-    device, callees first. O(instructions) for each.
+def loop_bodies(module: Module) -> tuple[Body, ...]:
+    """Returns the bodies of loops, callees first. O(instructions).
 
     A body whose state is no flat tuple of arrays is left out.
     """
@@ -51,18 +71,15 @@ def fetching_bodies(module: Module) -> tuple[Body, ...]:
         if len(calling) != 1 or calling[0].opcode != "while":
             continue
         (caller,) = calling
-        if caller.called_computation_ids[0] != computation.id:
-            continue
-        elements = _elements(module, computation)
-        if elements is None or not any(_is_fetched(module, computation, e) for e in elements):
-            continue
-        program = _as_program(module, computation)
-        numbers = {c.parameter.parameter_number for c in host_copies(program)}
-        sources = ((k, _argument(module, caller, k)) for k in sorted(numbers))
-        arguments = {k: n for k, n in sources if n is not None}
-        if numbers:
-            found.append(Body(computation, caller, program, arguments))
+        is_body = caller.called_computation_ids[0] == computation.id
+        if is_body and _elements(computation) is not None:
+            found.append(Body(module, computation, caller))
     return tuple(found)
+
+
+def fetching_bodies(module: Module) -> tuple[Body, ...]:
+    """Returns those of `loop_bodies` that bring whole weights from the host."""
+    return tuple(body for body in loop_bodies(module) if body.is_fetching)
 
 
 def copies_of_bodies(module: Module) -> frozenset[int]:
@@ -85,9 +102,16 @@ def with_body(module: Module, body: Body, program: Module) -> Module:
     own = next(c for c in proto.computations if c.id == body.computation.id)
     (state,) = body.computation.parameters
     original = {i.id: i for i in own.instructions}
-    instructions = [original[state.id]]
-    for i in written.instructions:
-        instructions.append(original[i.id] if i.opcode == "parameter" else i)
+    elements = [original[i.id] for i in written.instructions if i.opcode == "parameter"]
+    free = max(i.id for i in written.instructions) + 1
+    if state.id in {i.id for i in written.instructions}:
+        # The program has no state: its number went to something that was added.
+        original[state.id].id = free
+        for element in elements:
+            element.operand_ids[:] = [free]
+    state_id = original[state.id].id
+    instructions = [original[state.id], *elements]
+    instructions += (i for i in written.instructions if i.opcode != "parameter")
     root = next(i for i in instructions if i.id == written.root_id)
     changed = iter(tuple(root.operand_ids))
     parameters = {i.parameter_number: i.id for i in written.instructions if i.opcode == "parameter"}
@@ -114,14 +138,14 @@ def with_body(module: Module, body: Body, program: Module) -> Module:
     own.instructions.extend(copies)
     own.root_id = written.root_id
     sequence = edited.schedule.sequences[own.id].instruction_ids
-    proto.schedule.sequences[own.id].instruction_ids[:] = [state.id, *sequence]
+    proto.schedule.sequences[own.id].instruction_ids[:] = [state_id, *sequence]
     for c in added:
         if c.id in edited.schedule.sequences:
             proto.schedule.sequences[c.id].CopyFrom(edited.schedule.sequences[c.id])
     return Module(proto).lent(module.cycles)
 
 
-def _elements(module: Module, body: Computation) -> list[Instruction] | None:
+def _elements(body: Computation) -> list[Instruction] | None:
     """The elements of a body's state, as it reads them; None where it is no flat tuple of arrays
     that is taken apart and put together again."""
     if len(body.parameters) != 1 or body.root.opcode != "tuple":
@@ -135,7 +159,7 @@ def _elements(module: Module, body: Computation) -> list[Instruction] | None:
     return readers
 
 
-def _is_fetched(module: Module, body: Computation, element: Instruction) -> bool:
+def _is_fetched(body: Computation, element: Instruction) -> bool:
     if element.shape.memory_space != HOST_MEMORY_SPACE:
         return False
     return any(i.opcode == "copy-start" and element.id in i.operand_ids for i in body.instructions)

@@ -163,6 +163,7 @@ class _Builder:
             is_reordered=self.plan is not None and bool(self.plan.edits.order),
             split=() if self.plan is None else split_temporaries(self.plan),
             decisions=() if self.plan is None else self.plan.decisions,
+            bodies=() if self.plan is None else self.plan.bodies,
         )
 
     # Memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hlo_passes.plan import Decision, Plan
+from hlo_passes.plan import BodyPlan, Decision, Plan
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.tables import Column, Table
 
@@ -18,7 +18,21 @@ _WORDS = {"keep": "kept", "evict": "evicted", "recompute": "computed again"}
 def decision_tables(plan: Plan) -> Iterator[Table]:
     """Yields the largest decisions about temporaries, and about arguments."""
     yield temporaries_table("", plan.decisions)
+    yield from body_decision_tables("", plan.bodies)
     yield _arguments_table(plan)
+
+
+def body_decision_tables(of_run: str, bodies: Sequence[BodyPlan]) -> Iterator[Table]:
+    """Yields the largest decisions about temporaries inside of loops, loop by loop.
+
+    Args:
+      of_run: the beginning of the titles.
+    """
+    for body in bodies:
+        if body.plan.decisions:
+            yield temporaries_table(
+                f"{of_run}each iteration of %{body.loop}: ", body.plan.decisions
+            )
 
 
 def temporaries_table(of_run: str, decisions: Sequence[Decision]) -> Table:

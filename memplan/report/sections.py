@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hlo_passes.plan import LoopStack, LoopStreams
+from hlo_passes.plan import BodyPlan, LoopStack, LoopStreams
 from hlo_passes.units import format_bytes, format_seconds
-from memplan.report.decisions import temporaries_table
+from memplan.report.decisions import body_decision_tables, temporaries_table
 from memplan.report.tables import Column, Table
 from memplan.report.view import Report, RunView, SplitView, TierUsage, TransferView, figures
 
@@ -56,6 +56,7 @@ def edit_tables(of_run: str, run: RunView) -> Iterator[Table]:
         yield _split_table(of_run, run.split)
     if run.decisions:
         yield temporaries_table(of_run, run.decisions)
+    yield from body_decision_tables(of_run, run.bodies)
 
 
 def loop_tables(of_run: str, run: RunView) -> Iterator[Table]:
@@ -66,6 +67,8 @@ def loop_tables(of_run: str, run: RunView) -> Iterator[Table]:
     """
     if run.loops:
         yield _loops_table(of_run, run)
+    if run.bodies:
+        yield _bodies_table(of_run, run.bodies)
     for streams in run.streams:
         yield _streams_table(of_run, streams)
     if run.left_alone:
@@ -252,6 +255,36 @@ def _loops_table(of_run: str, run: RunView) -> Table:
             for loop, transfers in inside.items()
         ),
         "a loop whose number of iterations is not known is counted once" if unknown else "",
+    )
+
+
+def _bodies_table(of_run: str, bodies: Sequence[BodyPlan]) -> Table:
+    return Table(
+        f"{of_run}loops whose iterations are planned",
+        (
+            Column("loop"),
+            Column("iterations", right=True),
+            Column("temporaries", right=True),
+            Column("brought", right=True),
+            Column("evicted", right=True),
+            Column("computed again", right=True),
+            Column("order"),
+            Column("each takes", right=True),
+        ),
+        tuple(
+            (
+                f"%{body.loop}",
+                str(body.executions),
+                format_bytes(body.plan.prediction.temp_bytes),
+                str(len(body.arguments)),
+                str(len(body.plan.edits.evictions)),
+                str(len(body.plan.edits.recomputes)),
+                "another" if body.plan.edits.order else "XLA's",
+                format_seconds(body.plan.prediction.step_time_s),
+            )
+            for body in bodies
+        ),
+        "brought: weights that each iteration fetches from the host; seconds are predicted",
     )
 
 

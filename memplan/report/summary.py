@@ -5,7 +5,7 @@ drawn (the bytes at every tick, the span of every instruction and of every execu
 transfer). All names are those of `memplan.report.view` and `hlo_passes.plan`, where each is
 explained; bytes, seconds and ticks, `null` where there is nothing to say.
 
-    {"format": "memplan.report", "version": 3, "memplan", "title", "machine", "budget_bytes",
+    {"format": "memplan.report", "version": 4, "memplan", "title", "machine", "budget_bytes",
      "note", "runs": [{
         "name", "module", "is_planned", "instructions",
         "device": {...},              DeviceBytes, with "total"
@@ -17,10 +17,12 @@ explained; bytes, seconds and ticks, `null` where there is nothing to say.
         "recomputed": {clone: original},
         "split": [{...}],             SplitView: temporaries away from the device for a while
         "decisions": [{...}],         Decision: what was weighed for each
+        "bodies": [{...}],            BodyPlan: what it does in each iteration of a loop
         "loops", "streams", "left_alone", "compiler_options", "order",
         "predicted": {...}}]}         Clock, with "gap" and what binds, without the spans
 
-Version 3 added collectives, kinds of transfers, edits, decisions and what binds.
+Version 3 added collectives, kinds of transfers, edits, decisions and what binds; version 4 the
+bodies of loops.
 
 What ``memplan inspect`` finds beside that stands under ``"findings"``: `Findings`, with
 ``"advice"``.
@@ -32,13 +34,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from hlo_passes.plan import LoopStreams
+from hlo_passes.plan import BodyPlan, LoopStreams
 from memplan.report.advising import Advice
 from memplan.report.differences import Compared, Differences
 from memplan.report.findings import Findings
 from memplan.report.view import Held, Report, RunView, TierUsage, TransferView
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 def summarize(report: Report) -> dict[str, Any]:
@@ -124,6 +126,7 @@ def _run(run: RunView) -> dict[str, Any]:
         "recomputed": dict(run.recomputed),
         "split": [asdict(split) for split in run.split],
         "decisions": [asdict(decision) for decision in run.decisions],
+        "bodies": [_body(body) for body in run.bodies],
         "loops": [{**asdict(loop), "step": loop.step._asdict()} for loop in run.loops],
         "streams": [_streams(streams) for streams in run.streams],
         "left_alone": dict(run.left_alone),
@@ -141,6 +144,19 @@ def _transfer(transfer: TransferView) -> dict[str, Any]:
         "moved_bytes": transfer.moved_bytes,
         "hidden_bytes": transfer.hidden_bytes,
         "busy_s": transfer.busy_s,
+    }
+
+
+def _body(body: BodyPlan) -> dict[str, Any]:
+    plan = body.plan
+    return {
+        "computation": body.computation,
+        "loop": body.loop,
+        "executions": body.executions,
+        "edits": asdict(plan.edits),
+        "decisions": [asdict(decision) for decision in plan.decisions],
+        "moved_bytes": body.moved_bytes,
+        "predicted": asdict(plan.prediction),
     }
 
 

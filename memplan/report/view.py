@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from hlo_passes.plan import Decision, LiveRange, LogicalTime, LoopStreams
+from hlo_passes.plan import BodyPlan, Decision, LiveRange, LogicalTime, LoopStreams
 from hlo_passes.simulator.critical_path import Binding
 from hlo_passes.units import format_bytes, format_seconds
 
@@ -356,6 +356,7 @@ class RunView:
       is_reordered: whether its plan changes the order of XLA's instructions.
       split: the temporaries that leave the device and come back.
       decisions: what was decided about temporaries that are idle while memory is short.
+      bodies: the plans of the loops' bodies that have one of their own.
     """
 
     name: str
@@ -376,6 +377,7 @@ class RunView:
     is_reordered: bool = False
     split: tuple[SplitView, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    bodies: tuple[BodyPlan, ...] = ()
 
     @property
     def off_device(self) -> tuple[TransferView, ...]:

@@ -25,7 +25,7 @@ def test_inspect_needs_no_machine(run, golden, streamed_file):
 
 def test_inspect_as_json(run, streamed_file):
     data = json.loads(run("inspect", streamed_file, "--machine", TOY, "--json"))
-    assert (data["format"], data["version"]) == ("memplan.report", 3)
+    assert (data["format"], data["version"]) == ("memplan.report", 4)
     (shown,) = data["runs"]
     hbm = shown["tiers"][0]
     assert hbm["peak_bytes"] == sum(held["size"] for held in hbm["held"])

@@ -21,7 +21,6 @@ from hlo_passes.errors import (
     OffloadPatternError,
     OffloadSyntaxError,
     PlanMismatchError,
-    SearchTimeError,
     SlotsError,
     UnknownMachineError,
 )
@@ -569,12 +568,6 @@ def test_what_names_no_machine(machine: Any):
 def test_what_is_no_pattern(offload: Any):
     with pytest.raises(OffloadSyntaxError, match="expected a pattern of argument paths"):
         memplan.jit(chain, offload=offload)
-
-
-@pytest.mark.parametrize("seconds", ["3", -1, float("nan"), [1]])
-def test_what_no_search_takes(seconds: Any):
-    with pytest.raises(SearchTimeError, match="expected seconds"):
-        memplan.jit(chain, search_s=seconds)
 
 
 def test_an_option_that_does_not_exist():

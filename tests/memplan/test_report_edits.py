@@ -110,7 +110,7 @@ def test_the_page_holds_them(run: RunView):
 def test_the_summary_holds_them(run: RunView):
     data = json.loads(json.dumps(summarize(report_of(run))))
     (shown,) = data["runs"]
-    assert data["version"] == 3
+    assert data["version"] == 4
     assert shown["is_reordered"]
     assert shown["split"][0]["held"] == [[0, 3], [4, 7]]
     assert [d["action"] for d in shown["decisions"]] == ["evict", "recompute", "keep"]

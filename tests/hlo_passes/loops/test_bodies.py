@@ -15,6 +15,7 @@ from hlo_passes.ir import Module
 from hlo_passes.loops.bodies import copies_of_bodies, fetching_bodies, with_body
 from hlo_passes.loops.body_plans import Bodies
 from hlo_passes.loops.host_transfers import host_transfers
+from hlo_passes.placing.problem import pose
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.rewrite import inject
 from hlo_passes.verify import verify_equivalent
@@ -74,8 +75,9 @@ def test_its_transfers_are_no_other_pass_s(target: str):
 def test_a_loop_that_brings_nothing_is_left_alone(target: str):
     module = captured(target, inside=False)
     assert not fetching_bodies(module)
-    found = Bodies(module, load_machine(target), None)
-    assert found.least is module
+    machine = load_machine(target)
+    found = Bodies(module, machine, None, lambda of: pose(of, machine, ()))
+    assert found.streamed is module
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -32,7 +32,7 @@ def module(aliases: str = "") -> Module:
 
 def planned(given: Module) -> Plan:
     posed = pose(given, load_machine("tpu-v6e"), ())
-    found = fit(posed, 1 << 30, None, 0.0)
+    found = fit(posed, 1 << 30, None)
     assert found is not None
     return assemble(found, 1 << 30, {}, ())
 
