@@ -26,6 +26,7 @@ from experiments.corpus import TARGETS, planning
 from experiments.isolated import Failure, Worker
 from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.plan import Plan
 from hlo_passes.simulator import cost
 from hlo_passes.units import format_bytes
 from memplan.api import Lowered, jit
@@ -93,18 +94,19 @@ def measure(workload: str, target: str, small: bool, budget: int) -> Row:
         return {"total": compiled.device_bytes, "step_s": step_s, "xla_s": xla_s}
     with planning() as seconds:
         try:
-            plan = lowered.within(budget)
+            found = _of_plan(lowered.within(budget))
         except MemoryBudgetError as error:
-            least = error.least
-        else:
-            return {
-                "used": plan.prediction.total_bytes,
-                "moved": plan.moved_bytes,
-                "step_s": plan.prediction.step_time_s,
-                "bound_s": plan.prediction.lower_bound_s,
-                "planning_s": sum(seconds),
-            }
-    return {"least": least, "planning_s": sum(seconds)}
+            found = {"least": error.least}
+    return {**found, "planning_s": sum(seconds)}
+
+
+def _of_plan(plan: Plan) -> Row:
+    return {
+        "used": plan.prediction.total_bytes,
+        "moved": plan.moved_bytes,
+        "step_s": plan.prediction.step_time_s,
+        "bound_s": plan.prediction.lower_bound_s,
+    }
 
 
 @functools.cache

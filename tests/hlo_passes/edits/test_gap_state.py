@@ -1,0 +1,122 @@
+"""The state of gaps in C++: what it is given, what it predicts of packing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlo_passes.edits._gap_state import Catalog, State
+from hlo_passes.edits.choice import Work
+from hlo_passes.edits.greedy import DEAREST, Terms
+from hlo_passes.fitting.repacking import excess_of
+from hlo_passes.fitting.solution import edited, placed
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.placing import placement, problem
+from tests import corpus
+
+NOTHING = np.zeros(0, np.int64)
+ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)])
+
+
+def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) -> Catalog:
+    costs = np.ones(ticks)
+    held = np.array(residents, np.int64)
+    return Catalog(
+        rows, costs, NOTHING, NOTHING, 1.0, 0.0, 1.0, 0.0, 1.5, False, True, held, 1, True
+    )
+
+
+def test_a_gap_is_taken_and_given_back():
+    load, costs = np.full(4, 8, np.int64), np.ones(4)
+    state = State(catalog(ROW), load, costs, 16)
+    assert state.recompute(0, 1, 4, math.inf)
+    assert state.gaps() == [(0, 1, "recompute", 3)]
+    assert load.tolist() == [8, 8, 0, 8]
+    assert costs.tolist() == [1, 1, 1, 2]
+    state.give_back(8, state.dearest())
+    assert (state.gaps(), load.tolist(), costs.tolist()) == ([], [8] * 4, [1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({3: 1}, ValueError),  # its maker
+        ({4: 1}, ValueError),  # its resident
+        ({5: 4}, ValueError),  # the tick at which it is written
+        ({9: [4]}, ValueError),
+        ({10: [(1, 0)]}, ValueError),
+        ({0: "8"}, TypeError),
+    ],
+)
+def test_numbers_that_do_not_go_together(change: dict[int, Any], error: type[Exception]):
+    with pytest.raises(error):
+        catalog(tuple(change.get(k, value) for k, value in enumerate(ROW)))
+
+
+def test_arrays_of_another_kind_or_length():
+    of = catalog(ROW)
+    with pytest.raises(TypeError, match="int64"):
+        State(of, np.ones(4), np.ones(4), 16)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="one number for each tick"):
+        State(of, np.ones(3, np.int64), np.ones(4), 16)
+    with pytest.raises(TypeError, match="Catalog"):
+        State(object(), np.ones(4, np.int64), np.ones(4), 16)  # pyright: ignore[reportArgumentType]
+    state = State(of, np.full(4, 8, np.int64), np.ones(4), 16)
+    with pytest.raises(IndexError):
+        state.evict(1, 0)
+    with pytest.raises(IndexError):
+        state.evict(0, 3)
+    with pytest.raises(ValueError, match="not taken"):
+        state.give_back(8, [(0, 1)])
+    with pytest.raises(IndexError):
+        catalog(ROW, residents=(8, 0, 5))
+
+
+@pytest.mark.parametrize("name", ["llama_train.cpu", "llama_train.h200", "mlp_grad.cpu"])
+def test_with_nothing_taken_the_packing_is_that_of_the_arena(name: str):
+    machine = load_machine("h200" if name.endswith("h200") else "cpu_cxl")
+    of = problem.pose(corpus.read(name), machine, ())
+    work = Work(of)
+    known = of.arena.pack((), ()).total - of.arena.base
+    found = work.state(work.load).packed_bytes(10**15, None)
+    assert known <= found * 1.02
+    assert found <= known * 1.02
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_what_packing_takes_is_known_before_a_selection_is_written(share: float):
+    of = problem.pose(corpus.read("llama_train.h200"), load_machine("h200"), ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    for choice in work.choose(capacity)[:4]:
+        predicted = choice.taken.packed_bytes(capacity, None)
+        again = edited(of, work.edits(choice.taken))
+        found = placed(again, 10**15, None, 10**15 - of.fixed_bytes - of.arena.base - capacity)
+        assert isinstance(found, placement.Choice)
+        budget = of.fixed_bytes + of.arena.base + predicted
+        over = int(excess_of(again, found, budget).max(initial=0))
+        assert over <= 0.1 * predicted
+
+
+@given(st.floats(0.2, 1.0))
+def test_a_search_finds_the_same_each_time_and_keeps_to_the_capacity(share: float):
+    of = problem.pose(corpus.read("mlp_grad.cpu"), load_machine("cpu_cxl"), ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    terms = [(t.link_price, t.link_s) for t in work.terms()]
+    start = work.select(capacity, Terms(DEAREST, math.inf, 16))
+    if start.load.max() > capacity:
+        return
+    found = [start.copied(), start.copied()]
+    for state in found:
+        state.improve(capacity, capacity, terms, work.smallest, None, 50)
+        assert state.load.max() <= capacity
+        # The load is that of the gaps that are taken, however often they were changed.
+        assert state.costs.sum() >= of.costs.sum() * (1 - 1e-9)
+    assert found[0].all == found[1].all
+    assert (found[0].load == found[1].load).all()
