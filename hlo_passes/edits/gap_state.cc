@@ -17,8 +17,9 @@ constexpr int64_t kHoldShare = 16;
 // By which factor noise changes the price of a gap at most, as a power of e, up and down.
 constexpr double kNoise = 1.0;
 
-// By how much more of its time a step counts as slower for a packing that is twice the capacity.
-constexpr double kOver = 4.0;
+// A step counts as slower by this factor where its packing is above the capacity, and by this much
+// more where it is twice the capacity.
+constexpr double kPackedOver = 2.0, kOver = 8.0;
 
 // How often all gaps are gone through; what is computed again may hold others longer.
 constexpr int kRounds = 4;
@@ -296,8 +297,10 @@ double GapState::Score(int64_t capacity, int64_t packed, int64_t slots,
   if (!Schedule(capacity, slots, &moves)) return kInfinity;
   const double seconds = StepSeconds(moves);
   if (seconds >= enough) return seconds;
-  const auto over = static_cast<double>(std::max<int64_t>(0, PackedBytes(moves) - packed));
-  return seconds * (1 + kOver * over / static_cast<double>(std::max<int64_t>(1, capacity)));
+  const int64_t over = PackedBytes(moves) - packed;
+  if (over <= 0) return seconds;
+  const double share = static_cast<double>(over) / static_cast<double>(std::max<int64_t>(1, capacity));
+  return seconds * (kPackedOver + kOver * share);
 }
 
 std::vector<GapKey> GapState::Dearest() const {
@@ -373,7 +376,7 @@ int64_t GapState::MostLoad(Tick start, Tick end) const {
 // Runs the maker of a temporary right before `tick`.
 bool GapState::MakeAgain(int64_t n, Tick tick, int64_t depth) {
   const Temporary& t = catalog_->temporaries[n];
-  if (!t.repeatable || depth >= depth_) return false;
+  if (!t.repeatable || depth >= depth_ || tick >= ticks_) return false;
   if (RoleOf(n, tick) == Role::kNone) SetRole(n, tick, Role::kMade);
   if (SiblingsMadeAt(n, tick)) return true;
   AddCost(tick, t.maker_s);

@@ -106,7 +106,10 @@ void Check(const Catalog& catalog, int64_t ticks) {
       throw std::invalid_argument("a maker, a resident or a tick is out of range");
     }
     for (const Tick tick : t.reads) {
-      if (!is_tick(tick)) throw std::invalid_argument("a tick is out of range");
+      // What is read behind the last tick stays.
+      if (!is_tick(tick) && !(tick == ticks && t.obstacle)) {
+        throw std::invalid_argument("a tick is out of range");
+      }
     }
     for (const Operand& operand : t.operands) {
       if (operand.temporary >= count) throw std::invalid_argument("an operand is out of range");

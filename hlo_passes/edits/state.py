@@ -39,6 +39,9 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     large = [r for k, r in enumerate(arena.temporaries) if k not in arena.small]
     number = {id(r): k for k, r in enumerate(large)}
     dataflow, holders = posed.ranges.dataflow, posed.ticks.holders
+    # What is read behind the last tick is part of what the program hands back.
+    end = posed.ticks.end
+    returned = {t.number for t in temporaries if any(r.tick == end for r in t.reads)}
     rows = [
         (
             t.size,
@@ -48,7 +51,7 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
             number.get(id(holders.get(dataflow.value_at(t.handle).id)), -1),
             t.written,
             posed.costs[t.written],
-            bool(t.obstacle),
+            bool(t.obstacle) or t.number in returned,
             t.operands is not None,
             [r.tick for r in t.reads],
             [(-1 if o.temporary is None else o.temporary, o.until) for o in t.operands or ()],

@@ -14,6 +14,7 @@ what fits then, a search goes on to what is faster and still fits.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from hlo_passes.plan import Edits
 
 # Parts of the arena that are left free, one after the other; how many choices are packed each time,
 # the fastest first; and how close to the fastest of all one that fits is soon enough.
-_FREE = (0, 1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4)
+_FREE = (0, 1 / 4096, 1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4)
 _PACKED = 3
 _NEAR = 1.02
 
@@ -42,10 +43,12 @@ _IMPROVED = 2
 _LIKELY = 8
 _FAR = 1.2
 
-# How often more is taken where a packing was above the capacity, and what part of the arena is
-# left free there at least.
-_REPAIRS = 2
-_PARTS = 128
+# Where a packing was above the capacity, so often more is taken at those ticks: as many bytes as it
+# was above, and at least this part of the arena.
+_REPAIRS = (0, 1 / 128)
+
+# How many packings it takes at most to give back what need not go.
+_GIVEN_BACK = 24
 
 # How often a choice that is packed is improved, and by which factor it has to be.
 _ROUNDS = 6
@@ -79,7 +82,9 @@ def fit_with_edits(
     if best is None:
         return None
     if best.step_time_s > fastest_s * _NEAR:
-        best = best.fitting.improved(best)
+        better = best.fitting.improved(best)
+        # Where what is predicted of packing leads nowhere, the packing itself has to tell.
+        best = best.fitting.given_back(best) if better is best else better
     return best.fitted
 
 
@@ -92,6 +97,9 @@ def _first_that_packs(tried: Sequence[_Fitting]) -> tuple[_Packed | None, float]
         choices = [(c, fitting) for fitting in tried for c in fitting.choices(part)]
         if not choices:
             break  # The load cannot be brought down so far.
+        choices = [(c, fitting) for c, fitting in choices if not fitting.has_packed(c)]
+        if not choices:
+            continue
         choices.sort(key=lambda pair: pair[0].step_time_s)
         choices += [(fitting.searched(c), fitting) for c, fitting in choices[:_IMPROVED]]
         choices.sort(key=lambda pair: pair[0].step_time_s)
@@ -149,7 +157,7 @@ class _Fitting:
         return int(self._work.load.max(initial=0))
 
     def choices(self, part: float) -> list[EditChoice]:
-        """Different ways to bring the load down that were not packed yet.
+        """Different ways to bring the load down.
 
         Args:
           part: of the arena that is left free.
@@ -157,8 +165,10 @@ class _Fitting:
         free = int(part * self._capacity)
         found = self._work.choose(self._capacity, self._slots, free)
         found += self._search.rounded(free)
-        different = {choice.taken.all: choice for choice in found}
-        return [choice for taken, choice in different.items() if taken not in self._tried]
+        return list({choice.taken.all: choice for choice in found}.values())
+
+    def has_packed(self, choice: EditChoice) -> bool:
+        return choice.taken.all in self._tried
 
     def searched(self, choice: EditChoice) -> EditChoice:
         """What is found from a choice that is faster, or packed closer to the capacity."""
@@ -188,7 +198,7 @@ class _Fitting:
         """A choice if it fits when it is packed, with more taken where it does not; None where it
         does not then, or is no faster than `best`."""
         chosen, free = candidate.choice, candidate.free
-        if chosen.taken.all in self._tried:
+        if self.has_packed(chosen):
             return None
         self._tried.add(chosen.taken.all)
         found = self._packed(chosen, free)
@@ -204,13 +214,38 @@ class _Fitting:
         within, nothing = self._capacity, np.zeros_like(best.reserve)
         for _ in range(_ROUNDS):
             chosen = self._search.improved(taken, within)
-            if chosen.step_time_s * _WORTH_IT > best.step_time_s or self._search.over(chosen) > 0:
+            predicted = self._capacity + self._search.over(chosen)
+            if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
                 break
             found = self._packed(chosen, 0)
             if isinstance(found, Solution):
                 best, taken = _Packed(self, found, chosen, nothing), chosen.taken
             else:
-                within -= max(int(found.max()), self._capacity // _PARTS)
+                within = predicted - int(found.max())
+        return best
+
+    def given_back(self, best: _Packed) -> _Packed:
+        """Keeps after all what need not go, as XLA packs it: of all that is taken, of half of it,
+        and so on, the dearest first."""
+        chosen, taken = best.chosen, best.chosen.taken.copied()
+        taken.load -= best.reserve
+        nothing = np.zeros_like(best.reserve)
+        parts = deque([taken.dearest])
+        left = _GIVEN_BACK
+        while parts and left:
+            now = taken.taken
+            part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
+            less = taken.copied()
+            less.give_back(self._capacity, part)
+            if less.all == taken.all:
+                continue  # Even their load has no room.
+            left -= 1
+            found = self._packed(replace(chosen, taken=less), 0)
+            if isinstance(found, Solution) and found.choice.step_time_s <= best.step_time_s:
+                chosen = replace(chosen, taken=less, step_time_s=found.choice.step_time_s)
+                best, taken = _Packed(self, found, chosen, nothing), less
+            elif len(part) > 1:
+                parts += part[: len(part) // 2], part[len(part) // 2 :]
         return best
 
     def _repaired(self, candidate: _Candidate, excess: _Bytes, best_s: float) -> _Packed | None:
@@ -218,8 +253,8 @@ class _Fitting:
         where it does not, or where a step takes `best_s` seconds then."""
         taken = candidate.choice.taken.copied()
         reserve = np.full_like(excess, candidate.free)
-        for _ in range(_REPAIRS):
-            more = np.where(excess > 0, np.maximum(excess, self._capacity // _PARTS), 0)
+        for least in _REPAIRS:
+            more = np.where(excess > 0, np.maximum(excess, int(least * self._capacity)), 0)
             taken.load += more
             reserve += more
             complete(taken, self._capacity, self._work.smallest)
