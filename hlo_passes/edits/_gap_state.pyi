@@ -16,14 +16,15 @@ class Catalog:
         its maker and of its resident or -1, tick at which it is written, seconds of its maker,
         whether there is an obstacle, whether it can be made again, ticks at which it is read, and
         operands of its maker: a temporary or -1, and of that the tick until which it is there.
-      costs: float64[ticks], seconds of compute of each.
+      costs: float64[ticks], seconds of compute of each; in_busy, out_busy: those for which it
+        occupies either link itself.
       fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
       in_bytes_per_s, in_latency_s, out_bytes_per_s, out_latency_s: of the links.
       margin: how much slower than that a link may be.
       is_one_queue: the links share one queue.
       can_evict: temporaries can be taken away at all.
       residents: int64[3 · any]: bytes and ticks of what shares the arena with fetches.
-      alignment, in_order: how the compiler packs it; see `placing.arena`.
+      alignment, in_order, smallest, table: how the compiler packs it; see `placing.arena`.
 
     Raises:
       TypeError, ValueError, IndexError: for what does not go together.
@@ -33,6 +34,8 @@ class Catalog:
         self,
         temporaries: Sequence[tuple[object, ...]],
         costs: _Floats,
+        in_busy: _Floats,
+        out_busy: _Floats,
         fetches: _Ints,
         evictions: _Ints,
         in_bytes_per_s: float,
@@ -45,6 +48,8 @@ class Catalog:
         residents: _Ints,
         alignment: int,
         in_order: bool,
+        smallest: int,
+        table: int,
         /,
     ) -> None: ...
 

@@ -21,6 +21,12 @@ constexpr double kNoise = 1.0;
 // more where it is twice the capacity.
 constexpr double kPackedOver = 2.0, kOver = 8.0;
 
+// How much longer a search goes on where what it finds is not packed within the capacity.
+constexpr int64_t kLonger = 10;
+
+// By which share of the capacity a search brings the load below that at most.
+constexpr double kLower = 0.25;
+
 // How often all gaps are gone through; what is computed again may hold others longer.
 constexpr int kRounds = 4;
 
@@ -48,18 +54,10 @@ GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t
       costs_(costs),
       ticks_(ticks),
       depth_(depth),
+      accesses_(catalog->accesses),
       taken_(catalog->temporaries.size()),
       on_the_way_(ticks, 0),
-      most_s_(kInfinity) {
-  accesses_.reserve(catalog->temporaries.size());
-  for (const Temporary& t : catalog->temporaries) {
-    std::vector<Tick> accesses = t.reads;
-    accesses.push_back(t.written);
-    std::sort(accesses.begin(), accesses.end());
-    accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
-    accesses_.push_back(std::move(accesses));
-  }
-}
+      most_s_(kInfinity) {}
 
 GapState::GapState(const GapState& other, int64_t* load, double* costs) : GapState(other) {
   load_ = load;
@@ -169,18 +167,24 @@ void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms
                        int64_t smallest, int64_t slots, int64_t times) {
   Noise noise;
   double best = Score(capacity, packed, slots, kInfinity);
-  for (int64_t k = 0; k < times; ++k) {
+  const auto is_over = [&] { return best > StepSeconds(capacity, slots); };
+  int64_t last = 0;  // When something better was found.
+  for (int64_t k = 0; k < times || (k < kLonger * times && k < last + times && is_over()); ++k) {
     std::vector<int64_t> load(load_, load_ + ticks_);
     std::vector<double> costs(costs_, costs_ + ticks_);
     GapState other(*this, load.data(), costs.data());
     other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
     const Terms& now = terms[noise.Below(static_cast<int64_t>(terms.size()))];
-    other.Take(capacity, now, smallest, &noise);
+    // Where less is live, less is broken up.
+    const double lower = noise.Uniform() < 0.5 ? 0.0 : noise.Uniform() * kLower;
+    const auto aim = static_cast<int64_t>((1.0 - lower) * static_cast<double>(capacity));
+    other.Take(aim, now, smallest, &noise);
     other.Take(capacity, {kDearest, kInfinity}, smallest);
-    other.GiveBack(capacity, other.Dearest());
+    other.GiveBack(aim, other.Dearest());
     const double score = other.Score(capacity, packed, slots, best);
     if (score >= best) continue;
     best = score;
+    last = k;
     std::copy(load.begin(), load.end(), load_);
     std::copy(costs.begin(), costs.end(), costs_);
     accesses_ = std::move(other.accesses_);
@@ -260,7 +264,12 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
   }
   moves->clock.assign(ticks_ + 1, 0.0);
   std::partial_sum(costs_, costs_ + ticks_, moves->clock.begin() + 1);
-  const Compute compute{costs_, moves->clock.data(), load.data(), ticks_};
+  const Compute compute{costs_,
+                        moves->clock.data(),
+                        load.data(),
+                        catalog_->in_busy.data(),
+                        catalog_->out_busy.data(),
+                        ticks_};
   moves->departures = ScheduleEvictions(moves->evictions, moves->fetches, compute, capacity,
                                         traffic.out, traffic.margin);
   for (size_t n = 0; n < moves->evictions.size(); ++n) {
@@ -282,7 +291,9 @@ double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
 }
 
 double GapState::StepSeconds(const Moves& moves) const {
-  const Compute compute{costs_, moves.clock.data(), nullptr, ticks_};
+  const Compute compute{
+      costs_,  moves.clock.data(),        nullptr, catalog_->in_busy.data(),
+      catalog_->out_busy.data(), ticks_};
   const Traffic& traffic = catalog_->traffic;
   return StepTimes(moves.fetches, moves.starts, moves.evictions, moves.departures, compute,
                    traffic.in, traffic.out, traffic.is_one_queue)
@@ -334,7 +345,127 @@ void GapState::GiveBack(int64_t capacity, const std::vector<GapKey>& among) {
       CountClones();
     }
   }
+  ForgetUnread();
   undo_.clear();
+}
+
+// What was given back left clones that nobody reads, and what was held for these.
+//
+//     before   ── read ┤  (held)  ├ c ┤      ├ read ──     c was for a clone that is gone
+//     after    ── read ┤                     ├ read ──     one gap
+void GapState::ForgetUnread() {
+  std::set<GapKey> read;  // Of each piece that is read, temporary and first tick.
+  const std::map<int64_t, std::vector<Tick>> by_clones = ReadByClones(&read);
+  std::set<Tick> ticks;
+  for (const auto& [tick, roles] : clones_) ticks.insert(tick);
+  std::vector<int64_t> changed;
+  for (int64_t n = 0; n < count(); ++n) {
+    if (taken_[n].empty() && accesses_[n].size() == catalog_->accesses[n].size()) continue;
+    changed.push_back(n);
+    CountHeld(n, -1);
+  }
+  clones_.clear();
+  for (const int64_t n : changed) {
+    std::vector<Tick> accesses = catalog_->accesses[n];
+    if (const auto at = by_clones.find(n); at != by_clones.end()) {
+      accesses.insert(accesses.end(), at->second.begin(), at->second.end());
+    }
+    std::vector<Gap> gaps;
+    for (const Gap& gap : taken_[n]) {
+      if (!read.count({n, gap.end})) continue;
+      gaps.push_back(gap);
+      accesses.push_back(gap.end);
+    }
+    std::sort(accesses.begin(), accesses.end());
+    accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
+    for (Gap& gap : gaps) {
+      gap.start = *(std::lower_bound(accesses.begin(), accesses.end(), gap.end) - 1);
+    }
+    accesses_[n] = std::move(accesses);
+    taken_[n] = std::move(gaps);
+  }
+  for (const int64_t n : changed) FindRoles(n);
+  for (const int64_t n : changed) CountHeld(n, 1);
+  for (const auto& [tick, roles] : clones_) ticks.insert(tick);
+  for (const Tick tick : ticks) {
+    changed_.insert(tick);
+    costs_[tick] = catalog_->costs[tick];
+    for (const Clone& clone : ClonesBefore(tick)) {
+      costs_[tick] += catalog_->temporaries[clone.elements[0]].maker_s;
+    }
+  }
+  CountClones();
+}
+
+// At which ticks clones read each temporary, of all pieces that the program reads itself, or that
+// these clones read.
+std::map<int64_t, std::vector<Tick>> GapState::ReadByClones(std::set<GapKey>* read) const {
+  std::map<int64_t, std::vector<Tick>> found;
+  std::set<GapKey> clones;  // Maker and tick.
+  std::vector<GapKey> pending;
+  for (int64_t n = 0; n < count(); ++n) {
+    if (taken_[n].empty()) continue;
+    for (const Tick tick : catalog_->accesses[n]) pending.emplace_back(n, tick);
+  }
+  while (!pending.empty()) {
+    const auto [n, tick] = pending.back();
+    pending.pop_back();
+    const Gap* behind = nullptr;  // The piece that is there at the tick, if not the original.
+    for (const Gap& gap : taken_[n]) {
+      if (gap.end <= tick) behind = &gap;
+    }
+    if (behind == nullptr || !read->insert({n, behind->end}).second) continue;
+    const Temporary& t = catalog_->temporaries[n];
+    if (behind->action == Action::kEvict || !clones.insert({t.maker, behind->end}).second) continue;
+    for (const Operand& operand : t.operands) {
+      if (operand.temporary < 0) continue;
+      found[operand.temporary].push_back(behind->end);
+      pending.emplace_back(operand.temporary, behind->end);
+    }
+  }
+  return found;
+}
+
+bool GapState::IsOwn(int64_t n, Tick tick) const {
+  const std::vector<Tick>& own = catalog_->accesses[n];
+  return std::binary_search(own.begin(), own.end(), tick);
+}
+
+// Adds `sign` times the bytes of a temporary beyond those that it has with nothing taken.
+void GapState::CountHeld(int64_t n, int64_t sign) {
+  const int64_t size = sign * catalog_->temporaries[n].size;
+  const auto add = [&](Tick first, Tick last, int64_t bytes) {
+    for (Tick tick = first; tick <= last; ++tick) load_[tick] += bytes;
+  };
+  const std::vector<Tick>& own = catalog_->accesses[n];
+  // What is read behind the last tick is never away.
+  const auto end = [&](Tick last) { return std::min(last, ticks_ - 1); };
+  add(own.front(), end(own.back()), -size);
+  Tick first = own.front();
+  for (size_t k = 0; k <= taken_[n].size(); ++k) {
+    const Tick last = k < taken_[n].size() ? taken_[n][k].start : accesses_[n].back();
+    add(first, end(last), size);
+    if (IsPassing(n, first)) add(first, first, -size);
+    if (last != first && last < ticks_ && IsPassing(n, last)) add(last, last, -size);
+    if (k < taken_[n].size()) first = taken_[n][k].end;
+  }
+}
+
+// Finds what a temporary is to the clones that make it or are its last readers.
+void GapState::FindRoles(int64_t n) {
+  const std::vector<Gap>& gaps = taken_[n];
+  for (size_t k = 0; k <= gaps.size(); ++k) {
+    const bool is_last = k == gaps.size();
+    const Tick last = is_last ? accesses_[n].back() : gaps[k].start;
+    const bool is_made = k > 0 && gaps[k - 1].action == Action::kRecompute;
+    const bool is_passed = !IsOwn(n, last) && (is_last || gaps[k].action == Action::kRecompute);
+    if (is_made) {
+      const Tick first = gaps[k - 1].end;
+      PutRole(n, first, is_passed && first == last ? Role::kPassing : Role::kMade);
+      if (first == last) continue;
+    }
+    if (is_passed && last < ticks_) PutRole(n, last, Role::kWaiting);
+  }
 }
 
 double GapState::PriceSeconds(int64_t n, Action action) const {
@@ -441,10 +572,8 @@ bool GapState::IsPassing(int64_t n, Tick tick) const {
 void GapState::PassBy(int64_t n, Tick tick) {
   const Temporary& t = catalog_->temporaries[n];
   const Role role = RoleOf(n, tick);
-  const bool is_own =
-      tick == t.written || std::binary_search(t.reads.begin(), t.reads.end(), tick);
   const bool is_last = tick == accesses_[n].back() || IsTaken(n, tick);
-  if (is_last && !is_own && (role == Role::kMade || role == Role::kNone)) {
+  if (is_last && !IsOwn(n, tick) && (role == Role::kMade || role == Role::kNone)) {
     SetRole(n, tick, role == Role::kNone ? Role::kWaiting : Role::kPassing);
     AddLoad(tick, tick + 1, -t.size);
   }

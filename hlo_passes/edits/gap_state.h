@@ -65,7 +65,9 @@ struct Traffic {
 struct Shared {
   std::vector<Rectangle> residents;  // In ticks.
   int64_t alignment;
-  std::vector<Order> orders;
+  bool in_order;     // Offsets are given in the order of the starts.
+  int64_t smallest;  // What has fewer bytes lies elsewhere.
+  int64_t table;     // Bytes that the compiler takes for every instruction.
 };
 
 // The temporaries of a module, which are numbered in the order in which they are written.
@@ -73,10 +75,13 @@ struct Catalog {
   std::vector<Temporary> temporaries;
   Traffic traffic;
   Shared shared;
+  std::vector<std::vector<Tick>> accesses;    // Of each, its making first.
   std::vector<std::vector<int64_t>> made_by;  // The temporaries of each maker.
   std::vector<int64_t> written;  // Bytes that are first taken at each tick.
   std::vector<int64_t> fetched;  // Bytes that are fetched and read at each tick.
-  std::vector<double> clock;     // Seconds before each tick, and of all, with nothing taken.
+  std::vector<double> costs;     // Seconds of each tick with nothing taken.
+  std::vector<double> in_busy, out_busy;  // See `Compute`.
+  std::vector<double> clock;     // Those before each tick, and of all.
 };
 
 enum class Action : uint8_t { kEvict, kRecompute };
@@ -138,8 +143,8 @@ class GapState {
   // Searches for gaps with which a step takes less: some of those that are taken are given back,
   // others are taken on other terms, and what is faster is kept. A large neighbourhood search
   // (Shaw, "Using constraint programming and local search methods to solve vehicle routing
-  // problems", 1998). So many times, the same each time. What the compiler would pack above
-  // `packed` bytes counts as slower.
+  // problems", 1998). So many times, the same each time, and longer where what the compiler would
+  // pack is above `packed` bytes, which counts as slower.
   void Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms, int64_t smallest,
                int64_t slots, int64_t times);
 
@@ -154,7 +159,8 @@ class GapState {
   // Every gap that is taken, the dearest first.
   std::vector<GapKey> Dearest() const;
 
-  // Keeps those temporaries after all whose bytes are not needed to be within `capacity`.
+  // Keeps those temporaries after all whose bytes are not needed to be within `capacity`; what was
+  // made again or held for them alone no longer is.
   void GiveBack(int64_t capacity, const std::vector<GapKey>& among);
 
  private:
@@ -226,6 +232,11 @@ class GapState {
   double Score(int64_t capacity, int64_t packed, int64_t slots, double enough) const;
   bool SiblingsMadeAt(int64_t n, Tick tick) const;
   Tick SiblingTick(int64_t n, Tick start, Tick end, int64_t capacity) const;
+  void ForgetUnread();
+  std::map<int64_t, std::vector<Tick>> ReadByClones(std::set<GapKey>* read) const;
+  bool IsOwn(int64_t n, Tick tick) const;
+  void CountHeld(int64_t n, int64_t sign);
+  void FindRoles(int64_t n);
 
   void RollBack();
   void PutTaken(int64_t n, const Gap& gap);

@@ -2,6 +2,7 @@
 
 #include "../extension.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -118,19 +119,20 @@ void Check(const Catalog& catalog, int64_t ticks) {
 }
 
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs, *fetches, *evictions, *residents;
+  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents;
   Link in, out;
   double margin;
   int is_one_queue, can_evict, in_order;
-  long long alignment;
-  if (!PyArg_ParseTuple(args, "OOOOdddddppOLp", &rows, &costs, &fetches, &evictions,
-                        &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
-                        &is_one_queue, &can_evict, &residents, &alignment, &in_order)) {
+  long long alignment, smallest, table;
+  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOLpLL", &rows, &costs, &in_busy, &out_busy,
+                        &fetches, &evictions, &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
+                        &is_one_queue, &can_evict, &residents, &alignment, &in_order, &smallest, &table)) {
     return nullptr;
   }
-  Array<double> seconds;
+  Array<double> seconds, busy_in, busy_out;
   Integers fetched, evicted, resident;
-  if (!seconds.Of(costs, false) || !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
+  if (!seconds.Of(costs, false) || !busy_in.Of(in_busy, false) || !busy_out.Of(out_busy, false) ||
+      !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
       !resident.Of(residents, false)) {
     return nullptr;
   }
@@ -146,10 +148,13 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   const bool is_good = Caught([&] {
     const int64_t ticks = seconds.size();
+    if (busy_in.size() != ticks || busy_out.size() != ticks) {
+      throw std::invalid_argument("costs and busy: one a tick");
+    }
+    made->in_busy.assign(busy_in.data(), busy_in.data() + ticks);
+    made->out_busy.assign(busy_out.data(), busy_out.data() + ticks);
     Shared& shared = made->shared;
-    shared.alignment = alignment;
-    shared.orders = in_order ? std::vector<Order>{Order::kStart}
-                             : std::vector<Order>{Order::kSpatial, Order::kTemporal};
+    shared = {{}, alignment, in_order != 0, smallest, table};
     shared.residents = Rows<Rectangle>(resident, 3, [ticks](const int64_t* row) {
       if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
         throw std::out_of_range("there is no such tick");
@@ -170,7 +175,13 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
       const Temporary& t = made->temporaries[n];
       made->made_by[t.maker].push_back(n);
       made->written[t.written] += t.added;
+      std::vector<Tick> accesses = t.reads;
+      accesses.push_back(t.written);
+      std::sort(accesses.begin(), accesses.end());
+      accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
+      made->accesses.push_back(std::move(accesses));
     }
+    made->costs.assign(seconds.data(), seconds.data() + ticks);
     made->clock.assign(1, 0.0);
     for (Tick tick = 0; tick < ticks; ++tick) {
       made->clock.push_back(made->clock.back() + seconds.data()[tick]);

@@ -43,22 +43,32 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
   const Shared& shared = catalog_->shared;
   const std::vector<Temporary>& temporaries = catalog_->temporaries;
 
-  std::vector<int64_t> before(ticks_ + 1, 0);  // Instructions that stand in front of each tick's.
+  // Where each instruction of the program stands, and in front of it, in this order: what leaves and
+  // has left, comes and has come, clones.
+  std::vector<int64_t> time(ticks_ + 1), left_at(ticks_ + 1, 0), comes_at(ticks_ + 1, 0);
   std::map<Tick, std::vector<Clone>> clones;
+  std::vector<int64_t> before(ticks_ + 1, 0);
+  int64_t clone_count = 0;
   for (const auto& [tick, roles] : clones_) {
     clones[tick] = ClonesBefore(tick);
-    before[tick] += static_cast<int64_t>(clones[tick].size());
-  }
-  for (size_t k = 0; k < moves.fetches.size(); ++k) {
-    ++before[moves.starts[k]];
-    ++before[moves.fetches[k].first];
+    before[tick] = static_cast<int64_t>(clones[tick].size());
+    clone_count += before[tick];
   }
   for (const Departure& departure : moves.departures) {
-    ++before[departure.start];
-    ++before[departure.done];
+    ++left_at[departure.start];
+    ++left_at[departure.done];
   }
-  std::vector<int64_t> time(ticks_ + 1);
-  for (Tick tick = 0, now = -1; tick <= ticks_; ++tick) time[tick] = now += before[tick] + 1;
+  for (size_t k = 0; k < moves.fetches.size(); ++k) {
+    ++comes_at[moves.starts[k]];
+    ++before[moves.fetches[k].first];
+  }
+  for (Tick tick = 0, now = 0; tick <= ticks_; ++tick) {
+    left_at[tick] = now += left_at[tick];
+    const int64_t coming = comes_at[tick];
+    comes_at[tick] = now;
+    time[tick] = now += coming + before[tick];
+    ++now;
+  }
 
   // When each temporary that is made again is there, and the end of what waits for clones.
   std::map<std::pair<int64_t, Tick>, int64_t> made_at;
@@ -75,7 +85,8 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
       }
       for (const int64_t n : made[k].last_read) read_until[{n, tick}] = now + 1;
       const Temporary& t = temporaries[made[k].elements[0]];
-      if (t.beside > all - t.size) found.push_back({t.beside - (all - t.size), now, now + 1});
+      const int64_t beside = t.beside - (all - t.size);
+      if (beside > 0 && beside >= shared.smallest) found.push_back({beside, now, now + 1});
     }
   }
 
@@ -86,11 +97,11 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
   };
   std::map<int64_t, int64_t> left;  // Of what is evicted, the time at which it has gone.
   for (size_t k = 0; k < moves.evicted.size(); ++k) {
-    if (moves.evicted[k] >= 0) left[moves.evicted[k]] = time[moves.departures[k].done];
+    if (moves.evicted[k] >= 0) left[moves.evicted[k]] = left_at[moves.departures[k].done];
   }
   std::map<std::pair<int64_t, Tick>, int64_t> begun;  // Of what is fetched.
   for (size_t k = 0; k < moves.fetches.size(); ++k) {
-    const int64_t start = time[moves.starts[k]] - 1;
+    const int64_t start = comes_at[moves.starts[k]]++;
     if (moves.fetched[k] >= 0) {
       begun[{moves.fetched[k], moves.fetches[k].first}] = start;
     } else {
@@ -162,11 +173,14 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
       }
     }
   }
-  found.erase(std::remove_if(found.begin(), found.end(),
-                             [](const Rectangle& r) { return r.end <= r.start; }),
-              found.end());
+  const auto is_nothing = [](const Rectangle& r) { return r.end <= r.start; };
+  found.erase(std::remove_if(found.begin(), found.end(), is_nothing), found.end());
+  if (shared.in_order) {
+    const int64_t tables = shared.table * clone_count;
+    return tables + memplan::PackedBytes(found, shared.alignment, {Order::kStart});
+  }
   CountInEvents(&found);
-  return memplan::PackedBytes(found, shared.alignment, shared.orders);
+  return memplan::PackedBytes(found, shared.alignment, {Order::kSpatial, Order::kTemporal});
 }
 
 }  // namespace memplan

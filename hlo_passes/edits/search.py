@@ -72,9 +72,9 @@ class EditSearch:
         better.improve(capacity, within, terms, self._work.smallest, self._slots, _TIMES)
         return EditChoice(None, better, better.step_seconds(capacity, self._slots))
 
-    def over(self, choice: EditChoice) -> int:
+    def over(self, taken: EditState) -> int:
         """By how many bytes its packing is above the capacity, as far as that is known."""
-        return choice.taken.packed_bytes(self._capacity, self._slots) - self._capacity
+        return taken.packed_bytes(self._capacity, self._slots) - self._capacity
 
     def _carried_out(self, relaxation: Relaxation, likely: float, reserve: int) -> EditState:
         """Evicts, then recomputes in the order of time, what is chosen by `likely` or more."""

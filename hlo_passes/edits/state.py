@@ -62,6 +62,8 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     return Catalog(
         rows,
         posed.costs,
+        posed.in_busy,
+        posed.out_busy,
         fetch_rows(fetches(posed.movables, posed.clock, 0.0)),
         eviction_rows(posed.evictions),
         into.bytes_per_s,
@@ -74,6 +76,8 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
         np.array([(r.size, *r.live_range) for r in large], np.int64).ravel(),
         arena.alignment,
         arena.in_order,
+        arena.smallest,
+        arena.table,
     )
 
 
@@ -106,8 +110,12 @@ class EditState:
 
     def copied(self) -> EditState:
         """Returns another one with the same gaps taken."""
+        return self.with_load(0)
+
+    def with_load(self, more: int) -> EditState:
+        """Returns another one with the same gaps taken, and so many bytes more at each tick."""
         other = EditState.__new__(EditState)
-        other._become(self.load, self.costs)
+        other._become(self.load + more, self.costs)
         other._state = self._state.copied(other.load, other.costs)
         return other
 

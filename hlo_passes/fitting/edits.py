@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, work_on
-from hlo_passes.edits.greedy import complete
 from hlo_passes.edits.search import EditSearch
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.placing import placement
@@ -43,9 +42,11 @@ _IMPROVED = 2
 _LIKELY = 8
 _FAR = 1.2
 
-# Where a packing was above the capacity, so often more is taken at those ticks: as many bytes as it
-# was above, and at least this part of the arena.
-_REPAIRS = (0, 1 / 128)
+# By what part of the arena a packing may be predicted to be above it, and be tried all the same.
+_HOPELESS = 1 / 8
+
+# Where a packing was above the capacity, how often a search goes on from there.
+_REPAIRS = 2
 
 # How many packings it takes at most to give back what need not go.
 _GIVEN_BACK = 24
@@ -55,9 +56,9 @@ _ROUNDS = 6
 _WORTH_IT = 1.002
 
 # Where none of them is packed within the budget: parts of the arena that are left free, and how
-# many choices are packed that were made for far less.
+# many choices are packed that were made for far less, for each of them.
 _TIGHT = (0, 1 / 32, 1 / 16)
-_PACKED_TIGHT = 12
+_PACKED_TIGHT = 4
 
 type _Bytes = npt.NDArray[np.int64]  # One number a tick.
 
@@ -101,10 +102,10 @@ def _first_that_packs(tried: Sequence[_Fitting]) -> tuple[_Packed | None, float]
         if not choices:
             continue
         choices.sort(key=lambda pair: pair[0].step_time_s)
-        choices += [(fitting.searched(c), fitting) for c, fitting in choices[:_IMPROVED]]
-        choices.sort(key=lambda pair: pair[0].step_time_s)
         fastest_s = min(fastest_s, choices[0][0].step_time_s)
         likely = [fitting.candidate(c, part) for c, fitting in choices[:_LIKELY]]
+        likely += [fitting.searched(c, part) for c, fitting in choices[:_IMPROVED]]
+        likely = [c for c in likely if c.over <= _HOPELESS * c.fitting.capacity]
         # What is probably packed within the capacity, before what is probably not.
         likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
         for candidate in likely[:_PACKED]:
@@ -134,7 +135,7 @@ class _Packed:
     fitting: _Fitting
     fitted: Solution
     chosen: EditChoice
-    reserve: _Bytes
+    free: int
 
     @property
     def step_time_s(self) -> float:
@@ -146,9 +147,9 @@ class _Fitting:
 
     def __init__(self, posed: Problem, order: Edits, budget: int, slots: int | None) -> None:
         self._posed, self._order, self._budget, self._slots = posed, order, budget, slots
-        self._capacity = budget - posed.fixed_bytes - posed.arena.base
+        self.capacity = budget - posed.fixed_bytes - posed.arena.base
         self._work = work_on(posed)
-        self._search = EditSearch(self._work, self._capacity, slots)
+        self._search = EditSearch(self._work, self.capacity, slots)
         self._tried: set[frozenset[object]] = set()
 
     @property
@@ -162,37 +163,39 @@ class _Fitting:
         Args:
           part: of the arena that is left free.
         """
-        free = int(part * self._capacity)
-        found = self._work.choose(self._capacity, self._slots, free)
+        free = int(part * self.capacity)
+        found = self._work.choose(self.capacity, self._slots, free)
         found += self._search.rounded(free)
         return list({choice.taken.all: choice for choice in found}.values())
 
     def has_packed(self, choice: EditChoice) -> bool:
         return choice.taken.all in self._tried
 
-    def searched(self, choice: EditChoice) -> EditChoice:
-        """What is found from a choice that is faster, or packed closer to the capacity."""
-        return self._search.improved(choice.taken)
-
     def candidate(self, choice: EditChoice, part: float) -> _Candidate:
-        free = int(part * self._capacity)
-        return _Candidate(self, choice, free, max(0, self._search.over(choice)))
+        free = int(part * self.capacity)
+        return _Candidate(self, choice, free, max(0, self._search.over(choice.taken)))
+
+    def searched(self, choice: EditChoice, part: float) -> _Candidate:
+        """What a search from a choice finds that is faster, or packed closer to the capacity."""
+        return self.candidate(self._search.improved(choice.taken), part)
 
     def tight(self) -> _Packed | None:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
-            free = int(part * self._capacity)
-            choices = self._work.choose_deeper(self._capacity - free, self._slots)
-            for choice in choices[:_PACKED_TIGHT]:
-                found = self.packed_or_repaired(_Candidate(self, choice, 0, 0), None)
-                if found is not None:
-                    return found
-        for taken in self._work.lowest():
-            lowest = _Candidate(self, EditChoice(None, taken, 0.0), 0, 0)
-            found = self.packed_or_repaired(lowest, None)
+            free = int(part * self.capacity)
+            choices = self._work.choose_deeper(self.capacity - free, self._slots)
+            found = self._first_of(choices)
             if found is not None:
                 return found
-        return None
+        return self._first_of([EditChoice(None, taken, 0.0) for taken in self._work.lowest()])
+
+    def _first_of(self, choices: Sequence[EditChoice]) -> _Packed | None:
+        """The first that fits of some choices, those first of which it is most likely."""
+        likely = [self.candidate(choice, 0) for choice in choices]
+        likely = [c for c in likely if c.over <= _HOPELESS * self.capacity]
+        likely.sort(key=lambda c: (c.over, c.choice.step_time_s))
+        found = (self.packed_or_repaired(c, None) for c in likely[:_PACKED_TIGHT])
+        return next(filter(None, found), None)
 
     def packed_or_repaired(self, candidate: _Candidate, best: _Packed | None) -> _Packed | None:
         """A choice if it fits when it is packed, with more taken where it does not; None where it
@@ -203,23 +206,21 @@ class _Fitting:
         self._tried.add(chosen.taken.all)
         found = self._packed(chosen, free)
         if isinstance(found, Solution):
-            return _Packed(self, found, chosen, np.full_like(self._work.load, free))
+            return _Packed(self, found, chosen, free)
         return self._repaired(candidate, found, np.inf if best is None else best.step_time_s)
 
     def improved(self, best: _Packed) -> _Packed:
         """What a search from a choice that is packed finds that is faster and packed as well. What
         was left free for its packing may be used as far as the next one fits."""
-        taken = best.chosen.taken.copied()
-        taken.load -= best.reserve
-        within, nothing = self._capacity, np.zeros_like(best.reserve)
+        taken, within = best.chosen.taken.with_load(-best.free), self.capacity
         for _ in range(_ROUNDS):
             chosen = self._search.improved(taken, within)
-            predicted = self._capacity + self._search.over(chosen)
+            predicted = self.capacity + self._search.over(chosen.taken)
             if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
                 break
             found = self._packed(chosen, 0)
             if isinstance(found, Solution):
-                best, taken = _Packed(self, found, chosen, nothing), chosen.taken
+                best, taken = _Packed(self, found, chosen, 0), chosen.taken
             else:
                 within = predicted - int(found.max())
         return best
@@ -227,45 +228,40 @@ class _Fitting:
     def given_back(self, best: _Packed) -> _Packed:
         """Keeps after all what need not go, as XLA packs it: of all that is taken, of half of it,
         and so on, the dearest first."""
-        chosen, taken = best.chosen, best.chosen.taken.copied()
-        taken.load -= best.reserve
-        nothing = np.zeros_like(best.reserve)
+        chosen, taken = best.chosen, best.chosen.taken.with_load(-best.free)
         parts = deque([taken.dearest])
         left = _GIVEN_BACK
         while parts and left:
             now = taken.taken
             part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
             less = taken.copied()
-            less.give_back(self._capacity, part)
-            if less.all == taken.all:
-                continue  # Even their load has no room.
+            less.give_back(self.capacity, part)
+            if less.all == taken.all or self._search.over(less) > _HOPELESS * self.capacity:
+                continue  # Even their load has no room, or their packing.
             left -= 1
             found = self._packed(replace(chosen, taken=less), 0)
             if isinstance(found, Solution) and found.choice.step_time_s <= best.step_time_s:
                 chosen = replace(chosen, taken=less, step_time_s=found.choice.step_time_s)
-                best, taken = _Packed(self, found, chosen, nothing), less
+                best, taken = _Packed(self, found, chosen, 0), less
             elif len(part) > 1:
                 parts += part[: len(part) // 2], part[len(part) // 2 :]
         return best
 
     def _repaired(self, candidate: _Candidate, excess: _Bytes, best_s: float) -> _Packed | None:
-        """The same gaps, and more where the packing is above the capacity, until it fits; None
-        where it does not, or where a step takes `best_s` seconds then."""
-        taken = candidate.choice.taken.copied()
-        reserve = np.full_like(excess, candidate.free)
-        for least in _REPAIRS:
-            more = np.where(excess > 0, np.maximum(excess, int(least * self._capacity)), 0)
-            taken.load += more
-            reserve += more
-            complete(taken, self._capacity, self._work.smallest)
-            seconds = taken.step_seconds(self._capacity, self._slots)
-            if not more.any() or seconds >= best_s:
+        """What a search from a choice that does not fit finds, once it is known by how much its
+        packing was not what was predicted; None where that is not packed within the capacity
+        either, or a step takes `best_s` seconds then."""
+        taken, free = candidate.choice.taken, candidate.free
+        for _ in range(_REPAIRS):
+            wrong = int(excess.max()) - self._search.over(taken)
+            chosen = self._search.improved(taken, self.capacity - max(0, wrong))
+            if self.has_packed(chosen) or chosen.step_time_s >= best_s:
                 return None
-            repaired = EditChoice(candidate.choice.terms, taken.copied(), seconds)
-            found = self._packed(repaired, candidate.free)
+            self._tried.add(chosen.taken.all)
+            found = self._packed(chosen, free)
             if isinstance(found, Solution):
-                return _Packed(self, found, repaired, reserve)
-            excess = found
+                return _Packed(self, found, chosen, free)
+            taken, excess = chosen.taken, found
         return None
 
     def _packed(self, chosen: EditChoice, free: int) -> Solution | _Bytes:
@@ -280,7 +276,7 @@ class _Fitting:
         if not isinstance(choice, placement.Choice):
             return before_edits(self._posed, again, choice)
         done = replace(edits, order=self._order.order)
-        decisions = self._work.decisions(chosen.taken, self._capacity)
+        decisions = self._work.decisions(chosen.taken, self.capacity)
         return Solution(again, choice, done, self._posed, decisions)
 
 

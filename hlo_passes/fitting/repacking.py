@@ -22,20 +22,18 @@ def excess_of(posed: Problem, choice: Choice, budget: int) -> npt.NDArray[np.int
     """Returns int64[ticks]: by how many bytes what is live lies above the budget as XLA packs it;
     all 0 where it comes within `budget`.
 
-    XLA:GPU packs by the length of lives, in instructions of the module as it will be, XLA:TPU as
-    things come there; and a slightly other length, or another first of two, can be another
-    packing: of plans with some dozen evictions for GPU one in three took up to a fifth more than
-    it did when it was packed by ticks. So the module is written and packed once more. Not so on
-    CPU, where no transfer is an instruction of its own; nor on TPU where nothing is evicted: the
-    words of copies, which XLA:TPU moves out of this memory later, would be all that is found.
+    XLA:GPU packs by the length of lives, in instructions of the module as it will be, and a
+    slightly other length can be another packing: of plans with some dozen evictions one in three
+    took up to a fifth more than it did when it was packed by ticks. So the module is written and
+    packed once more. XLA:TPU packs as things come, which ticks tell as well; and on CPU no transfer
+    is an instruction of its own.
     """
     excess = np.zeros(posed.ticks.end, np.int64)
-    platform = posed.machine.platform
-    if platform == "cpu" or (platform == "tpu" and not posed.evictions):
+    if posed.machine.platform != "gpu":
         return excess
     module = move_copies(posed.module, issue(posed, choice))
     ranges = compute_live_ranges(analyze_dataflow(module))
-    usage = measure_memory(ranges, platform)
+    usage = measure_memory(ranges, "gpu")
     over = usage.total_bytes - budget
     if over <= 0:
         return excess

@@ -50,7 +50,8 @@ class Arena:
       machine: whose compiler packs.
       temporaries: in the order of the plan's slots.
       small: offsets of those among them that lie in the base, by their index.
-      base: bytes that are taken whatever is fetched, `tables` of them by the compiler.
+      base: bytes that are taken whatever is fetched, `tables` of them by the compiler, of which
+        each instruction more takes `table`.
       load: int64[ticks], bytes of the other temporaries, which share the rest with fetches.
       in_order: offsets are given in the order of the starts.
     """
@@ -60,6 +61,7 @@ class Arena:
     small: dict[int, int]
     base: int
     tables: int
+    table: int
     load: npt.NDArray[np.int64]
     in_order: bool
 
@@ -80,8 +82,9 @@ class Arena:
         in_order = machine.platform == "tpu"
         small: dict[int, int] = {}
         base = tables or 0
+        table = _TPU_TABLE_BYTES if in_order and tables is None else 0
         if in_order and tables is None:
-            base = tables = _TPU_TABLE_BYTES * ticks
+            base = tables = table * ticks
             indices = [k for k, t in enumerate(temporaries) if t.size < _SMALL_TEMPORARY]
             packing = assign_offsets(
                 [temporaries[k].size for k in indices],
@@ -92,7 +95,7 @@ class Arena:
             small = {k: base + o for k, o in zip(indices, packing.offsets, strict=True)}
             base += -(-packing.total // _ROW_BYTES) * _ROW_BYTES
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
-        return cls(machine, temporaries, small, base, tables or 0, load, in_order)
+        return cls(machine, temporaries, small, base, tables or 0, table, load, in_order)
 
     def until(self, ends: Mapping[str, LogicalTime]) -> Arena:
         """Returns the arena with some of its temporaries, by name, held longer."""

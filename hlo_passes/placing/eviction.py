@@ -34,6 +34,7 @@ def schedule_evictions(
     load: npt.NDArray[np.int64],
     capacity: int,
     costs: npt.NDArray[np.float64],
+    busy: npt.NDArray[np.float64],
     link: Link,
 ) -> list[Departure]:
     """Chooses the ticks of each eviction.
@@ -44,7 +45,8 @@ def schedule_evictions(
         it is read, if not longer.
       load: int64[ticks], bytes of temporaries, each evicted one until `free`.
       capacity: bytes of the arena that holds all of these.
-      costs: float64[ticks], seconds of compute.
+      costs: float64[ticks], seconds of compute; busy: those for which that moves bytes on
+        `link` itself.
       link: away from the device.
 
     O(ticks + evictions + fetches).
@@ -54,6 +56,7 @@ def schedule_evictions(
         fetch_rows(fetches),
         load,
         costs,
+        busy,
         capacity,
         link.bytes_per_s,
         link.latency_s,

@@ -23,25 +23,27 @@ PyObject* List(const std::vector<Element>& elements, Make&& make) {
 }
 
 PyObject* PyEvictions(PyObject*, PyObject* args) {
-  PyObject* of[4];
+  PyObject* of[5];
   long long capacity;
   Link link;
   double margin;
-  if (!PyArg_ParseTuple(args, "OOOOLddd", &of[0], &of[1], &of[2], &of[3], &capacity,
+  if (!PyArg_ParseTuple(args, "OOOOOLddd", &of[0], &of[1], &of[2], &of[3], &of[4], &capacity,
                         &link.bytes_per_s, &link.latency_s, &margin)) {
     return nullptr;
   }
   Integers evictions, fetches, load;
-  Floats costs;
+  Floats costs, busy;
   if (!evictions.Of(of[0], false) || !fetches.Of(of[1], false) || !load.Of(of[2], false) ||
-      !costs.Of(of[3], false)) {
+      !costs.Of(of[3], false) || !busy.Of(of[4], false)) {
     return nullptr;
   }
   std::vector<Departure> found;
   const bool is_good = Caught([&] {
     const Tick ticks = load.size();
-    if (costs.size() != ticks) throw std::invalid_argument("load and costs: one a tick");
-    const Compute compute{costs.data(), nullptr, load.data(), ticks};
+    if (costs.size() != ticks || busy.size() != ticks) {
+      throw std::invalid_argument("load, costs and busy: one a tick");
+    }
+    const Compute compute{costs.data(), nullptr, load.data(), nullptr, busy.data(), ticks};
     const std::vector<Eviction> leaving = Evictions(evictions, ticks);
     const auto count = static_cast<int64_t>(leaving.size());
     found = ScheduleEvictions(leaving, Fetches(fetches, ticks, count), compute, capacity, link,
@@ -54,25 +56,27 @@ PyObject* PyEvictions(PyObject*, PyObject* args) {
 }
 
 PyObject* PyStarts(PyObject*, PyObject* args) {
-  PyObject* of[4];
+  PyObject* of[5];
   long long capacity, slots, ring_alignment;
   Link link;
   double margin;
-  if (!PyArg_ParseTuple(args, "OOOOLdddLL", &of[0], &of[1], &of[2], &of[3], &capacity,
-                        &link.bytes_per_s, &link.latency_s, &margin, &slots, &ring_alignment)) {
+  if (!PyArg_ParseTuple(args, "OOOOOLdddLL", &of[0], &of[1], &of[2], &of[3], &of[4],
+                        &capacity, &link.bytes_per_s, &link.latency_s, &margin, &slots, &ring_alignment)) {
     return nullptr;
   }
   Integers fetches, departures, load;
-  Floats clock;
+  Floats clock, busy;
   if (!fetches.Of(of[0], false) || !departures.Of(of[1], false) || !load.Of(of[2], false) ||
-      !clock.Of(of[3], false)) {
+      !clock.Of(of[3], false) || !busy.Of(of[4], false)) {
     return nullptr;
   }
   Starts found;
   const bool is_good = Caught([&] {
     const Tick ticks = load.size();
-    if (clock.size() != ticks + 1) throw std::invalid_argument("clock: one more than ticks");
-    const Compute compute{nullptr, clock.data(), load.data(), ticks};
+    if (clock.size() != ticks + 1 || busy.size() != ticks) {
+      throw std::invalid_argument("clock: one more than ticks; busy: one a tick");
+    }
+    const Compute compute{nullptr, clock.data(), load.data(), busy.data(), nullptr, ticks};
     const std::vector<Departure> left = Departures(departures, ticks);
     const int64_t count = left.empty() ? INT64_MAX : static_cast<int64_t>(left.size());
     found = ScheduleStarts(Fetches(fetches, ticks, count), left, compute, capacity, link, margin,
@@ -86,25 +90,29 @@ PyObject* PyStarts(PyObject*, PyObject* args) {
 }
 
 PyObject* PyTimes(PyObject*, PyObject* args) {
-  PyObject* of[5];
+  PyObject* of[7];
   Link in, out;
   int is_one_queue;
-  if (!PyArg_ParseTuple(args, "OOOOOddddp", &of[0], &of[1], &of[2], &of[3], &of[4],
-                        &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s,
+  if (!PyArg_ParseTuple(args, "OOOOOOOddddp", &of[0], &of[1], &of[2], &of[3], &of[4], &of[5],
+                        &of[6], &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s,
                         &is_one_queue)) {
     return nullptr;
   }
   Integers fetches, starts, evictions, departures;
-  Floats clock;
+  Floats clock, in_busy, out_busy;
   if (!fetches.Of(of[0], false) || !starts.Of(of[1], false) || !evictions.Of(of[2], false) ||
-      !departures.Of(of[3], false) || !clock.Of(of[4], false)) {
+      !departures.Of(of[3], false) || !clock.Of(of[4], false) || !in_busy.Of(of[5], false) ||
+      !out_busy.Of(of[6], false)) {
     return nullptr;
   }
   Times found;
   const bool is_good = Caught([&] {
     const Tick ticks = clock.size() - 1;
-    if (ticks < 0) throw std::invalid_argument("clock: one more than ticks");
-    const Compute compute{nullptr, clock.data(), nullptr, ticks};
+    if (ticks < 0 || in_busy.size() != ticks || out_busy.size() != ticks) {
+      throw std::invalid_argument("clock: one more than ticks; busy: one a tick");
+    }
+    const Compute compute{nullptr,        clock.data(),    nullptr,
+                          in_busy.data(), out_busy.data(), ticks};
     const std::vector<Eviction> leaving = Evictions(evictions, ticks);
     const std::vector<Fetch> coming =
         Fetches(fetches, ticks, static_cast<int64_t>(leaving.size()));

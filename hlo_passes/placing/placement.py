@@ -339,6 +339,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             arena.load,
             attempt.capacity,
             problem.costs,
+            problem.out_busy,
             problem.link_out,
         )
         fetched = problem.fetched_until(fetched, departures)
@@ -352,6 +353,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             load,
             attempt.capacity,
             problem.clock,
+            problem.in_busy,
             problem.link,
             slots,
             departures=departures,
@@ -425,6 +427,8 @@ def _times(
             eviction_rows(problem.evictions),
             np.array(departures, np.int64).ravel(),
             problem.clock,
+            problem.in_busy,
+            problem.out_busy,
             into.bytes_per_s,
             into.latency_s,
             out.bytes_per_s,

@@ -94,6 +94,7 @@ def schedule_starts(
     load: npt.NDArray[np.int64],
     capacity: int,
     clock: npt.NDArray[np.float64],
+    busy: npt.NDArray[np.float64],
     link: Link,
     slots: int | None = None,
     *,
@@ -107,6 +108,7 @@ def schedule_starts(
       load: int64[ticks], bytes of other temporaries live at each tick.
       capacity: bytes of the arena that holds both.
       clock: float64[ticks + 1], seconds of compute before each tick.
+      busy: float64[ticks], seconds for which that moves bytes on `link` itself.
       link: what the fetches travel on.
       slots: at most so many fetches hold bytes at any tick; None for no such limit.
       departures: of each eviction the ticks at which it is issued and waited for; what it took
@@ -128,6 +130,7 @@ def schedule_starts(
         np.array(departures, np.int64).ravel(),
         load,
         clock,
+        busy,
         capacity,
         link.bytes_per_s,
         link.latency_s,

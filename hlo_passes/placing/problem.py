@@ -30,7 +30,7 @@ from hlo_passes.placing.prefetch import Fetch
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.loop_floor import floor_costs, link_floor_s
+from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
 from hlo_passes.simulator.timeline import queue_of
 
 
@@ -107,6 +107,8 @@ class Problem:
       load: int64[ticks], bytes of temporaries; clock: float64[ticks + 1], seconds of
         compute before each tick; costs: float64[ticks], seconds of each. A loop that moves
         bytes takes no less than they do.
+      in_busy, out_busy: float64[ticks], seconds for which such a loop occupies `link`, and the
+        one away from the device; of one queue for both each has all.
       movables: in the order of their first read; `evictions` in that of their definition.
       boundary: device bytes of what goes in and comes out.
       link: from the host tier to the device's.
@@ -123,6 +125,8 @@ class Problem:
     load: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     clock: npt.NDArray[np.float64]
+    in_busy: npt.NDArray[np.float64]
+    out_busy: npt.NDArray[np.float64]
     movables: tuple[Movable, ...]
     evictions: tuple[Evicted, ...]
     link: Link
@@ -238,6 +242,10 @@ def pose(
         on_host |= {m.parameter for m in movables}
         on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
     link = host_link(machine)
+    in_busy, out_busy = (
+        busy_s(module, machine, queue_of(of), ticks.instructions)
+        for of in (link, machine.link(link.destination, link.source))
+    )
     return Problem(
         module,
         machine,
@@ -248,6 +256,8 @@ def pose(
         live_load(temporaries, ticks.end),
         costs,
         np.concatenate([[0.0], np.cumsum(costs)]),
+        in_busy,
+        out_busy,
         tuple(movables),
         evictions,
         link,

@@ -13,17 +13,21 @@ double Seconds(int64_t size, const Link& link, double margin) {
 }
 
 // The latest start ticks with which every fetch is done at its first read, if the link does
-// nothing else and is `margin` times slower than it says.
+// nothing but what compute asks of it, and is `margin` times slower than it says.
 std::vector<Tick> JustInTime(const std::vector<Fetch>& fetches, const Compute& compute,
                              const Link& link, double margin) {
   std::vector<Tick> latest(fetches.size());
+  std::vector<double> idle(compute.ticks + 1);  // Seconds before each tick that the link has free.
+  double busy = 0;
+  for (Tick tick = 0; tick <= compute.ticks; ++tick) {
+    idle[tick] = compute.clock[tick] - busy;
+    if (tick < compute.ticks) busy += compute.in_busy[tick];
+  }
   double deadline = std::numeric_limits<double>::infinity();
-  const double* end = compute.clock + compute.ticks + 1;
   for (size_t i = fetches.size(); i-- > 0;) {
-    deadline = std::min(deadline, compute.clock[fetches[i].first]) -
-               Seconds(fetches[i].size, link, margin);
-    const double* behind = std::upper_bound(compute.clock, end, deadline - link.latency_s);
-    latest[i] = std::max<Tick>(0, behind - compute.clock - 1);
+    deadline = std::min(deadline, idle[fetches[i].first]) - Seconds(fetches[i].size, link, margin);
+    const auto behind = std::upper_bound(idle.begin(), idle.end(), deadline - link.latency_s);
+    latest[i] = std::max<Tick>(0, behind - idle.begin() - 1);
   }
   return latest;
 }
@@ -131,7 +135,9 @@ std::vector<Departure> ScheduleEvictions(const std::vector<Eviction>& evictions,
       }
     }
     waiting.resize(still);
-    if (tick < ticks) now += compute.costs[tick];
+    if (tick == ticks) break;
+    if (compute.out_busy[tick] > 0) link_free = std::max(link_free, now) + compute.out_busy[tick];
+    now += compute.costs[tick];
   }
   return departures;
 }
@@ -194,8 +200,8 @@ Times StepTimes(const std::vector<Fetch>& fetches, const std::vector<Tick>& star
                 const std::vector<Eviction>& evictions, const std::vector<Departure>& departures,
                 const Compute& compute, const Link& in, const Link& out, bool is_one_queue) {
   // Starts come before dones of the same tick; evictions, which may be waited for by a fetch,
-  // before both.
-  enum Kind { kLeaves, kLeft, kComes, kCame };
+  // before both; what moves bytes itself then runs.
+  enum Kind { kLeaves, kLeft, kComes, kCame, kRuns };
   std::vector<std::tuple<Tick, Kind, size_t>> events;
   for (size_t i = 0; i < fetches.size(); ++i) {
     events.emplace_back(starts[i], kComes, i);
@@ -204,6 +210,11 @@ Times StepTimes(const std::vector<Fetch>& fetches, const std::vector<Tick>& star
   for (size_t i = 0; i < departures.size(); ++i) {
     events.emplace_back(departures[i].start, kLeaves, i);
     events.emplace_back(departures[i].done, kLeft, i);
+  }
+  for (Tick tick = 0; tick < compute.ticks; ++tick) {
+    if (compute.in_busy[tick] > 0 || compute.out_busy[tick] > 0) {
+      events.emplace_back(tick, kRuns, 0);
+    }
   }
   std::sort(events.begin(), events.end());
   Times found;
@@ -224,6 +235,18 @@ Times StepTimes(const std::vector<Fetch>& fetches, const std::vector<Tick>& star
       // The latency of a queued transfer passes while the one before it moves.
       found.begins[i] = std::max(free_in, now + in.latency_s);
       free_in = came[i] = found.begins[i] + Seconds(fetches[i].size, in, 1.0);
+    } else if (kind == kRuns) {
+      // Its transfers stand behind those that are under way.
+      const double end = now + compute.clock[tick + 1] - compute.clock[tick];
+      const auto over = [&](double busy, double* free) {
+        if (busy <= 0) return 0.0;
+        *free = std::max(*free, now) + busy;
+        return std::max(0.0, *free - end);
+      };
+      const double wait = std::max(over(compute.in_busy[tick], &free_in),
+                                   is_one_queue ? 0.0 : over(compute.out_busy[tick], &free_out));
+      stall += wait;
+      waited[tick + 1] += wait;
     } else {
       const double begin = std::max(queue_out, now + out.latency_s);
       queue_out = left[i] = begin + Seconds(evictions[i].size, out, 1.0);

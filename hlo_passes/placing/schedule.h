@@ -34,12 +34,15 @@ struct Departure {
   Tick start, done;
 };
 
-// A schedule of the compute: seconds of each tick, before each tick and of all, and bytes that are
-// there at each.
+// A schedule of the compute: seconds of each tick, before each tick and of all; bytes that are
+// there at each; and seconds for which what runs there occupies either link itself, no more than
+// its own.
 struct Compute {
   const double* costs;
   const double* clock;
   const int64_t* load;
+  const double* in_busy;
+  const double* out_busy;
   int64_t ticks;
 };
 

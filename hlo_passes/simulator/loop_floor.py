@@ -11,7 +11,10 @@ compute nor before its transfers. What else uses the link can only add to that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.moves import Move, moves
@@ -43,6 +46,15 @@ def link_floor_s(module: Module, machine: Machine) -> Mapping[Direction, float]:
     copies = (*host_copies(module), *evicted_copies(module), *stored_copies(module))
     managed = {copy.start.id for copy in copies if copy.start is not None}
     return _Floors(module, machine, {}).within(module.entry, managed)
+
+
+def busy_s(
+    module: Module, machine: Machine, queue: Direction, instructions: Sequence[Instruction]
+) -> npt.NDArray[np.float64]:
+    """Returns float64[instructions], the seconds for which each keeps a queue of the links busy
+    with what the computations that it runs move."""
+    floors = _Floors(module, machine, {})
+    return np.array([floors.queued_s(i).get(queue, 0.0) for i in instructions], np.float64)
 
 
 class _Floors:

@@ -271,7 +271,7 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
     assert bound <= improved.step_time_s * (1 + 1e-9)
     # What is faster, or what is packed in fewer bytes.
     slower = improved.step_time_s > choices[0].step_time_s
-    assert not slower or search.over(improved) < search.over(choices[0])
+    assert not slower or search.over(improved.taken) < search.over(choices[0].taken)
     again = search.improved(choices[0].taken)
     assert again.taken.all == improved.taken.all
 
@@ -304,6 +304,20 @@ def test_what_is_made_again_takes_no_more_than_was_counted(
     verify.verify_equivalent(program.original, module)
     again = problem.pose(module, NO_LINK, ())
     assert (before_edits(of, again, Work(again).load) <= taken.load).all()
+
+
+@given(edited(), st.floats(0, 1), st.integers(0, 40))
+def test_nothing_is_counted_that_is_not_written(program: Edited, share: float, times: int):
+    """Clones of what was given back are gone, and what was held for them."""
+    of = problem.pose(program.original, NO_LINK, ())
+    work = Work(of)
+    capacity = int(share * work.load.max())
+    taken = work.select(capacity, Terms(DEAREST, math.inf, 16))
+    terms = [(t.link_price, t.link_s) for t in work.terms()]
+    taken.improve(capacity, capacity, terms, work.smallest, None, times)
+    taken.give_back(max(capacity, int(taken.load.max())))
+    again = problem.pose(edits.apply(program.original, work.edits(taken)), NO_LINK, ())
+    assert taken.costs.sum() == pytest.approx(again.costs.sum())
 
 
 def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():

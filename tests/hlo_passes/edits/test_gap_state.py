@@ -24,10 +24,27 @@ ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)])
 
 
 def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) -> Catalog:
-    costs = np.ones(ticks)
+    costs, idle = np.ones(ticks), np.zeros(ticks)
     held = np.array(residents, np.int64)
     return Catalog(
-        rows, costs, NOTHING, NOTHING, 1.0, 0.0, 1.0, 0.0, 1.5, False, True, held, 1, True
+        rows,
+        costs,
+        idle,
+        idle,
+        NOTHING,
+        NOTHING,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+        1.5,
+        False,
+        True,
+        held,
+        1,
+        True,
+        0,
+        0,
     )
 
 

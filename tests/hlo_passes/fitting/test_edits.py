@@ -113,14 +113,14 @@ def test_the_excess_is_known_wherever_parameters_stand():
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_each_compiler_packs_in_its_own_order(platform: Target):
+def test_only_what_depends_on_the_instructions_is_packed_once_more(platform: Target):
     evicted = Edits(evictions=(Eviction("a", "d", (Refetch("g", ("g",)),)),))
     of = edited(problem.pose(entry(BODY), replace(FAST, platform=platform), ()), evicted)
     choice = placement.fit(of, frozenset(), 10**9)
     assert choice is not None
     taken = memory_usage(move_copies(of.module, issue(of, choice)), platform).total_bytes
     assert not excess_of(of, choice, taken).any()
-    assert int(excess_of(of, choice, taken - 1).max()) == 1
+    assert int(excess_of(of, choice, taken - 1).max()) == (platform == "gpu")
 
 
 def test_what_aims_lower_fits_where_nothing_else_does():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlo_passes.memory.assignment import assign_offsets
+from hlo_passes.placing import _schedule
 from hlo_passes.placing.prefetch import DoesNotFit, Fetch, least_capacity, schedule_starts
 from hlo_passes.plan import LiveRange
 from tests.hlo_passes.toys import link
@@ -25,6 +26,11 @@ def seconds(ticks: int) -> np.ndarray:
     return np.arange(ticks + 1, dtype=float)
 
 
+def idle(ticks: int) -> np.ndarray:
+    """Compute that leaves the link alone."""
+    return np.zeros(ticks)
+
+
 def load(*sizes: int) -> np.ndarray:
     return np.array(sizes, np.int64)
 
@@ -39,8 +45,46 @@ def test_capacity_decides():
     c 6                  ════[read)    not at 2: b's 4 and the temporary's 4
     """
     fetches = [fetch("a", 6, 1, 2), fetch("b", 4, 2, 3), fetch("c", 6, 4, 5)]
-    starts = schedule_starts(fetches, load(0, 0, 4, 0, 0), 10, seconds(5), SLOW)
+    starts = schedule_starts(fetches, load(0, 0, 4, 0, 0), 10, seconds(5), idle(5), SLOW)
     assert starts == [0, 0, 3]
+
+
+def test_what_moves_bytes_itself_takes_the_link():
+    """As in `test_link_decides`, but what runs from tick 4 on occupies the link for two seconds.
+
+    tick  0    1    2    3    4    5    6    7    8
+    link  ├─────── a ──────►├ b ►├ runs ──►├ b ─►│        starts 0 and 3
+    """
+    fetches = [fetch("a", 20, 8, 9), fetch("b", 20, 8, 9)]
+    busy = np.array([0, 0, 0, 0, 1, 1, 0, 0, 0], float)
+    toy = link("host", "hbm")
+    assert schedule_starts(fetches, load(*[0] * 9), 100, seconds(9), busy, toy) == [0, 3]
+
+
+def test_what_runs_waits_for_the_link_and_others_for_it():
+    """A loop of four seconds, for three of which the link is its own, behind a fetch of three
+    seconds; then one of two, which b reads.
+
+    second   0    1    2    3    4    5    6    7    8    9
+    compute  │ a  │ loop ──────────────────│         │ b  │
+    link     ├──── fetch ──►├──── loop ───►├─ next ─►│
+    """
+    rows = np.array([30, 2, 3, -1, 20, 2, 3, -1])
+    clock = np.array([0, 1, 5, 6], float)
+    none, idle_s, own = np.zeros(0, np.int64), np.zeros(3), np.array([0, 3, 0], float)
+    links = 10.0, 0.0, 10.0, 0.0
+
+    def step_s(in_busy: np.ndarray, out_busy: np.ndarray, *, is_one_queue: bool = False) -> float:
+        starts = np.array([0, 2])
+        times = _schedule.step_times(
+            rows, starts, none, none, clock, in_busy, out_busy, *links, is_one_queue
+        )
+        return times[0]
+
+    assert step_s(idle_s, idle_s) == 8  # The loop ends at 5.
+    assert step_s(own, idle_s) == 9
+    assert step_s(idle_s, own) == 8
+    assert step_s(own, own, is_one_queue=True) == 9
 
 
 def test_link_decides():
@@ -53,9 +97,9 @@ def test_link_decides():
     """
     fetches = [fetch("a", 20, 8, 9), fetch("b", 20, 8, 9)]
     toy = link("host", "hbm")
-    assert schedule_starts(fetches, load(*[0] * 9), 100, seconds(9), toy) == [2, 5]
+    assert schedule_starts(fetches, load(*[0] * 9), 100, seconds(9), idle(9), toy) == [2, 5]
     late = link("host", "hbm", latency_s=1.5)
-    assert schedule_starts(fetches, load(*[0] * 9), 100, seconds(9), late) == [0, 3]
+    assert schedule_starts(fetches, load(*[0] * 9), 100, seconds(9), idle(9), late) == [0, 3]
 
 
 def test_slots_decide():
@@ -68,11 +112,11 @@ def test_slots_decide():
     """
     fetches = [fetch(n, 1, t, t + 1) for n, t in (("a", 1), ("b", 2), ("c", 3))]
     for slots, expected in ((None, [0, 0, 0]), (3, [0, 0, 0]), (2, [0, 0, 2]), (1, [0, 2, 3])):
-        found = schedule_starts(fetches, load(*[0] * 5), 100, seconds(5), SLOW, slots)
+        found = schedule_starts(fetches, load(*[0] * 5), 100, seconds(5), idle(5), SLOW, slots)
         assert found == expected, slots
     together = [fetch("a", 1, 1, 2), fetch("b", 1, 1, 2)]
     with pytest.raises(DoesNotFit):
-        schedule_starts(together, load(0, 0, 0), 100, seconds(3), SLOW, 1)
+        schedule_starts(together, load(0, 0, 0), 100, seconds(3), idle(3), SLOW, 1)
 
 
 def test_a_ring_needs_one_gap():
@@ -90,28 +134,28 @@ def test_a_ring_needs_one_gap():
         fetch("d", 5, 5, 6),
     ]
     ticks = load(*[0] * 6)
-    assert schedule_starts(fetches, ticks, 10, seconds(6), SLOW) == [0, 0, 0, 3]
-    ring = schedule_starts(fetches, ticks, 10, seconds(6), SLOW, ring_alignment=1)
+    assert schedule_starts(fetches, ticks, 10, seconds(6), idle(6), SLOW) == [0, 0, 0, 3]
+    ring = schedule_starts(fetches, ticks, 10, seconds(6), idle(6), SLOW, ring_alignment=1)
     assert ring == [0, 0, 0, 4]
 
 
 def test_a_ring_is_aligned():
     fetches = [fetch("a", 3, 1, 3), fetch("b", 3, 2, 3)]
     ticks = load(0, 0, 0)
-    assert schedule_starts(fetches, ticks, 7, seconds(3), SLOW, ring_alignment=4) == [0, 0]
+    assert schedule_starts(fetches, ticks, 7, seconds(3), idle(3), SLOW, ring_alignment=4) == [0, 0]
     with pytest.raises(DoesNotFit):
-        schedule_starts(fetches, ticks, 6, seconds(3), SLOW, ring_alignment=4)
+        schedule_starts(fetches, ticks, 6, seconds(3), idle(3), SLOW, ring_alignment=4)
 
 
 def test_nothing_to_fetch():
-    assert schedule_starts([], load(3), 2, seconds(1), SLOW) == []
+    assert schedule_starts([], load(3), 2, seconds(1), idle(1), SLOW) == []
     assert least_capacity([], load(3, 5)) == (5, 1)
     assert least_capacity([], load()) == (0, 0)
 
 
 def test_what_does_not_fit_names_its_tick():
     with pytest.raises(DoesNotFit) as refused:
-        schedule_starts([fetch("a", 6, 1, 3)], load(0, 1, 5), 10, seconds(3), FAST)
+        schedule_starts([fetch("a", 6, 1, 3)], load(0, 1, 5), 10, seconds(3), idle(3), FAST)
     assert (refused.value.tick, refused.value.bytes_needed) == (2, 11)
 
 
@@ -159,9 +203,11 @@ def test_a_schedule_exists_from_the_least_capacity_on(
     capacity = least_capacity(fetches, ticks)[0] + more
     if more < 0 and fetches and capacity >= ticks.max():
         with pytest.raises(DoesNotFit):
-            schedule_starts(fetches, ticks, capacity, clock, link("host", "hbm"))
+            schedule_starts(fetches, ticks, capacity, clock, idle(len(ticks)), link("host", "hbm"))
     if more >= 0:
-        starts = schedule_starts(fetches, ticks, capacity, clock, link("host", "hbm"))
+        starts = schedule_starts(
+            fetches, ticks, capacity, clock, idle(len(ticks)), link("host", "hbm")
+        )
         assert max(used(fetches, starts, ticks)) <= capacity
 
 
@@ -179,7 +225,7 @@ def test_what_holds_of_every_schedule(
     alignment = 2 if is_ring else None
     try:
         starts = schedule_starts(
-            fetches, ticks, capacity, clock, toy, slots, ring_alignment=alignment
+            fetches, ticks, capacity, clock, idle(len(ticks)), toy, slots, ring_alignment=alignment
         )
     except DoesNotFit:
         assert is_ring or slots is not None
@@ -215,6 +261,6 @@ def test_more_memory_starts_nothing_later(
     fetches, ticks = problem
     capacity = least_capacity(fetches, ticks)[0] + more
     toy = link("host", "hbm")
-    small = schedule_starts(fetches, ticks, capacity, clock, toy)
-    large = schedule_starts(fetches, ticks, capacity + yet_more, clock, toy)
+    small = schedule_starts(fetches, ticks, capacity, clock, idle(len(ticks)), toy)
+    large = schedule_starts(fetches, ticks, capacity + yet_more, clock, idle(len(ticks)), toy)
     assert all(b <= a for a, b in zip(small, large, strict=True))
