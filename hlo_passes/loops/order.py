@@ -207,7 +207,7 @@ def _copies_into_state(
     module: Module, computation: Computation, transfers: Sequence[HostTransfer]
 ) -> list[Instruction]:
     """Copies of a fetched value whose only user is the root, of which no element holds the
-    value already."""
+    value already, and which XLA lets stand anywhere behind that."""
     root = computation.root
     fetched = {t.done.id for t in transfers if t.kind == "prefetch"}
     users: dict[int, list[Instruction]] = {}
@@ -225,6 +225,7 @@ def _copies_into_state(
         i
         for i in computation.instructions
         if i.opcode == "copy"
+        and not i.control_predecessor_ids
         and users.get(i.id) == [root]
         and root.opcode == "tuple"
         and shown(i) in fetched

@@ -65,6 +65,15 @@ def test_a_copy_of_what_is_read_beside_the_old_value_stays():
     assert droppable_copies(module, host_transfers(module, MACHINE)) == ()
 
 
+def test_a_copy_that_has_to_wait_for_something_stays():
+    """The checker would miss it: what XLA orders by hand is proven to be there still."""
+    text = Ring(slots=3, copied=True, eager=True).text()
+    copy = next(line for line in text.splitlines() if "%copy1 =" in line)
+    module = module_of(text.replace(copy, f"{copy}, control-predecessors={{%y0}}"))
+    copies = droppable_copies(module, host_transfers(module, MACHINE))
+    assert [c.name for c in copies] == ["copy2"]
+
+
 @pytest.mark.parametrize("stores", [False, True])
 def test_a_slot_is_read_before_it_is_fetched_into(stores: bool):
     module = Ring(stores=stores).module()
