@@ -1,15 +1,16 @@
 """The fastest choice of evictions and recomputations whose arena fits when it is packed.
 
     choices of all orders ──► the fastest are packed ──► one fits? ──► done
-       ▲                          │ too large, at some ticks
-       │                          ├─ repair: more is taken there
+       ▲                          │ too large
+       │                          ├─ a search goes on from there
        └─ more is left free ◄─────┘
               └─ none is left ──► choose for far less
 
 A choice whose load fits may take more when it is packed, and how much more is chaotic: of choices
 that differ little one fits, and the other does not. So several are packed; where one does not fit,
-more is taken at those ticks; and all choose again with a little more left free everywhere. From
-what fits then, a search goes on to what is faster and still fits.
+it is known how wrong was what had been predicted of its packing, and a search goes on with that;
+and all choose again with a little more left free everywhere. From what fits then, a search goes on
+to what is faster and still fits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, work_on
 from hlo_passes.edits.search import EditSearch
@@ -59,8 +59,6 @@ _WORTH_IT = 1.002
 # many choices are packed that were made for far less, for each of them.
 _TIGHT = (0, 1 / 32, 1 / 16)
 _PACKED_TIGHT = 4
-
-type _Bytes = npt.NDArray[np.int64]  # One number a tick.
 
 
 def fit_with_edits(
@@ -222,7 +220,7 @@ class _Fitting:
             if isinstance(found, Solution):
                 best, taken = _Packed(self, found, chosen, 0), chosen.taken
             else:
-                within = predicted - int(found.max())
+                within = predicted - found
         return best
 
     def given_back(self, best: _Packed) -> _Packed:
@@ -247,13 +245,13 @@ class _Fitting:
                 parts += part[: len(part) // 2], part[len(part) // 2 :]
         return best
 
-    def _repaired(self, candidate: _Candidate, excess: _Bytes, best_s: float) -> _Packed | None:
+    def _repaired(self, candidate: _Candidate, excess: int, best_s: float) -> _Packed | None:
         """What a search from a choice that does not fit finds, once it is known by how much its
         packing was not what was predicted; None where that is not packed within the capacity
         either, or a step takes `best_s` seconds then."""
         taken, free = candidate.choice.taken, candidate.free
         for _ in range(_REPAIRS):
-            wrong = int(excess.max()) - self._search.over(taken)
+            wrong = excess - self._search.over(taken)
             chosen = self._search.improved(taken, self.capacity - max(0, wrong))
             if self.has_packed(chosen) or chosen.step_time_s >= best_s:
                 return None
@@ -264,8 +262,8 @@ class _Fitting:
             taken, excess = chosen.taken, found
         return None
 
-    def _packed(self, chosen: EditChoice, free: int) -> Solution | _Bytes:
-        """Or by how many bytes the packing is above the capacity at each tick.
+    def _packed(self, chosen: EditChoice, free: int) -> Solution | int:
+        """Or by how many bytes the packing is above the capacity.
 
         Args:
           free: bytes that transfers leave free.
@@ -274,21 +272,7 @@ class _Fitting:
         again = edited(self._posed, edits)
         choice = placed(again, self._budget, self._slots, free)
         if not isinstance(choice, placement.Choice):
-            return before_edits(self._posed, again, choice)
+            return choice
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.taken, self.capacity)
         return Solution(again, choice, done, self._posed, decisions)
-
-
-def before_edits(
-    posed: Problem, edited: Problem, excess: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Bytes at the ticks of a module from those of an edited one. What is new stands in front of
-    what needs it."""
-    at = {i.name: tick for tick, i in enumerate(posed.ticks.instructions)}
-    found = np.zeros(posed.ticks.end, np.int64)
-    tick = posed.ticks.end - 1
-    for i, above in zip(reversed(edited.ticks.instructions), excess[::-1], strict=True):
-        tick = at.get(i.name, tick)
-        found[tick] = max(found[tick], above)
-    return found

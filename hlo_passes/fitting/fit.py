@@ -173,9 +173,9 @@ def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     least, tick = placement.least_budget(lowest.edited, slots)
     for _ in range(_LEAST_ROUNDS):
         found = placed(lowest.edited, least, slots)
-        if isinstance(found, placement.Choice) or not found.any():
+        if isinstance(found, placement.Choice) or not found:
             break
-        least += int(found.max())
+        least += found
     return least, tick, lowest.edited
 
 

@@ -6,9 +6,6 @@ instructions a s s b d c d    lives of 7: packed in another
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.memory.usage import measure_memory
@@ -18,9 +15,9 @@ from hlo_passes.placing.problem import Problem
 from hlo_passes.rewrite.transfers import move_copies
 
 
-def excess_of(posed: Problem, choice: Choice, budget: int) -> npt.NDArray[np.int64]:
-    """Returns int64[ticks]: by how many bytes what is live lies above the budget as XLA packs it;
-    all 0 where it comes within `budget`.
+def excess_of(posed: Problem, choice: Choice, budget: int) -> int:
+    """Returns by how many bytes a choice is above the budget as XLA packs it; 0 where it comes
+    within `budget`.
 
     XLA:GPU packs by the length of lives, in instructions of the module as it will be, and a
     slightly other length can be another packing: of plans with some dozen evictions one in three
@@ -28,23 +25,8 @@ def excess_of(posed: Problem, choice: Choice, budget: int) -> npt.NDArray[np.int
     packed once more. XLA:TPU packs as things come, which ticks tell as well; and on CPU no transfer
     is an instruction of its own.
     """
-    excess = np.zeros(posed.ticks.end, np.int64)
     if posed.machine.platform != "gpu":
-        return excess
+        return 0
     module = move_copies(posed.module, issue(posed, choice))
     ranges = compute_live_ranges(analyze_dataflow(module))
-    usage = measure_memory(ranges, "gpu")
-    over = usage.total_bytes - budget
-    if over <= 0:
-        return excess
-    # What takes no tick stands at that of the last one before it.
-    tick_of = {i.id: tick for tick, i in enumerate(posed.ticks.instructions)}
-    ticks = [tick_of.get(i.id, 0) for i in ranges.sequence]
-    tick_at = np.maximum.accumulate(np.array(ticks))
-    for h, offset in zip(usage.heap, usage.offsets, strict=True):
-        above = offset + h.size - (usage.heap_bytes - over)
-        if above > 0:
-            live = ranges.of_value[h.value.id]
-            first, last = tick_at[live.start], tick_at[min(live.end, len(ticks)) - 1]
-            np.maximum(excess[first : last + 1], above, out=excess[first : last + 1])
-    return excess
+    return max(0, measure_memory(ranges, "gpu").total_bytes - budget)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from hlo_passes.fitting.repacking import excess_of
 from hlo_passes.placing import placement, problem
 from hlo_passes.placing.problem import Problem
@@ -45,15 +42,13 @@ def edited(posed: Problem, what: Edits) -> Problem:
     return problem.pose(module, posed.machine, on_host, posed.in_place)
 
 
-def placed(
-    posed: Problem, budget: int, slots: int | None, free: int = 0
-) -> placement.Choice | npt.NDArray[np.int64]:
+def placed(posed: Problem, budget: int, slots: int | None, free: int = 0) -> placement.Choice | int:
     """Streams what is on the host, such that XLA's packing fits; else as `fit_or_excess`.
 
     Args:
       free: bytes that transfers leave free, beside what they need.
     """
-    excesses: list[npt.NDArray[np.int64]] = []
+    excesses: list[int] = []
     for share in _LEFT_FREE:
         left = free + int(share * (budget - posed.fixed_bytes))
         found = placement.fit_or_excess(posed, frozenset(), budget, slots, left)
@@ -61,11 +56,11 @@ def placed(
             excesses.append(found)
             break
         excesses.append(excess_of(posed, found, budget))
-        if not excesses[-1].any():
+        if not excesses[-1]:
             return found
         if not found.fetches:
             break  # There is nothing that could come later.
         late = placement.started_late(posed, found)
-        if not excess_of(posed, late, budget).any():
+        if not excess_of(posed, late, budget):
             return late
     return excesses[0]

@@ -325,7 +325,7 @@ class Bodies:
             choice = fitted.placed(posed, budget, self._slots)
             if isinstance(choice, placement.Choice):
                 break
-            more = max(int(choice.max(initial=0)), posed.arena.alignment)
+            more = max(choice, posed.arena.alignment)
             budget += more
             self._least[number] += more
         else:

@@ -32,11 +32,9 @@ from itertools import combinations, count
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hlo_passes.memory.assignment import Packing
 from hlo_passes.placing import _schedule
-from hlo_passes.placing.arena import Arena
 from hlo_passes.placing.budget_bound import budget_lower_bound_s
 from hlo_passes.placing.eviction import eviction_rows, schedule_evictions
 from hlo_passes.placing.prefetch import (
@@ -47,7 +45,6 @@ from hlo_passes.placing.prefetch import (
     schedule_starts,
 )
 from hlo_passes.placing.problem import Departure, Movable, Problem, fetches
-from hlo_passes.plan import LiveRange
 from hlo_passes.simulator.timeline import queue_of
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
@@ -175,19 +172,18 @@ def fit(
 
 def fit_or_excess(
     problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None, free: int = 0
-) -> Choice | npt.NDArray[np.int64]:
-    """The same, with `free` bytes left by transfers that can; where it does not fit, int64[ticks]
-    of the packing that came nearest: by how many bytes what is live at a tick lies above the
-    budget. Where nothing could be packed, by how many the load of the temporaries, and of what is
-    streamed while it is read, exceeds it."""
+) -> Choice | int:
+    """The same, with `free` bytes left by transfers that can; where it does not fit, by how many
+    bytes the packing that came nearest is above the budget. Where nothing could be packed, by how
+    many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
     found = _search(problem, budget, [stay], slots, free)
-    if isinstance(found, Choice) or found.any():
+    if found:
         return found
     load = problem.arena.load.copy()
     for fetch in fetches(problem.movables, problem.clock, 0.0):
         if fetch.buffer not in stay:
             load[fetch.reads.start : fetch.reads.end] += fetch.size
-    return np.maximum(load - capacity_beside(problem, budget, stay), 0)
+    return max(0, int(load.max(initial=0)) - capacity_beside(problem, budget, stay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +210,11 @@ def _search(
     candidates: Iterable[frozenset[str]],
     slots: int | None,
     free: int = 0,
-) -> Choice | npt.NDArray[np.int64]:
-    excess = np.zeros(problem.ticks.end, np.int64)
+) -> Choice | int:
+    """The fastest that fits, or the least bytes that a packing is above the budget; 0 where there
+    is none."""
     if problem.ticks.transfers and not problem.ticks.end:
-        return excess  # It only hands its arguments back: there is no tick to bring them at.
+        return 0  # It only hands its arguments back: there is no tick to bring them at.
     serial = count()  # of equals the earlier one
     queue: list[tuple[float, int, int, float, _Attempt, _Schedule | None]] = []
 
@@ -258,9 +255,7 @@ def _search(
                 seconds,
                 packing,
             )
-        if not nearest or over < nearest:
-            nearest = over
-            excess = _excess(arena, schedule.fetches, schedule.starts, packing, over)
+        nearest = min(over, nearest or over)
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
             # No schedule for less memory is known to be faster. Steps double, so that the last
             # one is the whole way to the least: in a broken up arena it may be the first to fit.
@@ -272,22 +267,7 @@ def _search(
                 replace(attempt, capacity=capacity, tightened=attempt.tightened + 1),
                 None,
             )
-    return excess
-
-
-def _excess(
-    arena: Arena, jobs: Sequence[Fetch], starts: Sequence[int], packing: Packing, over: int
-) -> npt.NDArray[np.int64]:
-    """How far what is live at each tick reaches above the budget, of which the packing takes
-    `over` bytes too many."""
-    excess = np.zeros_like(arena.load)
-    held = [(f.size, LiveRange(s, f.reads.end)) for f, s in zip(jobs, starts, strict=True)]
-    held += [(t.size, t.live_range) for t in arena.temporaries]
-    for (size, live), offset in zip(held, packing.offsets, strict=True):
-        above = offset + size - (packing.total - over)
-        if above > 0:
-            np.maximum(excess[live.start : live.end], above, out=excess[live.start : live.end])
-    return excess
+    return nearest
 
 
 def _attempts(

@@ -15,7 +15,6 @@ from hlo_passes.edits.choice import Work, edited_lower_bound_s, least_edits
 from hlo_passes.edits.gaps import Temporary, find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms
 from hlo_passes.edits.search import EditSearch
-from hlo_passes.fitting.edits import before_edits
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.placing import problem
 from hlo_passes.placing.problem import Problem
@@ -222,6 +221,18 @@ def test_what_else_a_fusion_makes_needs_room_where_its_reader_writes_over_an_ope
 
 
 MACHINES = st.sampled_from([FAST_LINK, SLOW_LINK])
+
+
+def before_edits(posed: problem.Problem, edited: problem.Problem, excess: np.ndarray) -> np.ndarray:
+    """Bytes at the ticks of a module from those of an edited one. What is new stands in front of
+    what needs it."""
+    at = {i.name: tick for tick, i in enumerate(posed.ticks.instructions)}
+    found = np.zeros(posed.ticks.end, np.int64)
+    tick = posed.ticks.end - 1
+    for i, above in zip(reversed(edited.ticks.instructions), excess[::-1], strict=True):
+        tick = at.get(i.name, tick)
+        found[tick] = max(found[tick], above)
+    return found
 
 
 @given(edited(), MACHINES, st.floats(0, 1))

@@ -135,8 +135,7 @@ def test_where_packing_exceeds_the_budget_is_known(posed: Problem, missing: int)
         assert found.packing.total <= budget - posed.fixed_bytes
         return
     is_packed = budget >= placement.unpacked_budget(posed)
-    assert found.shape == posed.load.shape
-    assert found.max() > 0 or not is_packed
+    assert found > 0 or not is_packed
 
 
 @given(problems(), st.integers(1, 1000))
@@ -154,7 +153,7 @@ def test_the_excess_is_what_the_packing_takes_too_much(posed: Problem, shift: in
         patch.setattr(Arena, "pack", shifted)
         excess = placement.fit_or_excess(posed, frozenset(), budget)
     assert not isinstance(excess, placement.Choice)
-    assert excess.max() == shift
+    assert excess == shift
 
 
 @given(problems(), st.floats(0, 1))
