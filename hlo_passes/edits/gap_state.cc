@@ -165,7 +165,7 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
 
 void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms,
                        int64_t smallest, int64_t slots, int64_t times) {
-  Noise noise;
+  Noise noise(packed);  // Another search for another aim.
   double best = Score(capacity, packed, slots, kInfinity);
   const auto is_over = [&] { return best > StepSeconds(capacity, slots); };
   int64_t last = 0;  // When something better was found.

@@ -101,6 +101,8 @@ struct Terms {
 // Numbers that look random, the same for everybody.
 class Noise {
  public:
+  explicit Noise(int64_t seed) : generator_(static_cast<uint64_t>(seed)) {}
+
   // One from 0 to 1.
   double Uniform() { return static_cast<double>(generator_() >> 11) * 0x1p-53; }
   int64_t Below(int64_t count) { return static_cast<int64_t>(Uniform() * static_cast<double>(count)); }

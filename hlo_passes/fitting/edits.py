@@ -58,7 +58,7 @@ _WORTH_IT = 1.002
 # Where none of them is packed within the budget: parts of the arena that are left free, and how
 # many choices are packed that were made for far less, for each of them.
 _TIGHT = (0, 1 / 32, 1 / 16)
-_PACKED_TIGHT = 4
+_PACKED_TIGHT = 2
 
 
 def fit_with_edits(
@@ -185,13 +185,19 @@ class _Fitting:
             found = self._first_of(choices)
             if found is not None:
                 return found
-        return self._first_of([EditChoice(None, taken, 0.0) for taken in self._work.lowest()])
+        lowest = [
+            EditChoice(None, taken, taken.step_seconds(self.capacity, self._slots))
+            for taken in self._work.lowest()
+        ]
+        return self._first_of(lowest) or self._first([self.candidate(c, 0) for c in lowest])
 
     def _first_of(self, choices: Sequence[EditChoice]) -> _Packed | None:
-        """The first that fits of some choices, those first of which it is most likely."""
-        likely = [self.candidate(choice, 0) for choice in choices]
-        likely = [c for c in likely if c.over <= _HOPELESS * self.capacity]
-        likely.sort(key=lambda c: (c.over, c.choice.step_time_s))
+        """The first that fits of what is found from some choices."""
+        return self._first([self.searched(choice, 0) for choice in choices[:_LIKELY]])
+
+    def _first(self, candidates: Iterable[_Candidate]) -> _Packed | None:
+        likely = [c for c in candidates if c.over <= _HOPELESS * self.capacity]
+        likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
         found = (self.packed_or_repaired(c, None) for c in likely[:_PACKED_TIGHT])
         return next(filter(None, found), None)
 
