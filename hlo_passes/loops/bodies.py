@@ -45,9 +45,10 @@ class Body:
     def arguments(self) -> Mapping[int, int]:
         """Parameter number of `program` to that of the argument of the module's entry which it is,
         for the weights that the body brings from the host and that are one."""
+        elements = _read(self.computation)
         numbers = {c.parameter.parameter_number for c in host_copies(self.program)}
-        sources = ((k, _argument(self.module, self.caller, k)) for k in sorted(numbers))
-        return {k: n for k, n in sources if n is not None}
+        sources = ((n, _argument(self.module, self.caller, elements[n])) for n in sorted(numbers))
+        return {n: argument for n, argument in sources if argument is not None}
 
     @cached_property
     def is_fetching(self) -> bool:
@@ -114,7 +115,9 @@ def with_body(module: Module, body: Body, program: Module) -> Module:
     instructions += (i for i in written.instructions if i.opcode != "parameter")
     root = next(i for i in instructions if i.id == written.root_id)
     changed = iter(tuple(root.operand_ids))
-    parameters = {i.parameter_number: i.id for i in written.instructions if i.opcode == "parameter"}
+    parameters = {
+        original[i.id].tuple_index: i.id for i in written.instructions if i.opcode == "parameter"
+    }
     steady = _steady(module, body.computation)
     operands = [
         parameters[k] if k in steady else next(changed)
@@ -159,6 +162,12 @@ def _elements(body: Computation) -> list[Instruction] | None:
     return readers
 
 
+def _read(body: Computation) -> list[int]:
+    """The elements of a body's state that it reads: of its program, as it numbers them, the
+    parameters."""
+    return sorted({i.tuple_index for i in _elements(body) or ()})
+
+
 def _is_fetched(body: Computation, element: Instruction) -> bool:
     if element.shape.memory_space != HOST_MEMORY_SPACE:
         return False
@@ -181,6 +190,7 @@ def _as_program(module: Module, body: Computation) -> Module:
     own = next(c for c in proto.computations if c.id == body.id)
     (state,) = body.parameters
     steady = _steady(module, body)
+    numbers = {k: n for n, k in enumerate(_read(body))}
     first: dict[int, int] = {}
     same: dict[int, int] = {}
     kept: list[hlo_pb2.HloInstructionProto] = []
@@ -192,7 +202,7 @@ def _as_program(module: Module, body: Computation) -> Module:
             same[i.id] = first.setdefault(i.tuple_index, i.id)
             if same[i.id] != i.id:
                 continue
-            made.opcode, made.parameter_number = "parameter", i.tuple_index
+            made.opcode, made.parameter_number = "parameter", numbers[i.tuple_index]
             del made.operand_ids[:]
             made.tuple_index = 0
         kept.append(made)
@@ -214,10 +224,10 @@ def _as_program(module: Module, body: Computation) -> Module:
     for field in ("host_program_shape", "input_output_alias", "buffer_donor"):
         proto.ClearField(field)
     for n, k in enumerate(changed):
-        if k in first:
+        if k in numbers:
             entry = proto.input_output_alias.entries.add()
             entry.output_shape_index[:] = [n]
-            entry.parameter_number = k
+            entry.parameter_number = numbers[k]
     return Module(proto).lent(module.cycles)
 
 

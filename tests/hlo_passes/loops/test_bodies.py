@@ -1,5 +1,6 @@
 """A loop's body as a program of its own: there and back, planned, and what the checker refuses."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -38,12 +39,26 @@ def loop(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, 3, body, x)
 
 
-def captured(target: str, *, inside: bool) -> Module:
+def loop_with_an_unread_element(
+    weights: list[jax.Array], x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What an iteration leaves for the caller alone stands before what the next one reads."""
+
+    def body(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        _, x, norm = state
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x[::2], x, norm + jnp.sum(x, axis=0)
+
+    return lax.fori_loop(0, 3, body, (x[::2], x, jnp.zeros(x.shape[1])))
+
+
+def captured(target: str, *, inside: bool, function: Callable[..., object] = loop) -> Module:
     """The module with all weights on the host, which the loop brings in each iteration, or the
     entry before it."""
     x = jax.ShapeDtypeStruct((128, WIDTH), jnp.float32)
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    placing = jit(loop, hbm=1 << 40, machine=topology(target)).lower([w] * COUNT, x).placing
+    placing = jit(function, hbm=1 << 40, machine=topology(target)).lower([w] * COUNT, x).placing
     hosting = placing.everything(2, 1.0)
     if inside:
         hosting = replace(hosting, inside=frozenset(range(COUNT)))
@@ -62,6 +77,23 @@ def test_a_body_is_a_program_and_a_body_again(target: str):
     verify_equivalent(module, again)
     names = [[i.name for i in m.instructions.values()] for m in (module, again)]
     assert sorted(names[0]) == sorted(names[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_elements_that_a_body_does_not_read_are_no_parameters(target: str):
+    module = captured(target, inside=True, function=loop_with_an_unread_element)
+    (body,) = fetching_bodies(module)
+    program = body.program
+    parameters = program.entry.parameters
+    assert len(parameters) < len(body.computation.parameters[0].shape.tuple_shapes)
+    assert [p.parameter_number for p in parameters] == list(range(len(parameters)))
+    for alias in program.input_output_aliases:
+        given = parameters[alias.parameter].shape
+        assert given.dimensions == program.entry.root.shape.at(alias.output_index).dimensions
+    verify_equivalent(module, with_body(module, body, program))
+    machine = load_machine(target)
+    plan = pipeline.plan_module(module, machine, pipeline.least_budget(module, machine))
+    verify_equivalent(module, pipeline.rewrite_module(module, plan, machine))
 
 
 @pytest.mark.parametrize("target", TARGETS)
