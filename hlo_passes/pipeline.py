@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from hlo_passes import verify
 from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
@@ -132,11 +132,9 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    module, _ = _order_loops(_sunk(module), machine)
-    pose = partial(
-        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    pose, found, _ = _prepared(
+        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
     )
-    found = body_plans.Bodies(module, machine, slots, pose)
     _check_possible(found, pose, budget)
     choices = chain(
         ((pose(found.streamed), *chosen) for chosen in found.stay(budget)),
@@ -152,7 +150,7 @@ def choose_stay(
     if machine.platform != "cpu":
         return chosen
     # With one memory XLA:CPU updates a donated argument where it is: there is nothing to fetch.
-    steady = {p.parameter_number for p in steady_parameters(module)}
+    steady = {p.parameter_number for p in steady_parameters(found.streamed)}
     return chosen | (frozenset(host_parameters) - steady)
 
 
@@ -171,12 +169,10 @@ def least_budget(
       module: scheduled; its loops get their schedule first.
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
-    module, _ = _order_loops(_sunk(module), machine)
-    pose = partial(
-        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    pose, found, _ = _prepared(
+        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
     )
-    lowest = body_plans.Bodies(module, machine, slots, pose).lowest
-    return fitting.least_budget(pose(lowest), slots)[0]
+    return fitting.least_budget(pose(found.lowest), slots)[0]
 
 
 @collection_paused()
@@ -211,18 +207,16 @@ def plan_module(
       TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    ordered, loops = _order_loops(_sunk(module), machine)
-    verify.verify_loops(ordered, loops)
-    pose = partial(
-        _posed, machine=machine, on_host=tuple(host_parameters), sliced=tuple(sliced_parameters)
+    pose, in_loops, loops = _prepared(
+        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
     )
-    in_loops = body_plans.Bodies(ordered, machine, slots, pose, labels)
     _check_possible(in_loops, pose, budget)
     planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
         found = fitting.fit(posed, budget, slots)
         if found is not None:
             bounding = in_loops.bounding(found.kept, plans)
+            plans = tuple(body_plans.labelled(module, p, labels or {}) for p in plans)
             plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
@@ -272,16 +266,43 @@ def _sunk(module: Module) -> Module:
     return stores.settle_stores(sink.sink_weight_work(views.divide_views(module)))
 
 
+class _Prepared(NamedTuple):
+    """A module with everything that is known of it before there is a budget.
+
+    Attributes:
+      pose: poses it, with its bodies as they are given.
+      bodies: of its loops, whose own transfers have their places.
+      loops: those places.
+    """
+
+    pose: Callable[[Module], problem.Problem]
+    bodies: body_plans.Bodies
+    loops: tuple[LoopSchedule, ...]
+
+
+@memoized
+def _prepared(
+    module: Module,
+    machine: Machine,
+    on_host: tuple[int, ...],
+    sliced: tuple[int, ...],
+    slots: int | None,
+) -> _Prepared:
+    """The least budget, what stays, and the plan are asked for of one module, one after the other,
+    and again for each budget."""
+    ordered, loops = _order_loops(_sunk(module), machine)
+    verify.verify_loops(ordered, loops)
+    pose = partial(_posed, machine=machine, on_host=on_host, sliced=sliced)
+    return _Prepared(pose, body_plans.Bodies(ordered, machine, slots, pose), loops)
+
+
 @memoized
 def _posed(
     module: Module, machine: Machine, on_host: tuple[int, ...], sliced: tuple[int, ...]
 ) -> problem.Problem:
-    """The least budget, what stays, and the plan are asked for of one module, one after the other,
-    and again for each budget."""
     return problem.pose(module, machine, on_host, sliced)
 
 
-@memoized
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:
     for computation, callers in call_graph.call_graph(module).callers.items():
         if len(callers) > 1:

@@ -210,11 +210,13 @@ class Budgeted:
         if executable is not None and (own := device_bytes(executable, 0)) <= least:
             raise refusal.asked_for(room, own)
         if least - room <= self._unseen(room):
-            with suppress(MemoryBudgetError):
+            try:
                 kept = self._first(options, lambda tried: self._compile_with(least, tried))
-                if kept.total <= room:
-                    return kept
-                least = kept.total
+            except MemoryBudgetError as error:
+                raise refusal.asked_for(room, max(least, error.least)) from None
+            if kept.total <= room:
+                return kept
+            least = kept.total
         raise refusal.asked_for(room, least)
 
     def _unseen(self, room: int) -> int:

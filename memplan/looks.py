@@ -470,7 +470,9 @@ class Looks:
             )
             self._captured[key] = program, module
         program, module = self._captured[key]
-        return program, cost.lend_estimates(module, self._estimates)
+        # The same one as before, if nothing was learnt since: what was found of it is kept with it.
+        self._captured[key] = program, cost.lend_estimates(module, self._estimates)
+        return self._captured[key]
 
 
 def _key(hosting: Hosting, options: Mapping[str, Any] | None) -> Hashable:

@@ -75,19 +75,16 @@ class Bodies:
         machine: Machine,
         slots: int | None,
         pose_module: Callable[[Module], Problem],
-        labels: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
           module: scheduled; the other transfers of its loops have their places.
           pose_module: poses it, with its bodies written.
-          labels: HLO names of the entry's parameters to the user's names.
         """
         self._module = module
         self._machine = machine
         self._slots = slots
         self._pose_module = pose_module
-        self._labels = labels or {}
         self._fetching = fetching_bodies(module)
         self._least: dict[int, int] = {}
         self._posed: dict[int, Problem] = {}
@@ -354,14 +351,7 @@ class Bodies:
         return None if is_left else self._assembled(body, found, budget)
 
     def _assembled(self, body: Body, found: fitted.Solution, budget: int) -> BodyPlan:
-        names = {p.parameter_number: p.name for p in self._module.entry.parameters}
-        known = {k: names[n] for k, n in body.arguments.items()}
-        labels = {
-            p.name: self._labels[known[p.parameter_number]]
-            for p in found.posed.module.entry.parameters
-            if known.get(p.parameter_number) in self._labels
-        }
-        plan = assembling.assemble(found, budget, labels, ())
+        plan = assembling.assemble(found, budget, {}, ())
         verify.verify_plan(found.posed.module, plan, self._machine)
         return BodyPlan(
             body.computation.name,
@@ -370,6 +360,19 @@ class Bodies:
             tuple(sorted(body.arguments.items())),
             plan,
         )
+
+
+def labelled(module: Module, planned: BodyPlan, labels: Mapping[str, str]) -> BodyPlan:
+    """Returns the plan of a body with the user's names for what it brings.
+
+    Args:
+      labels: HLO names of the parameters of the module's entry to those.
+    """
+    names = {p.parameter_number: p.name for p in module.entry.parameters}
+    of_number = {n: labels[names[k]] for n, k in planned.arguments if names[k] in labels}
+    placements = planned.plan.placements
+    known = {p.buffer: of_number[p.parameter] for p in placements if p.parameter in of_number}
+    return replace(planned, plan=replace(planned.plan, labels=known))
 
 
 def write_bodies(module: Module, plans: tuple[BodyPlan, ...]) -> Module:

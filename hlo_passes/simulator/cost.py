@@ -95,7 +95,7 @@ def estimates(executable: Module) -> Mapping[Hashable, int]:
 
 
 def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
-    """Returns `module` with the cycles of its instructions that are known.
+    """Returns `module` with the cycles of its instructions that are known; itself if it has them.
 
     Args:
       module: as the hook sees it.
@@ -104,8 +104,9 @@ def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
 
     O(instructions).
     """
-    cycles = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
-    return module.lent({name: n for name, n in cycles.items() if n})
+    known_by_name = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
+    cycles = {name: n for name, n in known_by_name.items() if n}
+    return module if cycles == module.cycles else module.lent(cycles)
 
 
 def _known_by(instruction: Instruction) -> Hashable:
