@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import memplan.api as memplan
+from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.verify import verify_executable
@@ -79,10 +80,8 @@ def branched(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, TRIPS, body, x)
 
 
-PROGRAMS = slow_but(
-    [counted],
-    [counted, scanned, until, prompted, tied, nested, carried, branched],
-)
+# What the branches of a conditional read is there at once, so `branched` needs all of it.
+PROGRAMS = slow_but([counted], [counted, scanned, until, prompted, tied, nested, carried])
 
 
 def arguments() -> tuple[list[jax.Array], jax.Array]:
@@ -126,6 +125,14 @@ def test_a_budget_below_what_a_loop_reads_is_kept(target: str, f: Callable[..., 
     expected = jax.jit(f)(weights, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_branches_read_is_there_at_once(target: str):
+    with pytest.raises(MemoryBudgetError) as refused:
+        compiled_for(target, branched, COUNT * WEIGHT * 7 // 8)
+    assert "cond" in refused.value.instruction
+    assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
 
 
 @pytest.mark.parametrize("target", TARGETS)
