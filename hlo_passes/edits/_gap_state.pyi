@@ -15,7 +15,8 @@ class Catalog:
       temporaries: of each size, bytes added when written, bytes of other arrays beside, numbers of
         its maker and of its resident or -1, tick at which it is written, seconds of its maker,
         whether there is an obstacle, whether it can be made again, ticks at which it is read, and
-        operands of its maker: a temporary or -1, and of that the tick until which it is there.
+        operands of its maker: a temporary; or what is not made, and the tick until which it is
+        there: -1, or -2 less the number of a weight.
       costs: float64[ticks], seconds of compute of each; in_busy, out_busy: those for which it
         occupies either link itself.
       fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
@@ -24,6 +25,10 @@ class Catalog:
       is_one_queue: the links share one queue.
       can_evict: temporaries can be taken away at all.
       residents: int64[3 · any]: bytes and ticks of what shares the arena with fetches.
+      holders: int64[evictions], the resident in whose bytes each lies, or the fetch, behind all of
+        those; -1 where there is none.
+      weights: int64[any], bytes of what makers read of the host.
+      fetched_weights: int64[fetches], which of these is fetched, or -1.
       alignment, in_order, smallest, table: how the compiler packs it; see `placing.arena`.
 
     Raises:
@@ -46,6 +51,9 @@ class Catalog:
         is_one_queue: bool,
         can_evict: bool,
         residents: _Ints,
+        holders: _Ints,
+        weights: _Ints,
+        fetched_weights: _Ints,
         alignment: int,
         in_order: bool,
         smallest: int,

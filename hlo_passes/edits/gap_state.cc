@@ -229,9 +229,24 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
   std::vector<Leaving> leaving;
   std::vector<Coming> coming;
   for (const Eviction& eviction : traffic.evictions) {
-    leaving.push_back({eviction, -1, static_cast<int64_t>(leaving.size())});
+    const auto number = static_cast<int64_t>(leaving.size());
+    leaving.push_back({eviction, -1 - number, number});
   }
-  for (const Fetch& fetch : traffic.fetches) coming.push_back({fetch, -1});
+  for (const Fetch& fetch : traffic.fetches) {
+    coming.push_back({fetch, -1 - static_cast<int64_t>(coming.size())});
+  }
+  for (const auto& [tick, roles] : clones_) {
+    if (catalog_->weights.empty()) break;
+    std::set<int64_t> read;
+    for (const Clone& clone : ClonesBefore(tick)) read.merge(WeightsFor(clone, tick));
+    for (const int64_t m : read) {
+      // One after the other: the load has the most at once.
+      const int64_t size = catalog_->weights[m].size;
+      load[tick] -= size;
+      coming.push_back({{size, tick, tick + 1, -1}, -1 - static_cast<int64_t>(coming.size())});
+      moves->for_clones.emplace_back(tick, m);
+    }
+  }
   for (int64_t n = 0; n < count(); ++n) {
     if (!IsAway(n)) continue;
     const Temporary& t = catalog_->temporaries[n];
@@ -622,6 +637,16 @@ std::vector<GapState::Clone> GapState::ClonesBefore(Tick tick) const {
   return made;
 }
 
+// What a clone before `tick` reads of weights that are not there for the program itself.
+std::set<int64_t> GapState::WeightsFor(const Clone& clone, Tick tick) const {
+  std::set<int64_t> found;
+  for (const Operand& operand : catalog_->temporaries[clone.elements[0]].operands) {
+    if (!operand.is_weight() || catalog_->weights[operand.weight()].IsThere(tick)) continue;
+    found.insert(operand.weight());
+  }
+  return found;
+}
+
 // By how many bytes the clones before `tick`, with all they make and what waits for them, take
 // more than what is there of it at the tick.
 int64_t GapState::MostOnTheWay(Tick tick) const {
@@ -649,7 +674,8 @@ int64_t GapState::MostOnTheWay(Tick tick) const {
     }
     there += all;
     const Temporary& first = temporaries[clone.elements[0]];
-    const int64_t beside = std::max<int64_t>(0, first.beside - (all - first.size));
+    int64_t beside = std::max<int64_t>(0, first.beside - (all - first.size));
+    for (const int64_t m : WeightsFor(clone, tick)) beside += catalog_->weights[m].size;
     most = std::max(most, there + beside - reused);
     for (const int64_t n : clone.last_read) there -= temporaries[n].size;
   }

@@ -16,6 +16,7 @@
 #ifndef MEMPLAN_HLO_PASSES_GAP_STATE_H_
 #define MEMPLAN_HLO_PASSES_GAP_STATE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -29,11 +30,27 @@
 
 namespace memplan {
 
-// What the maker of a temporary needs to run again: another temporary, or (`temporary` < 0) what
-// stays where it is until the tick `until`.
+// What the maker of a temporary needs to run again: another temporary; or what is there until the
+// tick `until`, where it is (`temporary` is -1), or on the host (`temporary` is less).
 struct Operand {
   int64_t temporary;
   Tick until;
+
+  bool is_weight() const { return temporary < -1; }
+  int64_t weight() const { return -2 - temporary; }
+};
+
+// An argument on the host: its bytes, and the ticks during which the program has it on the device
+// whatever is taken.
+struct Weight {
+  int64_t size;
+  std::vector<std::pair<Tick, Tick>> there;
+
+  bool IsThere(Tick tick) const {
+    return std::any_of(there.begin(), there.end(), [tick](const std::pair<Tick, Tick>& range) {
+      return range.first <= tick && tick < range.second;
+    });
+  }
 };
 
 // See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds. It lies in `resident`, or where
@@ -64,6 +81,9 @@ struct Traffic {
 // What shares the arena with fetches, and how the compiler packs it.
 struct Shared {
   std::vector<Rectangle> residents;  // In ticks.
+  // Of each eviction whatever is taken, the number of the resident in whose bytes it lies, or that
+  // of the fetch, behind all residents; -1 where there is none.
+  std::vector<int64_t> holders;
   int64_t alignment;
   bool in_order;     // Offsets are given in the order of the starts.
   int64_t smallest;  // What has fewer bytes lies elsewhere.
@@ -73,6 +93,7 @@ struct Shared {
 // The temporaries of a module, which are numbered in the order in which they are written.
 struct Catalog {
   std::vector<Temporary> temporaries;
+  std::vector<Weight> weights;
   Traffic traffic;
   Shared shared;
   std::vector<std::vector<Tick>> accesses;    // Of each, its making first.
@@ -170,13 +191,15 @@ class GapState {
   // later; for others of them only; it is there already, for them only, and for the last time.
   enum class Role : uint8_t { kNone, kMade, kPassing, kWaiting };
 
-  // What moves, and when; `of` has the temporary of each eviction and fetch, or -1.
+  // What moves, and when; of each eviction and fetch the temporary, or -1 less its number among those
+  // whatever is taken, and behind these among what clones read of weights.
   struct Moves {
     std::vector<Eviction> evictions;
     std::vector<Departure> departures;
     std::vector<Fetch> fetches;
     std::vector<Tick> starts;
     std::vector<int64_t> evicted, fetched;
+    std::vector<std::pair<Tick, int64_t>> for_clones;  // Before which tick, and the weight.
     std::vector<double> clock;
   };
 
@@ -228,6 +251,7 @@ class GapState {
   void CountClones();
   std::vector<Clone> ClonesBefore(Tick tick) const;
   int64_t MostOnTheWay(Tick tick) const;
+  std::set<int64_t> WeightsFor(const Clone& clone, Tick tick) const;
   bool Schedule(int64_t capacity, int64_t slots, Moves* moves) const;
   double StepSeconds(const Moves& moves) const;
   int64_t PackedBytes(const Moves& moves) const;

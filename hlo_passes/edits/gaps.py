@@ -62,11 +62,13 @@ class Operand:
       temporary: number of the temporary that this is, or is a bitcast of; None of what stays
         where it is.
       until: of that, the tick from which on it is not there any more.
+      weight: HLO name of the argument on the host that this is a copy of; ``""`` where it is none.
     """
 
     via: str
     temporary: int | None
     until: LogicalTime
+    weight: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +143,12 @@ class _Finder:
         # Value to its temporary's number.
         self._number: dict[int, int] = {}
         self._copies = {t.done.id for t in ticks.transfers if t.done is not None}
+        # Of the value that a copy makes, the argument.
+        self._weights = {
+            self._dataflow.value_at(t.done).id: t.source.name
+            for t in ticks.transfers
+            if t.done is not None and t.source.opcode == "parameter"
+        }
 
     def all(self) -> tuple[Temporary, ...]:
         found: list[tuple[Value, Instruction, str]] = []
@@ -239,7 +247,8 @@ class _Finder:
             value = self._dataflow.value_at(operand)
             number = self._number.get(value.id)
             until = 0 if number is not None else self._until(value)
-            found.append(Operand(operand.name, number, until))
+            weight = self._weights.get(value.id, "")
+            found.append(Operand(operand.name, number, until, weight))
         return tuple(found)
 
     def _until(self, value: Value) -> LogicalTime:

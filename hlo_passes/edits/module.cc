@@ -113,27 +113,32 @@ void Check(const Catalog& catalog, int64_t ticks) {
       }
     }
     for (const Operand& operand : t.operands) {
-      if (operand.temporary >= count) throw std::invalid_argument("an operand is out of range");
+      if (operand.temporary >= count ||
+          (operand.is_weight() &&
+           operand.weight() >= static_cast<int64_t>(catalog.weights.size()))) {
+        throw std::invalid_argument("an operand is out of range");
+      }
     }
   }
 }
 
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents;
+  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents, *holders, *weights, *fetched_weights;
   Link in, out;
   double margin;
   int is_one_queue, can_evict, in_order;
   long long alignment, smallest, table;
-  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOLpLL", &rows, &costs, &in_busy, &out_busy,
+  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOOOOLpLL", &rows, &costs, &in_busy, &out_busy,
                         &fetches, &evictions, &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
-                        &is_one_queue, &can_evict, &residents, &alignment, &in_order, &smallest, &table)) {
+                        &is_one_queue, &can_evict, &residents, &holders, &weights, &fetched_weights, &alignment, &in_order, &smallest, &table)) {
     return nullptr;
   }
   Array<double> seconds, busy_in, busy_out;
-  Integers fetched, evicted, resident;
+  Integers fetched, evicted, resident, holder, weight, of_fetch;
   if (!seconds.Of(costs, false) || !busy_in.Of(in_busy, false) || !busy_out.Of(out_busy, false) ||
       !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
-      !resident.Of(residents, false)) {
+      !resident.Of(residents, false) || !holder.Of(holders, false) ||
+      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false)) {
     return nullptr;
   }
   auto made = std::make_unique<Catalog>();
@@ -154,17 +159,36 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     made->in_busy.assign(busy_in.data(), busy_in.data() + ticks);
     made->out_busy.assign(busy_out.data(), busy_out.data() + ticks);
     Shared& shared = made->shared;
-    shared = {{}, alignment, in_order != 0, smallest, table};
+    shared = {{}, {}, alignment, in_order != 0, smallest, table};
     shared.residents = Rows<Rectangle>(resident, 3, [ticks](const int64_t* row) {
       if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
         throw std::out_of_range("there is no such tick");
       }
       return Rectangle{row[0], row[1], row[2]};
     });
+    for (Py_ssize_t k = 0; k < static_cast<Py_ssize_t>(weight.size()); ++k) {
+      made->weights.push_back({weight.data()[k], {}});
+    }
     Check(*made, ticks);
     Traffic& traffic = made->traffic;
     traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, Evictions(evicted, ticks)};
     traffic.fetches = Fetches(fetched, ticks, static_cast<int64_t>(traffic.evictions.size()));
+    shared.holders.assign(holder.data(), holder.data() + holder.size());
+    const auto numbered =
+        static_cast<int64_t>(shared.residents.size() + traffic.fetches.size());
+    for (const int64_t of : shared.holders) {
+      if (of >= numbered) throw std::out_of_range("nothing has the number of a holder");
+    }
+    if (shared.holders.size() != traffic.evictions.size()) {
+      throw std::invalid_argument("holders: one an eviction");
+    }
+    if (of_fetch.size() != static_cast<int64_t>(traffic.fetches.size())) {
+      throw std::invalid_argument("fetched weights: one a fetch");
+    }
+    for (size_t k = 0; k < traffic.fetches.size(); ++k) {
+      const int64_t m = of_fetch.data()[k];
+      if (m >= 0) made->weights.at(m).there.emplace_back(traffic.fetches[k].first, traffic.fetches[k].end);
+    }
     made->fetched.assign(ticks, 0);
     for (const Fetch& fetch : traffic.fetches) {
       for (Tick tick = fetch.first; tick < fetch.end; ++tick) made->fetched[tick] += fetch.size;

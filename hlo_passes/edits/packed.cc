@@ -74,6 +74,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
   std::map<std::pair<int64_t, Tick>, int64_t> made_at;
   std::vector<Rectangle> found;
   std::map<std::pair<int64_t, Tick>, int64_t> read_until;
+  std::map<std::pair<Tick, int64_t>, int64_t> weights_until;  // Read by clones.
   for (const auto& [tick, made] : clones) {
     const int64_t first = time[tick] - static_cast<int64_t>(made.size());
     for (size_t k = 0; k < made.size(); ++k) {
@@ -84,6 +85,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
         all += temporaries[n].size;
       }
       for (const int64_t n : made[k].last_read) read_until[{n, tick}] = now + 1;
+      for (const int64_t m : WeightsFor(made[k], tick)) weights_until[{tick, m}] = now + 1;
       const Temporary& t = temporaries[made[k].elements[0]];
       const int64_t beside = t.beside - (all - t.size);
       if (beside > 0 && beside >= shared.smallest) found.push_back({beside, now, now + 1});
@@ -100,13 +102,19 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     if (moves.evicted[k] >= 0) left[moves.evicted[k]] = left_at[moves.departures[k].done];
   }
   std::map<std::pair<int64_t, Tick>, int64_t> begun;  // Of what is fetched.
+  std::map<int64_t, size_t> arrived;  // Of what is fetched whatever is taken.
   for (size_t k = 0; k < moves.fetches.size(); ++k) {
     const int64_t start = comes_at[moves.starts[k]]++;
     if (moves.fetched[k] >= 0) {
       begun[{moves.fetched[k], moves.fetches[k].first}] = start;
-    } else {
-      found.push_back({moves.fetches[k].size, start, time[moves.fetches[k].end - 1] + 1});
+      continue;
     }
+    const int64_t number = -1 - moves.fetched[k];
+    const auto fixed = static_cast<int64_t>(catalog_->traffic.fetches.size());
+    const int64_t end = number < fixed ? time[moves.fetches[k].end - 1] + 1
+                                       : weights_until.at(moves.for_clones[number - fixed]);
+    arrived[number] = found.size();
+    found.push_back({moves.fetches[k].size, start, end});
   }
 
   // Of each resident what is left of it in front of the next gap; it is cut where a temporary in it
@@ -117,6 +125,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     found.push_back({r.size, time[r.start], time[r.end - 1] + 1});
   }
   std::vector<std::vector<size_t>> pieces(temporaries.size());
+  std::map<size_t, int64_t> read_last;  // Of what is there until it has left.
   for (int64_t n = 0; n < count(); ++n) {
     const Temporary& t = temporaries[n];
     if (t.resident < 0) continue;
@@ -130,6 +139,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
       const int64_t end = found[piece].end;
       int64_t gone = end_at(n, gap.start);
       if (const auto at = left.find(n); at != left.end() && k == 0) {
+        read_last[piece] = gone;
         gone = std::max(gone, at->second);
       }
       if (is_own || piece != rest[t.resident] || gone > end) found[piece].end = gone;
@@ -147,6 +157,15 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     if (last > last_own || IsPassing(n, last) || piece != rest[t.resident]) {
       found[piece].end = std::max({found[piece].end, found[piece].start + 1, end_at(n, last)});
     }
+  }
+  // What leaves whatever is taken is there until it has left.
+  const auto residents = static_cast<int64_t>(rest.size());
+  for (size_t k = 0; k < moves.evicted.size(); ++k) {
+    const int64_t holder = moves.evicted[k] < 0 ? shared.holders[-1 - moves.evicted[k]] : -1;
+    if (holder < 0) continue;
+    const size_t piece = holder < residents ? rest[holder] : arrived.at(holder - residents);
+    read_last.try_emplace(piece, found[piece].end);
+    found[piece].end = std::max(found[piece].end, left_at[moves.departures[k].done]);
   }
   // What a clone writes over one of its operands takes no bytes of its own.
   for (const auto& [tick, made] : clones) {
@@ -173,8 +192,17 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
       }
     }
   }
-  const auto is_nothing = [](const Rectangle& r) { return r.end <= r.start; };
-  found.erase(std::remove_if(found.begin(), found.end(), is_nothing), found.end());
+  // Of what starts at once and is as large, what is read for longer comes later.
+  std::vector<std::pair<int64_t, Rectangle>> ordered;
+  for (size_t k = 0; k < found.size(); ++k) {
+    if (found[k].end <= found[k].start) continue;
+    const auto at = read_last.find(k);
+    ordered.emplace_back(at == read_last.end() ? found[k].end : at->second, found[k]);
+  }
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  found.clear();
+  for (const auto& [end, rectangle] : ordered) found.push_back(rectangle);
   if (shared.in_order) {
     const int64_t tables = shared.table * clone_count;
     return tables + memplan::PackedBytes(found, shared.alignment, {Order::kStart});

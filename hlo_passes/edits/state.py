@@ -42,6 +42,8 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     # What is read behind the last tick is part of what the program hands back.
     end = posed.ticks.end
     returned = {t.number for t in temporaries if any(r.tick == end for r in t.reads)}
+    moved = fetches(posed.movables, posed.clock, 0.0)
+    weights = {m.buffer: k for k, m in enumerate(posed.movables)}
     rows = [
         (
             t.size,
@@ -54,17 +56,23 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
             bool(t.obstacle) or t.number in returned,
             t.operands is not None,
             [r.tick for r in t.reads],
-            [(-1 if o.temporary is None else o.temporary, o.until) for o in t.operands or ()],
+            [
+                (-2 - weights.get(o.weight, -1) if o.temporary is None else o.temporary, o.until)
+                for o in t.operands or ()
+            ],
         )
         for t in temporaries
     ]
+    holding = {r.name: k for k, r in enumerate(large) if r.kind == "temp"}
+    # The last copy of an argument is the one in whose bytes its successor lies.
+    holding |= {f.buffer: len(large) + k for k, f in enumerate(moved)}
     into, out = posed.link, posed.link_out
     return Catalog(
         rows,
         posed.costs,
         posed.in_busy,
         posed.out_busy,
-        fetch_rows(fetches(posed.movables, posed.clock, 0.0)),
+        fetch_rows(moved),
         eviction_rows(posed.evictions),
         into.bytes_per_s,
         into.latency_s,
@@ -74,6 +82,9 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
         queue_of(into) == queue_of(out),
         posed.can_evict,
         np.array([(r.size, *r.live_range) for r in large], np.int64).ravel(),
+        np.array([holding.get(e.holder, -1) for e in posed.evictions], np.int64),
+        np.array([m.size for m in posed.movables], np.int64),
+        np.array([weights[f.buffer] for f in moved], np.int64),
         arena.alignment,
         arena.in_order,
         arena.smallest,

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitting.edits import fit_with_edits
@@ -34,6 +36,9 @@ _WORTH_IT = 0.99
 
 # What part of the arena an order leaves for packing, where it needs more than what is live.
 _PACKING = 16
+
+# How many choices of what stays are made.
+_STAYS = 3
 
 # How often a least budget is raised by what its packing takes more.
 _LEAST_ROUNDS = 8
@@ -96,45 +101,47 @@ def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
             yield Edits(names)
 
 
-def choose_stay(posed: Problem, budget: int, slots: int | None) -> frozenset[str] | None:
-    """Which weights stay when the others are streamed, and temporaries evicted or computed
-    again where that is faster, or nothing else fits; in XLA's order, or another one."""
-    found = _choose_stay(posed, budget, slots)
-    if found is not None and _is_hidden(found.step_time_s, posed):
-        return found.stay
-    orders = _lower_orders(posed, budget) if found is None else _early_order(posed, 0)
-    for order in orders:
-        other = _choose_stay(edited(posed, order), budget, slots)
-        if found is None or (other and other.step_time_s < found.step_time_s * _WORTH_IT):
-            found = other
-    if found is not None:
-        return found.stay
-    return frozenset() if _fit_lowest(_lowest(posed), budget, slots) is not None else None
+class Stay(NamedTuple):
+    """Weights on the device, by name, and what a step probably takes with them there, in seconds:
+    how its arena is packed is not known yet."""
 
-
-class _Stay(NamedTuple):
-    """Weights on the device, and what a step takes with them there, in seconds."""
-
-    stay: frozenset[str]
+    names: frozenset[str]
     step_time_s: float
 
 
-def _choose_stay(posed: Problem, budget: int, slots: int | None) -> _Stay | None:
+def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, ...]:
+    """Which weights stay when the others are streamed, and temporaries evicted or computed
+    again where that is faster, or nothing else fits; in XLA's order, or another one. A few ways,
+    the fastest first; none where no plan is known to keep to the budget."""
+    found = list(_stays(posed, budget, slots))
+    if found and _is_hidden(found[-1].step_time_s, posed):
+        return (found[-1],)
+    orders = _early_order(posed, 0) if found else _lower_orders(posed, budget)
+    for order in orders:
+        found += _stays(edited(posed, order), budget, slots)
+    if not found and _fit_lowest(_lowest(posed), budget, slots) is not None:
+        return (Stay(frozenset(), np.inf),)
+    fastest: dict[frozenset[str], Stay] = {}
+    for stay in sorted(found, key=lambda stay: stay.step_time_s):
+        fastest.setdefault(stay.names, stay)
+    return tuple(fastest.values())[:_STAYS]
+
+
+def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
+    """With nothing but weights moved; and where that leaves something to be gained, with some of
+    them there and edits."""
     choice = placement.choose_placement(posed, budget, slots)
-    best = _Stay(choice.stay, choice.step_time_s) if choice is not None else None
-    if best is not None and _is_hidden(best.step_time_s, posed):
-        return best
-    for stay in placement.shares(posed):
-        streamed = posed.staying(stay)
-        capacity = placement.capacity_beside(posed, budget, stay)
+    if choice is not None:
+        yield Stay(choice.stay, choice.step_time_s)
+        if _is_hidden(choice.step_time_s, posed):
+            return
+    for names in placement.shares(posed):
+        capacity = placement.capacity_beside(posed, budget, names)
         if capacity <= 0:
             continue
-        chosen = edit_choice.work_on(streamed).choose(capacity, slots)
-        if not chosen or not chosen[0].taken.all:
-            continue  # Without edits the search above has done better.
-        if best is None or chosen[0].step_time_s < best.step_time_s * _WORTH_IT:
-            best = _Stay(stay, chosen[0].step_time_s)
-    return best
+        chosen = edit_choice.work_on(posed.staying(names)).choose(capacity, slots)
+        if chosen and chosen[0].taken.all:  # Without edits the search above has done better.
+            yield Stay(names, chosen[0].step_time_s)
 
 
 def _is_hidden(step_time_s: float, posed: Problem) -> bool:

@@ -56,6 +56,9 @@ _HALVINGS = 9
 # Up to how many weights all sets of them are compared.
 _FEW = 8
 
+# In how many parts the bytes of all weights are divided between the device and the host.
+_SHARES = 8
+
 # A schedule this close to the certified bound is taken at once.
 _CLOSE_ENOUGH = 1.001
 
@@ -293,8 +296,9 @@ def _attempts(
         yield _Attempt(posed, stay, 0.0, dropped, capacity, least)
         longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
         kept = streamed(stay, longest)
-        if len(kept) < len(dropped):
-            yield _Attempt(posed, stay, longest, kept, capacity, least_capacity(kept, load)[0])
+        least, _ = least_capacity(kept, load)
+        if len(kept) < len(dropped) and least <= capacity:
+            yield _Attempt(posed, stay, longest, kept, capacity, least)
 
 
 def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
@@ -428,7 +432,7 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
         )
         return
     stored = frozenset(m.buffer for m in problem.movables if m.store is not None)
-    fetched = Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
+    fetched = _times_fetched(problem)
     seen: set[frozenset[str]] = set()
     # First as where the caller's state is no candidate, and stays.
     for state in (stored, frozenset[str]()) if stored else (stored,):
@@ -450,14 +454,23 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
 
 def shares(problem: Problem) -> Iterator[frozenset[str]]:
     """Yields some ways to divide the weights between the device and the host, whatever the
-    budget: none stay, a quarter of the bytes, evenly spread, and so on to all."""
+    budget: none stay, an eighth of the bytes, and so on to all; evenly spread, and those fetched
+    most often first. Where temporaries leave as well, what is read once in a step (an optimizer's
+    state) is the cheapest to have away."""
     total = sum(m.size for m in problem.movables)
+    fetched = _times_fetched(problem)
     seen: set[frozenset[str]] = set()
-    for quarters in range(5):
-        stay = _spread(problem.movables, total * quarters // 4) if total else frozenset[str]()
-        if stay not in seen:
-            seen.add(stay)
-            yield stay
+    for part in range(_SHARES + 1):
+        room = total * part // _SHARES
+        for stay in (_spread(problem.movables, room), _often(problem.movables, fetched, room)):
+            if stay not in seen:
+                seen.add(stay)
+                yield stay
+
+
+def _times_fetched(problem: Problem) -> Mapping[str, int]:
+    """How often each weight is fetched when it is dropped between reads."""
+    return Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
 
 
 def _run_ahead(sizes: Sequence[int]) -> list[int]:
@@ -508,10 +521,25 @@ def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:
     return frozenset(chosen)
 
 
+def _often(
+    movables: Sequence[Movable], fetched: Mapping[str, int], room: int
+) -> frozenset[str]:
+    """Those that are fetched most often; of the last that are fetched equally often, evenly spread
+    ones."""
+    stay = frozenset[str]()
+    for times in sorted({fetched[m.buffer] for m in movables}, reverse=True):
+        alike = [m for m in movables if fetched[m.buffer] == times]
+        stay |= _spread(alike, room)
+        room -= sum(m.size for m in alike)
+        if room <= 0:
+            break
+    return stay
+
+
 def _spread(movables: Sequence[Movable], room: int) -> frozenset[str]:
     """Bresenham's line: of every run of weights about the same share of bytes stays."""
     chosen: set[str] = set()
-    total = sum(m.size for m in movables)
+    total = max(1, sum(m.size for m in movables))
     credit, left = 0.0, room
     for m in movables:
         credit += m.size * min(1.0, room / total)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +19,9 @@ from hlo_passes.fitting.repacking import excess_of
 from hlo_passes.fitting.solution import edited, placed
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.placing import placement, problem
+from hlo_passes.rewrite import inject
+from memplan import api as memplan
+from memplan.topologies import topology
 from tests import corpus
 
 NOTHING = np.zeros(0, np.int64)
@@ -41,6 +46,9 @@ def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) 
         False,
         True,
         held,
+        NOTHING,
+        np.array([8], np.int64),
+        NOTHING,
         1,
         True,
         0,
@@ -67,6 +75,7 @@ def test_a_gap_is_taken_and_given_back():
         ({5: 4}, ValueError),  # the tick at which it is written
         ({9: [4]}, ValueError),
         ({10: [(1, 0)]}, ValueError),
+        ({10: [(-3, 4)]}, ValueError),  # a weight
         ({0: "8"}, TypeError),
     ],
 )
@@ -118,6 +127,74 @@ def test_what_packing_takes_is_known_before_a_selection_is_written(share: float)
         budget = of.fixed_bytes + of.arena.base + predicted
         over = excess_of(again, found, budget)
         assert over <= 0.1 * predicted
+
+
+def test_what_a_clone_reads_on_the_host_is_brought_to_it():
+    reading = tuple([(-2, 4)] if k == 10 else value for k, value in enumerate(ROW))
+    of, load, costs = catalog(reading), np.full(4, 8, np.int64), np.ones(4)
+    state = State(of, load, costs, 16)
+    assert not state.recompute(0, 1, 4, math.inf)  # As many bytes come as go, at another tick.
+    load += np.array([0, 0, 24, 0])
+    assert state.recompute(0, 1, 16, math.inf)
+    assert load.tolist() == [8, 8, 24, 16]
+    # 8 bytes, one a second, before the clone; the program and the clone take 5 seconds.
+    assert state.step_seconds(100, -1) == pytest.approx(10.0)
+
+
+def hosted_training() -> problem.Problem:
+    """Adam behind six layers, everything on the host, as XLA:TPU schedules it."""
+    array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            y = x
+            for w in weights:
+                y = y + jnp.tanh(y @ w)
+            return (y**2).mean()
+
+        def adam(w: jax.Array, mean: jax.Array, square: jax.Array, g: jax.Array) -> Any:
+            mean, square = 0.9 * mean + 0.1 * g, 0.99 * square + 0.01 * g * g
+            return w - 0.01 * mean / (jnp.sqrt(square) + 1e-8), mean, square
+
+        gradients = jax.grad(loss)(state[0])
+        updated = [adam(*of) for of in zip(*state, gradients, strict=True)]
+        return [list(part) for part in zip(*updated, strict=True)]
+
+    machine = topology("v5e")
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    placing = (
+        memplan.jit(step, hbm=1 << 40, machine=machine, donate_argnums=0)
+        .lower([[array] * 6] * 3, x)
+        .placing
+    )
+    program = placing.placed(placing.everything(2, 1.0))
+    module = inject.capture("tpu", program.stablehlo, program.compiler({}))
+    return problem.pose(module, machine.machine, ())
+
+
+@pytest.mark.tpu
+def test_stores_and_what_clones_read_are_packed_as_predicted():
+    of = hosted_training()
+    work = Work(of)
+    assert of.evictions
+    assert any(o.weight for t in work.temporaries for o in t.operands or ())
+    kinds: set[str] = set()
+    for share in (0.9, 0.8, 0.7):
+        capacity = int(share * work.load.max())
+        for choice in work.choose(capacity)[:6]:
+            edits = work.edits(choice.taken)
+            predicted = choice.taken.packed_bytes(capacity, None)
+            room = int(1.05 * predicted)
+            budget = of.fixed_bytes + of.arena.base + room
+            found = placed(edited(of, edits), budget, None, room - capacity)
+            assert isinstance(found, placement.Choice)
+            if found.keep_s:
+                continue  # That copies are kept between reads is not predicted.
+            assert found.packing.total - of.arena.base == pytest.approx(predicted, rel=0.001)
+            seconds = choice.taken.step_seconds(capacity, None)
+            assert found.step_time_s == pytest.approx(seconds, rel=0.02)
+            kinds |= {type(edit).__name__ for edit in (*edits.recomputes, *edits.evictions)}
+    assert len(kinds) == 2, kinds
 
 
 @given(st.floats(0.2, 1.0))
