@@ -107,7 +107,7 @@ class Work:
         self.posed = posed
         self.temporaries = find_temporaries(posed.ranges, posed.ticks)
         self._weights = np.zeros_like(posed.arena.load)
-        for fetch in fetches(posed.movables, posed.clock, 0.0):
+        for fetch in fetches(posed.movables):
             self._weights[fetch.reads.start : fetch.reads.end] += fetch.size
         self._catalog = catalog(posed, self.temporaries)
 

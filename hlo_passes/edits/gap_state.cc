@@ -212,8 +212,57 @@ std::vector<GapKey> GapState::Some(Noise* noise) const {
   return found;
 }
 
-// Schedules all transfers; false where they do not fit.
+// Schedules all transfers; false where they do not fit. Copies are dropped between two reads, or
+// kept where there is room for them, whichever is faster; see `placement`.
 bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
+  const bool fits = Schedule(capacity, slots, false, moves);
+  if (!fits || catalog_->weights.empty()) return fits;
+  Moves kept;
+  if (Schedule(capacity, slots, true, &kept) && kept.fetches.size() < moves->fetches.size() &&
+      StepSeconds(kept) < StepSeconds(*moves)) {
+    *moves = std::move(kept);
+  }
+  return true;
+}
+
+// Has one fetch for several reads where there is room for the copy between them, the shortest time
+// first; see `problem.fetches`.
+void GapState::KeepCopies(std::vector<int64_t> room, std::vector<Coming>* coming) const {
+  std::vector<std::vector<Coming>> apart(catalog_->weights.size());
+  std::vector<Coming> others;
+  for (const Coming& c : *coming) {
+    for (Tick tick = c.fetch.first; tick < c.fetch.end; ++tick) room[tick] -= c.fetch.size;
+    (c.weight < 0 ? others : apart[c.weight]).push_back(c);
+  }
+  std::vector<std::tuple<Tick, size_t, Tick>> gaps;  // How long, of which weight, from where on.
+  for (size_t m = 0; m < apart.size(); ++m) {
+    std::sort(apart[m].begin(), apart[m].end(),
+              [](const Coming& a, const Coming& b) { return a.fetch.first < b.fetch.first; });
+    for (size_t k = 0; k + 1 < apart[m].size(); ++k) {
+      const Tick end = apart[m][k].fetch.end;
+      gaps.emplace_back(apart[m][k + 1].fetch.first - end, m, end);
+    }
+  }
+  std::sort(gaps.begin(), gaps.end());
+  for (const auto& [ticks, m, start] : gaps) {
+    const int64_t size = catalog_->weights[m].size;
+    const auto first = room.begin() + start, end = first + ticks;
+    if (ticks > 0 && *std::min_element(first, end) < size) continue;
+    for (auto tick = first; tick < end; ++tick) *tick -= size;
+    const auto before = std::find_if(apart[m].begin(), apart[m].end(), [start = start](const Coming& c) {
+      return c.fetch.end == start;
+    });
+    before->fetch.end = (before + 1)->fetch.end;
+    before->of = (before + 1)->of;
+    apart[m].erase(before + 1);
+  }
+  coming->swap(others);
+  for (const std::vector<Coming>& kept : apart) {
+    coming->insert(coming->end(), kept.begin(), kept.end());
+  }
+}
+
+bool GapState::Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* moves) const {
   if (MostLoad(0, ticks_) > capacity) return false;
   const Traffic& traffic = catalog_->traffic;
   std::vector<int64_t> load(load_, load_ + ticks_);
@@ -222,10 +271,6 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
     Eviction eviction;
     int64_t temporary, number;
   };
-  struct Coming {
-    Fetch fetch;
-    int64_t temporary;
-  };
   std::vector<Leaving> leaving;
   std::vector<Coming> coming;
   for (const Eviction& eviction : traffic.evictions) {
@@ -233,7 +278,8 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
     leaving.push_back({eviction, -1 - number, number});
   }
   for (const Fetch& fetch : traffic.fetches) {
-    coming.push_back({fetch, -1 - static_cast<int64_t>(coming.size())});
+    const size_t k = coming.size();
+    coming.push_back({fetch, -1 - static_cast<int64_t>(k), traffic.weights[k]});
   }
   for (const auto& [tick, roles] : clones_) {
     if (catalog_->weights.empty()) break;
@@ -243,7 +289,7 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
       // One after the other: the load has the most at once.
       const int64_t size = catalog_->weights[m].size;
       load[tick] -= size;
-      coming.push_back({{size, tick, tick + 1, -1}, -1 - static_cast<int64_t>(coming.size())});
+      coming.push_back({{size, tick, tick + 1, -1}, -1 - static_cast<int64_t>(coming.size()), m});
       moves->for_clones.emplace_back(tick, m);
     }
   }
@@ -256,7 +302,7 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
     for (size_t k = 0; k < gaps.size(); ++k) {
       if (gaps[k].action != Action::kEvict) continue;
       const Tick end = (k + 1 < gaps.size() ? gaps[k + 1].start : accesses_[n].back()) + 1;
-      coming.push_back({{t.size, gaps[k].end, end, number}, n});
+      coming.push_back({{t.size, gaps[k].end, end, number}, n, -1});
       for (Tick tick = gaps[k].end; tick < end; ++tick) load[tick] -= t.size;
     }
   }
@@ -265,6 +311,11 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
   });
   std::vector<int64_t> place(leaving.size());
   for (size_t k = 0; k < leaving.size(); ++k) place[leaving[k].number] = static_cast<int64_t>(k);
+  if (keeps) {
+    std::vector<int64_t> room(ticks_);
+    for (Tick tick = 0; tick < ticks_; ++tick) room[tick] = capacity - load[tick];
+    KeepCopies(std::move(room), &coming);
+  }
   std::stable_sort(coming.begin(), coming.end(), [](const Coming& a, const Coming& b) {
     return std::tie(a.fetch.first, a.fetch.end) < std::tie(b.fetch.first, b.fetch.end);
   });
@@ -275,7 +326,7 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
   for (Coming& c : coming) {
     if (c.fetch.eviction >= 0) c.fetch.eviction = place[c.fetch.eviction];
     moves->fetches.push_back(c.fetch);
-    moves->fetched.push_back(c.temporary);
+    moves->fetched.push_back(c.of);
   }
   moves->clock.assign(ticks_ + 1, 0.0);
   std::partial_sum(costs_, costs_ + ticks_, moves->clock.begin() + 1);

@@ -72,6 +72,7 @@ struct Traffic {
   bool is_one_queue, can_evict;
   double margin;
   std::vector<Fetch> fetches;  // In the order of their first reads.
+  std::vector<int64_t> weights;  // Of each, or -1.
   std::vector<Eviction> evictions;
 
   // Seconds of links to take `size` bytes away, unless they are, and back.
@@ -210,6 +211,14 @@ class GapState {
     std::vector<int64_t> elements, last_read;
   };
 
+  // A fetch, with what `Moves` says of it, and the weight or -1.
+  struct Coming {
+    Fetch fetch;
+    int64_t of, weight;
+  };
+
+  void KeepCopies(std::vector<int64_t> room, std::vector<Coming>* coming) const;
+
   // How to take one change back.
   struct Undo {
     enum class Kind : uint8_t { kTaken, kNotTaken, kRole, kAccess, kLoad, kCost, kOnTheWay } kind;
@@ -253,6 +262,7 @@ class GapState {
   int64_t MostOnTheWay(Tick tick) const;
   std::set<int64_t> WeightsFor(const Clone& clone, Tick tick) const;
   bool Schedule(int64_t capacity, int64_t slots, Moves* moves) const;
+  bool Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* moves) const;
   double StepSeconds(const Moves& moves) const;
   int64_t PackedBytes(const Moves& moves) const;
   double Score(int64_t capacity, int64_t packed, int64_t slots, double enough) const;

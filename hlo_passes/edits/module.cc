@@ -171,7 +171,7 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     Check(*made, ticks);
     Traffic& traffic = made->traffic;
-    traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, Evictions(evicted, ticks)};
+    traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, {}, Evictions(evicted, ticks)};
     traffic.fetches = Fetches(fetched, ticks, static_cast<int64_t>(traffic.evictions.size()));
     shared.holders.assign(holder.data(), holder.data() + holder.size());
     const auto numbered =
@@ -187,6 +187,7 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     for (size_t k = 0; k < traffic.fetches.size(); ++k) {
       const int64_t m = of_fetch.data()[k];
+      traffic.weights.push_back(m);
       if (m >= 0) made->weights.at(m).there.emplace_back(traffic.fetches[k].first, traffic.fetches[k].end);
     }
     made->fetched.assign(ticks, 0);

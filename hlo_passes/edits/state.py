@@ -42,7 +42,7 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     # What is read behind the last tick is part of what the program hands back.
     end = posed.ticks.end
     returned = {t.number for t in temporaries if any(r.tick == end for r in t.reads)}
-    moved = fetches(posed.movables, posed.clock, 0.0)
+    moved = fetches(posed.movables)
     weights = {m.buffer: k for k, m in enumerate(posed.movables)}
     rows = [
         (

@@ -76,7 +76,7 @@ class Choice:
 
     Attributes:
       stay: buffers of the weights that live on the device.
-      keep_s: see `problem.fetches`.
+      keeps: see `problem.fetches`.
       fetches, starts: what is streamed, and from which tick.
       departures: when each of ``Problem.evictions`` is issued and waited for, of those that there
         are with `stay` on the device.
@@ -85,7 +85,7 @@ class Choice:
     """
 
     stay: frozenset[str]
-    keep_s: float
+    keeps: bool
     fetches: tuple[Fetch, ...]
     starts: tuple[int, ...]
     departures: tuple[Departure, ...]
@@ -104,7 +104,7 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     When `slots` rule out every plan, it is the budget that would do without them.
     """
     arena = problem.arena
-    capacity, tick = least_capacity(fetches(problem.movables, problem.clock, 0.0), arena.load)
+    capacity, tick = least_capacity(fetches(problem.movables), arena.load)
     least = unpacked_budget(problem)
     streamed = frozenset[str]()
     if fit(problem, streamed, least, slots) is not None:
@@ -129,7 +129,7 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
 
 def unpacked_budget(problem: Problem) -> int:
     """Returns the budget in bytes that `least_budget` begins with: without what packing takes."""
-    streamed = fetches(problem.movables, problem.clock, 0.0)
+    streamed = fetches(problem.movables)
     capacity, _ = least_capacity(streamed, problem.arena.load)
     return problem.fixed_bytes + problem.arena.base + capacity
 
@@ -183,7 +183,7 @@ def fit_or_excess(
     if found:
         return found
     load = problem.arena.load.copy()
-    for fetch in fetches(problem.movables, problem.clock, 0.0):
+    for fetch in fetches(problem.movables):
         if fetch.buffer not in stay:
             load[fetch.reads.start : fetch.reads.end] += fetch.size
     return max(0, int(load.max(initial=0)) - capacity_beside(problem, budget, stay))
@@ -200,7 +200,7 @@ class _Attempt:
 
     posed: Problem
     stay: frozenset[str]
-    keep_s: float
+    keeps: bool
     fetches: tuple[Fetch, ...]
     capacity: int
     least: int
@@ -228,8 +228,7 @@ def _search(
             weighed *= _STORED
         heapq.heappush(queue, (weighed, moved, next(serial), seconds, attempt, schedule))
 
-    for attempt in _attempts(problem, budget, candidates):
-        attempt = replace(attempt, capacity=max(attempt.least, attempt.capacity - free))
+    for attempt in _attempts(problem, budget, candidates, free):
         push(_unhindered_s(attempt.posed, attempt.fetches), attempt, None)
     enough = _CLOSE_ENOUGH * budget_lower_bound_s(problem, budget)
     nearest = 0
@@ -251,7 +250,7 @@ def _search(
         if over <= 0:
             return Choice(
                 attempt.stay,
-                attempt.keep_s,
+                attempt.keeps,
                 schedule.fetches,
                 tuple(schedule.starts),
                 tuple(schedule.departures),
@@ -274,31 +273,26 @@ def _search(
 
 
 def _attempts(
-    problem: Problem, budget: int, candidates: Iterable[frozenset[str]]
+    problem: Problem, budget: int, candidates: Iterable[frozenset[str]], free: int
 ) -> Iterator[_Attempt]:
     """Yields each candidate with room for what it streams, in up to two ways: between two
-    reads a copy is kept where fetching it again takes longer than the gap, or dropped."""
-    load = problem.arena.load
-    known: dict[float, list[Fetch]] = {}
-
-    def streamed(stay: frozenset[str], keep_s: float) -> tuple[Fetch, ...]:
-        if keep_s not in known:
-            known[keep_s] = fetches(problem.movables, problem.clock, keep_s)
-        return tuple(f for f in known[keep_s] if f.buffer not in stay)
-
+    reads a copy is dropped, or kept where there is room for it."""
+    load, everything = problem.arena.load, fetches(problem.movables)
     for stay in candidates:
         posed = problem.staying(stay)
         capacity = capacity_beside(problem, budget, stay)
-        dropped = streamed(stay, 0.0)
+        dropped = tuple(f for f in everything if f.buffer not in stay)
         least, _ = least_capacity(dropped, load)
         if least > capacity:
             continue
-        yield _Attempt(posed, stay, 0.0, dropped, capacity, least)
-        longest = max((f.size for f in dropped), default=0) / problem.link.bytes_per_s
-        kept = streamed(stay, longest)
-        least, _ = least_capacity(kept, load)
-        if len(kept) < len(dropped) and least <= capacity:
-            yield _Attempt(posed, stay, longest, kept, capacity, least)
+        capacity = max(least, capacity - free)
+        yield _Attempt(posed, stay, False, dropped, capacity, least)
+        room = capacity - load
+        for fetch in dropped:
+            room[fetch.reads.start : fetch.reads.end] -= fetch.size
+        kept = tuple(fetches(posed.movables, room))
+        if len(kept) < len(dropped):
+            yield _Attempt(posed, stay, True, kept, capacity, least_capacity(kept, load)[0])
 
 
 def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:
@@ -441,7 +435,7 @@ def _candidates(problem: Problem, budget: int) -> Iterator[frozenset[str]]:
         for pinned in _pinned(free, room):
             rest = [m for m in free if m.buffer not in pinned]
             left = room - sum(m.size for m in free if m.buffer in pinned)
-            least, _ = least_capacity(fetches(rest, problem.clock, 0.0), problem.arena.load)
+            least, _ = least_capacity(fetches(rest), problem.arena.load)
             for ahead in _run_ahead([m.size for m in rest]):
                 if least + ahead > left:
                     break
@@ -470,7 +464,7 @@ def shares(problem: Problem) -> Iterator[frozenset[str]]:
 
 def _times_fetched(problem: Problem) -> Mapping[str, int]:
     """How often each weight is fetched when it is dropped between reads."""
-    return Counter(f.buffer for f in fetches(problem.movables, problem.clock, 0.0))
+    return Counter(f.buffer for f in fetches(problem.movables))
 
 
 def _run_ahead(sizes: Sequence[int]) -> list[int]:
@@ -521,9 +515,7 @@ def _greedy(movables: Sequence[Movable], room: int) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _often(
-    movables: Sequence[Movable], fetched: Mapping[str, int], room: int
-) -> frozenset[str]:
+def _often(movables: Sequence[Movable], fetched: Mapping[str, int], room: int) -> frozenset[str]:
     """Those that are fetched most often; of the last that are fetched equally often, evenly spread
     ones."""
     stay = frozenset[str]()

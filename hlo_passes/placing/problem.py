@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -289,26 +290,46 @@ def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
     return max(0, usage.temp_bytes - usage.heap_bytes)
 
 
-def fetches(
-    movables: Sequence[Movable], clock: npt.NDArray[np.float64], keep_s: float
-) -> list[Fetch]:
-    """Groups the reads of each movable into fetches, ordered by first read.
+def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = None) -> list[Fetch]:
+    """Groups the reads of each movable into fetches, ordered by first read. Between two reads a copy
+    is dropped and fetched again (it is clean: no write back).
 
     Args:
-      keep_s: a copy is kept between two reads when at most so many seconds of compute lie
-        between them, else it is dropped and fetched again (it is clean: no write back).
+      room: int64[ticks], bytes beside all that is read: where there is room for a copy, it is kept,
+        the shortest time first. The rest is left in it.
     """
-    found: list[Fetch] = []
-    for m in movables:
-        start, end = m.reads[0]
-        for read in m.reads[1:]:
-            if read.start <= end or clock[read.start] - clock[end] <= keep_s:
-                end = max(end, read.end)
-                continue
-            found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
-            start, end = read
-        found.append(Fetch(m.buffer, m.size, LiveRange(start, end), m.eviction))
+    parts = [list(_apart(m.reads)) for m in movables]
+    gaps = [
+        (after.start - before.end, n, before.end, after.start)
+        for n, reads in enumerate(parts if room is not None else ())
+        for before, after in pairwise(reads)
+    ]
+    for _, n, start, end in sorted(gaps):
+        assert room is not None
+        if room[start:end].min() < movables[n].size:
+            continue
+        room[start:end] -= movables[n].size
+        at = next(k for k, r in enumerate(parts[n]) if r.end == start)
+        before, after = parts[n][at : at + 2]
+        parts[n][at : at + 2] = [LiveRange(before.start, after.end)]
+    found = [
+        Fetch(m.buffer, m.size, reads, m.eviction)
+        for m, apart in zip(movables, parts, strict=True)
+        for reads in apart
+    ]
     return sorted(found, key=lambda f: f.reads)
+
+
+def _apart(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
+    """Those that follow on each other in one."""
+    start, end = reads[0]
+    for read in reads[1:]:
+        if read.start <= end:
+            end = max(end, read.end)
+            continue
+        yield LiveRange(start, end)
+        start, end = read
+    yield LiveRange(start, end)
 
 
 def _boundary(module: Module, on_host: Collection[int]) -> Boundary:

@@ -179,20 +179,18 @@ def test_stores_and_what_clones_read_are_packed_as_predicted():
     assert of.evictions
     assert any(o.weight for t in work.temporaries for o in t.operands or ())
     kinds: set[str] = set()
-    for share in (0.9, 0.8, 0.7):
+    for share in (0.9, 0.8, 0.7, 0.6):
         capacity = int(share * work.load.max())
         for choice in work.choose(capacity)[:6]:
             edits = work.edits(choice.taken)
             predicted = choice.taken.packed_bytes(capacity, None)
-            room = int(1.05 * predicted)
+            room = int(1.25 * predicted)
             budget = of.fixed_bytes + of.arena.base + room
             found = placed(edited(of, edits), budget, None, room - capacity)
             assert isinstance(found, placement.Choice)
-            if found.keep_s:
-                continue  # That copies are kept between reads is not predicted.
-            assert found.packing.total - of.arena.base == pytest.approx(predicted, rel=0.001)
+            assert found.packing.total - of.arena.base == pytest.approx(predicted, rel=0.05)
             seconds = choice.taken.step_seconds(capacity, None)
-            assert found.step_time_s == pytest.approx(seconds, rel=0.02)
+            assert found.step_time_s == pytest.approx(seconds, rel=0.05)
             kinds |= {type(edit).__name__ for edit in (*edits.recomputes, *edits.evictions)}
     assert len(kinds) == 2, kinds
 

@@ -239,9 +239,9 @@ def test_where_nothing_fits_the_order_with_least_live_is_gone_through_first(
 def test_what_stays_is_known_down_to_the_least_budget(monkeypatch: pytest.MonkeyPatch):
     of = problem.pose(corpus.read("mlp_grad.cpu"), load_machine("cpu_cxl"), ())
     least = fitting.least_budget(of, None)[0]
-    monkeypatch.setattr(fitting, "_choose_stay", lambda *_: None)
-    assert fitting.choose_stay(of, least, None) == frozenset()
-    assert fitting.choose_stay(of, least // 2, None) is None
+    monkeypatch.setattr(fitting, "_stays", lambda *_: ())
+    assert [stay.names for stay in fitting.choose_stay(of, least, None)] == [frozenset()]
+    assert not fitting.choose_stay(of, least // 2, None)
 
 
 def test_edits_are_looked_for_in_several_orders(monkeypatch: pytest.MonkeyPatch):
