@@ -151,7 +151,7 @@ def _measure(target: str, path: Path, with_plan: bool) -> Row:
     timed("ticks", lambda: entry_ticks(ranges, platform, hosted))
     timed("cost", lambda: instruction_costs(module, machine))
     posed = timed("problem", lambda: pose(module, machine, weights))
-    streamed = fetches(posed.movables, posed.clock, 0.0)
+    streamed = fetches(posed.movables)
     timed("arena", lambda: posed.arena.pack(streamed, [f.reads.start for f in streamed]))
     capacity, _ = least_capacity(streamed, posed.arena.load)
     budget = posed.fixed_bytes + posed.arena.base + int(_BUDGET * capacity)

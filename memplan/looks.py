@@ -53,8 +53,8 @@ _SMALL_STACKS, _SLOW = 0.5, 1.5
 # again what scans leave for others.
 _SOON_ENOUGH = 1.02
 
-# Where a plan came out slower than had been expected, another choice of arguments that stay is tried
-# if that is expected to take no more than this part of its step.
+# Where a plan came out slower than had been expected, another choice of arguments that stay is
+# tried if that is expected to take no more than this part of its step.
 _PROMISING = 0.8
 
 # A plan replaces another one when it is faster by more than this factor.

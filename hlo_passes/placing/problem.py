@@ -291,8 +291,8 @@ def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
 
 
 def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = None) -> list[Fetch]:
-    """Groups the reads of each movable into fetches, ordered by first read. Between two reads a copy
-    is dropped and fetched again (it is clean: no write back).
+    """Groups the reads of each movable into fetches, ordered by first read. Between two reads a
+    copy is dropped and fetched again (it is clean: no write back).
 
     Args:
       room: int64[ticks], bytes beside all that is read: where there is room for a copy, it is kept,

@@ -45,7 +45,7 @@ def loop_with_an_unread_element(
     """What an iteration leaves for the caller alone stands before what the next one reads."""
 
     def body(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        _, x, norm = state
+        x, norm = state[1:]
         for w in weights:
             x = jnp.tanh(x @ w)
         return x[::2], x, norm + jnp.sum(x, axis=0)
