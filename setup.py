@@ -64,6 +64,8 @@ setup(
             sources=[
                 "hlo_passes/edits/module.cc",
                 "hlo_passes/edits/gap_state.cc",
+                "hlo_passes/edits/search.cc",
+                "hlo_passes/edits/transfers.cc",
                 "hlo_passes/edits/packed.cc",
                 "hlo_passes/memory/place.cc",
                 "hlo_passes/memory/occupancy.cc",

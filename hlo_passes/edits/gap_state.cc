@@ -1,11 +1,7 @@
 #include "gap_state.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <numeric>
 #include <stdexcept>
-#include <tuple>
 
 namespace memplan {
 namespace {
@@ -14,37 +10,12 @@ namespace {
 // from it.
 constexpr int64_t kHoldShare = 16;
 
-// By which factor noise changes the price of a gap at most, as a power of e, up and down.
-constexpr double kNoise = 1.0;
-
-// A step counts as slower by this factor where its packing is above the capacity, and by this much
-// more where it is twice the capacity.
-constexpr double kPackedOver = 2.0, kOver = 8.0;
-
-// How much longer a search goes on where what it finds is not packed within the capacity.
-constexpr int64_t kLonger = 10;
-
-// By which share of the capacity a search brings the load below that at most.
-constexpr double kLower = 0.25;
-
-// How often all gaps are gone through; what is computed again may hold others longer.
-constexpr int kRounds = 4;
-
-constexpr double kDearest = 3.0;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 }  // namespace
 
 double Traffic::MovingSeconds(int64_t size, bool is_away) const {
   const auto bytes = static_cast<double>(size);
   const double seconds = bytes / in.bytes_per_s + in.latency_s;
   return is_away ? seconds : seconds + bytes / out.bytes_per_s + in.latency_s;
-}
-
-bool GapState::Option::operator<(const Option& other) const {
-  return std::tie(score, temporary, start, action, most_s) <
-         std::tie(other.score, other.temporary, other.start, other.action, other.most_s);
 }
 
 GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t ticks,
@@ -57,7 +28,7 @@ GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t
       accesses_(catalog->accesses),
       taken_(catalog->temporaries.size()),
       on_the_way_(ticks, 0),
-      most_s_(kInfinity) {}
+      most_s_(std::numeric_limits<double>::infinity()) {}
 
 GapState::GapState(const GapState& other, int64_t* load, double* costs) : GapState(other) {
   load_ = load;
@@ -93,303 +64,6 @@ bool GapState::Recompute(int64_t n, Tick start, int64_t capacity, double most_s)
   }
   RollBack();
   return false;
-}
-
-// This is a covering problem: at every tick enough bytes have to go, for the least time; see
-// greedy.py.
-void GapState::Take(int64_t capacity, const Terms& terms, int64_t smallest, Noise* noise) {
-  double left_s = terms.link_s;
-  std::set<GapKey> refused;
-  for (int round = 0; round < kRounds && MostLoad(0, ticks_) > capacity; ++round) {
-    bool changed = false;
-    std::vector<Option> options = Options(capacity, terms.link_price, smallest, noise);
-    std::sort(options.begin(), options.end());
-    for (const Option& option : options) {
-      const int64_t n = option.temporary;
-      if (IsTaken(n, option.start)) continue;
-      if (MostLoad(option.start + 1, GapEnd(n, option.start)) <= capacity) continue;
-      if (option.action == Action::kRecompute) {
-        const GapKey key{n, option.start};
-        if (refused.count(key)) continue;
-        if (Recompute(n, option.start, capacity, option.most_s)) {
-          changed = true;
-        } else {
-          refused.insert(key);
-        }
-        continue;
-      }
-      const double needed_s =
-          catalog_->traffic.MovingSeconds(catalog_->temporaries[n].size, IsAway(n));
-      if (needed_s > left_s) continue;
-      left_s -= needed_s;
-      Evict(n, option.start);
-      changed = true;
-    }
-    if (!changed) break;
-  }
-}
-
-// The gaps that cover ticks over the capacity, each way they can be taken.
-std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_price,
-                                                int64_t smallest, Noise* noise) const {
-  const Traffic& traffic = catalog_->traffic;
-  const std::vector<double>& clock = catalog_->clock;
-  std::vector<int64_t> over(ticks_ + 1, 0);
-  for (Tick tick = 0; tick < ticks_; ++tick) over[tick + 1] = over[tick] + (load_[tick] > capacity);
-  std::vector<Option> found;
-  for (int64_t n = 0; n < count(); ++n) {
-    const Temporary& t = catalog_->temporaries[n];
-    if (t.obstacle || t.size < smallest || t.size == 0) continue;
-    const bool is_away = IsAway(n);
-    const std::vector<Tick>& accesses = accesses_[n];
-    for (size_t k = 0; k + 1 < accesses.size(); ++k) {
-      const Tick start = accesses[k], end = accesses[k + 1];
-      const int64_t covered = end > start + 1 ? over[end] - over[start + 1] : 0;
-      if (covered == 0 || IsTaken(n, start)) continue;
-      double benefit = static_cast<double>(t.size) * static_cast<double>(covered);
-      if (noise != nullptr) benefit *= std::exp(kNoise * (noise->Uniform() - 0.5));
-      double price = kInfinity;
-      if (traffic.can_evict) {
-        const double needed = traffic.MovingSeconds(t.size, is_away);
-        const double idle = clock[end] - clock[(is_away ? start : t.written) + 1];
-        price = link_price * needed + std::max(0.0, needed - idle);
-        found.push_back({price / benefit, n, start, Action::kEvict, kInfinity});
-      }
-      if (t.repeatable && depth_ > 0) {
-        found.push_back({t.maker_s / benefit, n, start, Action::kRecompute, price});
-      }
-    }
-  }
-  return found;
-}
-
-void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms,
-                       int64_t smallest, int64_t slots, int64_t times) {
-  Noise noise(packed);  // Another search for another aim.
-  double best = Score(capacity, packed, slots, kInfinity);
-  const auto is_over = [&] { return best > StepSeconds(capacity, slots); };
-  int64_t last = 0;  // When something better was found.
-  for (int64_t k = 0; k < times || (k < kLonger * times && k < last + times && is_over()); ++k) {
-    std::vector<int64_t> load(load_, load_ + ticks_);
-    std::vector<double> costs(costs_, costs_ + ticks_);
-    GapState other(*this, load.data(), costs.data());
-    other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
-    const Terms& now = terms[noise.Below(static_cast<int64_t>(terms.size()))];
-    // Where less is live, less is broken up.
-    const double lower = noise.Uniform() < 0.5 ? 0.0 : noise.Uniform() * kLower;
-    const auto aim = static_cast<int64_t>((1.0 - lower) * static_cast<double>(capacity));
-    other.Take(aim, now, smallest, &noise);
-    other.Take(capacity, {kDearest, kInfinity}, smallest);
-    other.GiveBack(aim, other.Dearest());
-    const double score = other.Score(capacity, packed, slots, best);
-    if (score >= best) continue;
-    best = score;
-    last = k;
-    std::copy(load.begin(), load.end(), load_);
-    std::copy(costs.begin(), costs.end(), costs_);
-    accesses_ = std::move(other.accesses_);
-    taken_ = std::move(other.taken_);
-    clones_ = std::move(other.clones_);
-    on_the_way_ = std::move(other.on_the_way_);
-  }
-}
-
-// Some of the gaps that are taken, the dearest first: those around one of them, or any.
-std::vector<GapKey> GapState::Some(Noise* noise) const {
-  const std::vector<GapKey> all = Dearest();
-  if (all.empty()) return all;
-  const auto& [n, start] = all[noise->Below(static_cast<int64_t>(all.size()))];
-  const Tick middle = noise->Uniform() < 0.5 ? start : Find(n, start)->end;
-  const auto reach = static_cast<Tick>(noise->Uniform() * static_cast<double>(ticks_) / 8);
-  const bool is_around = noise->Uniform() < 0.5;
-  const double share = noise->Uniform() / 2;
-  std::vector<GapKey> found;
-  for (const GapKey& key : all) {
-    const Gap& gap = *Find(key.first, key.second);
-    const bool is_near = std::abs(gap.start - middle) <= reach || std::abs(gap.end - middle) <= reach;
-    if (is_around ? is_near : noise->Uniform() < share) found.push_back(key);
-  }
-  return found;
-}
-
-// Schedules all transfers; false where they do not fit. Copies are dropped between two reads, or
-// kept where there is room for them, whichever is faster; see `placement`.
-bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
-  const bool fits = Schedule(capacity, slots, false, moves);
-  if (!fits || catalog_->weights.empty()) return fits;
-  Moves kept;
-  if (Schedule(capacity, slots, true, &kept) && kept.fetches.size() < moves->fetches.size() &&
-      StepSeconds(kept) < StepSeconds(*moves)) {
-    *moves = std::move(kept);
-  }
-  return true;
-}
-
-// Has one fetch for several reads where there is room for the copy between them, the shortest time
-// first; see `problem.fetches`.
-void GapState::KeepCopies(std::vector<int64_t> room, std::vector<Coming>* coming) const {
-  std::vector<std::vector<Coming>> apart(catalog_->weights.size());
-  std::vector<Coming> others;
-  for (const Coming& c : *coming) {
-    for (Tick tick = c.fetch.first; tick < c.fetch.end; ++tick) room[tick] -= c.fetch.size;
-    (c.weight < 0 ? others : apart[c.weight]).push_back(c);
-  }
-  std::vector<std::tuple<Tick, size_t, Tick>> gaps;  // How long, of which weight, from where on.
-  for (size_t m = 0; m < apart.size(); ++m) {
-    std::sort(apart[m].begin(), apart[m].end(),
-              [](const Coming& a, const Coming& b) { return a.fetch.first < b.fetch.first; });
-    for (size_t k = 0; k + 1 < apart[m].size(); ++k) {
-      const Tick end = apart[m][k].fetch.end;
-      gaps.emplace_back(apart[m][k + 1].fetch.first - end, m, end);
-    }
-  }
-  std::sort(gaps.begin(), gaps.end());
-  for (const auto& [ticks, m, start] : gaps) {
-    const int64_t size = catalog_->weights[m].size;
-    const auto first = room.begin() + start, end = first + ticks;
-    if (ticks > 0 && *std::min_element(first, end) < size) continue;
-    for (auto tick = first; tick < end; ++tick) *tick -= size;
-    const auto before = std::find_if(apart[m].begin(), apart[m].end(), [start = start](const Coming& c) {
-      return c.fetch.end == start;
-    });
-    before->fetch.end = (before + 1)->fetch.end;
-    before->of = (before + 1)->of;
-    apart[m].erase(before + 1);
-  }
-  coming->swap(others);
-  for (const std::vector<Coming>& kept : apart) {
-    coming->insert(coming->end(), kept.begin(), kept.end());
-  }
-}
-
-bool GapState::Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* moves) const {
-  if (MostLoad(0, ticks_) > capacity) return false;
-  const Traffic& traffic = catalog_->traffic;
-  std::vector<int64_t> load(load_, load_ + ticks_);
-  for (Tick tick = 0; tick < ticks_; ++tick) load[tick] -= catalog_->fetched[tick];
-  struct Leaving {
-    Eviction eviction;
-    int64_t temporary, number;
-  };
-  std::vector<Leaving> leaving;
-  std::vector<Coming> coming;
-  for (const Eviction& eviction : traffic.evictions) {
-    const auto number = static_cast<int64_t>(leaving.size());
-    leaving.push_back({eviction, -1 - number, number});
-  }
-  for (const Fetch& fetch : traffic.fetches) {
-    const size_t k = coming.size();
-    coming.push_back({fetch, -1 - static_cast<int64_t>(k), traffic.weights[k]});
-  }
-  for (const auto& [tick, roles] : clones_) {
-    if (catalog_->weights.empty()) break;
-    std::set<int64_t> read;
-    for (const Clone& clone : ClonesBefore(tick)) read.merge(WeightsFor(clone, tick));
-    for (const int64_t m : read) {
-      // One after the other: the load has the most at once.
-      const int64_t size = catalog_->weights[m].size;
-      load[tick] -= size;
-      coming.push_back({{size, tick, tick + 1, -1}, -1 - static_cast<int64_t>(coming.size()), m});
-      moves->for_clones.emplace_back(tick, m);
-    }
-  }
-  for (int64_t n = 0; n < count(); ++n) {
-    if (!IsAway(n)) continue;
-    const Temporary& t = catalog_->temporaries[n];
-    const std::vector<Gap>& gaps = taken_[n];
-    const auto number = static_cast<int64_t>(leaving.size());
-    leaving.push_back({{t.size, t.written + 1, gaps[0].start + 1, -1, true}, n, number});
-    for (size_t k = 0; k < gaps.size(); ++k) {
-      if (gaps[k].action != Action::kEvict) continue;
-      const Tick end = (k + 1 < gaps.size() ? gaps[k + 1].start : accesses_[n].back()) + 1;
-      coming.push_back({{t.size, gaps[k].end, end, number}, n, -1});
-      for (Tick tick = gaps[k].end; tick < end; ++tick) load[tick] -= t.size;
-    }
-  }
-  std::stable_sort(leaving.begin(), leaving.end(), [](const Leaving& a, const Leaving& b) {
-    return a.eviction.written < b.eviction.written;
-  });
-  std::vector<int64_t> place(leaving.size());
-  for (size_t k = 0; k < leaving.size(); ++k) place[leaving[k].number] = static_cast<int64_t>(k);
-  if (keeps) {
-    std::vector<int64_t> room(ticks_);
-    for (Tick tick = 0; tick < ticks_; ++tick) room[tick] = capacity - load[tick];
-    KeepCopies(std::move(room), &coming);
-  }
-  std::stable_sort(coming.begin(), coming.end(), [](const Coming& a, const Coming& b) {
-    return std::tie(a.fetch.first, a.fetch.end) < std::tie(b.fetch.first, b.fetch.end);
-  });
-  for (const Leaving& l : leaving) {
-    moves->evictions.push_back(l.eviction);
-    moves->evicted.push_back(l.temporary);
-  }
-  for (Coming& c : coming) {
-    if (c.fetch.eviction >= 0) c.fetch.eviction = place[c.fetch.eviction];
-    moves->fetches.push_back(c.fetch);
-    moves->fetched.push_back(c.of);
-  }
-  moves->clock.assign(ticks_ + 1, 0.0);
-  std::partial_sum(costs_, costs_ + ticks_, moves->clock.begin() + 1);
-  const Compute compute{costs_,
-                        moves->clock.data(),
-                        load.data(),
-                        catalog_->in_busy.data(),
-                        catalog_->out_busy.data(),
-                        ticks_};
-  moves->departures = ScheduleEvictions(moves->evictions, moves->fetches, compute, capacity,
-                                        traffic.out, traffic.margin);
-  for (size_t n = 0; n < moves->evictions.size(); ++n) {
-    const Eviction& eviction = moves->evictions[n];
-    if (!eviction.is_held) continue;
-    for (Tick tick = eviction.free; tick < moves->departures[n].done; ++tick) {
-      load[tick] += eviction.size;
-    }
-  }
-  const Starts starts = ScheduleStarts(moves->fetches, moves->departures, compute, capacity,
-                                       traffic.in, traffic.margin, slots, -1);
-  moves->starts = starts.ticks;
-  return starts.tight < 0;
-}
-
-double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
-  Moves moves;
-  return Schedule(capacity, slots, &moves) ? StepSeconds(moves) : kInfinity;
-}
-
-double GapState::StepSeconds(const Moves& moves) const {
-  const Compute compute{
-      costs_,  moves.clock.data(),        nullptr, catalog_->in_busy.data(),
-      catalog_->out_busy.data(), ticks_};
-  const Traffic& traffic = catalog_->traffic;
-  return StepTimes(moves.fetches, moves.starts, moves.evictions, moves.departures, compute,
-                   traffic.in, traffic.out, traffic.is_one_queue)
-      .step_s;
-}
-
-// Seconds of a step, and more where the arena is packed above `packed`; those of the step alone where
-// they are no fewer than `enough`.
-double GapState::Score(int64_t capacity, int64_t packed, int64_t slots,
-                       double enough) const {
-  Moves moves;
-  if (!Schedule(capacity, slots, &moves)) return kInfinity;
-  const double seconds = StepSeconds(moves);
-  if (seconds >= enough) return seconds;
-  const int64_t over = PackedBytes(moves) - packed;
-  if (over <= 0) return seconds;
-  const double share = static_cast<double>(over) / static_cast<double>(std::max<int64_t>(1, capacity));
-  return seconds * (kPackedOver + kOver * share);
-}
-
-std::vector<GapKey> GapState::Dearest() const {
-  std::vector<std::tuple<double, int64_t, Tick>> gaps;
-  for (int64_t n = 0; n < count(); ++n) {
-    for (const Gap& gap : taken_[n]) gaps.emplace_back(PriceSeconds(n, gap.action), n, gap.start);
-  }
-  std::sort(gaps.rbegin(), gaps.rend());
-  std::vector<GapKey> found;
-  found.reserve(gaps.size());
-  for (const auto& [price, n, start] : gaps) found.emplace_back(n, start);
-  return found;
 }
 
 void GapState::GiveBack(int64_t capacity, const std::vector<GapKey>& among) {
@@ -532,11 +206,6 @@ void GapState::FindRoles(int64_t n) {
     }
     if (is_passed && last < ticks_) PutRole(n, last, Role::kWaiting);
   }
-}
-
-double GapState::PriceSeconds(int64_t n, Action action) const {
-  const Temporary& t = catalog_->temporaries[n];
-  return action == Action::kRecompute ? t.maker_s : catalog_->traffic.MovingSeconds(t.size, false);
 }
 
 Tick GapState::LastOwnAccess(int64_t n) const {

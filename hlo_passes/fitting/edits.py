@@ -103,17 +103,25 @@ def _first_that_packs(tried: Sequence[_Fitting]) -> tuple[_Packed | None, float]
         fastest_s = min(fastest_s, choices[0][0].step_time_s)
         likely = [fitting.candidate(c, part) for c, fitting in choices[:_LIKELY]]
         likely += [fitting.searched(c, part) for c, fitting in choices[:_IMPROVED]]
-        likely = [c for c in likely if c.over <= _HOPELESS * c.fitting.capacity]
-        # What is probably packed within the capacity, before what is probably not.
-        likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
-        for candidate in likely[:_PACKED]:
-            if best is None or candidate.choice.step_time_s < best.step_time_s:
-                best = candidate.fitting.packed_or_repaired(candidate, best) or best
+        best = _fastest_packed(likely, _PACKED, best)
         if best is not None and best.step_time_s <= fastest_s * _NEAR:
             break
         near = fastest_s * _FAR
         tried = [f for f in tried if any(o is f for c, o in choices if c.step_time_s <= near)]
     return best, fastest_s
+
+
+def _fastest_packed(
+    candidates: Iterable[_Candidate], count: int, best: _Packed | None = None
+) -> _Packed | None:
+    """The fastest that fits among so many candidates, and `best`. First what is probably packed
+    within the capacity, then what is probably not."""
+    likely = [c for c in candidates if c.over <= _HOPELESS * c.fitting.capacity]
+    likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
+    for candidate in likely[:count]:
+        if best is None or candidate.choice.step_time_s < best.step_time_s:
+            best = candidate.fitting.packed_or_repaired(candidate, best) or best
+    return best
 
 
 class _Candidate(NamedTuple):
@@ -181,25 +189,16 @@ class _Fitting:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
             free = int(part * self.capacity)
-            choices = self._work.choose_deeper(self.capacity - free, self._slots)
-            found = self._first_of(choices)
-            if found is not None:
-                return found
+            choices = self._work.choose_deeper(self.capacity - free, self._slots)[:_LIKELY]
+            best = _fastest_packed((self.searched(c, 0) for c in choices), _PACKED_TIGHT)
+            if best is not None:
+                return best
         lowest = [
             EditChoice(None, taken, taken.step_seconds(self.capacity, self._slots))
             for taken in self._work.lowest()
         ]
-        return self._first_of(lowest) or self._first([self.candidate(c, 0) for c in lowest])
-
-    def _first_of(self, choices: Sequence[EditChoice]) -> _Packed | None:
-        """The first that fits of what is found from some choices."""
-        return self._first([self.searched(choice, 0) for choice in choices[:_LIKELY]])
-
-    def _first(self, candidates: Iterable[_Candidate]) -> _Packed | None:
-        likely = [c for c in candidates if c.over <= _HOPELESS * self.capacity]
-        likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
-        found = (self.packed_or_repaired(c, None) for c in likely[:_PACKED_TIGHT])
-        return next(filter(None, found), None)
+        found = [of(choice, 0) for of in (self.searched, self.candidate) for choice in lowest]
+        return _fastest_packed(found, _PACKED_TIGHT)
 
     def packed_or_repaired(self, candidate: _Candidate, best: _Packed | None) -> _Packed | None:
         """A choice if it fits when it is packed, with more taken where it does not; None where it
