@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,21 +129,26 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
 
 
 def looked_at(
-    monkeypatch: pytest.MonkeyPatch, stays: dict[int, int], seconds: dict[int, float]
+    monkeypatch: pytest.MonkeyPatch,
+    stays: dict[int, int],
+    seconds: dict[int, float],
+    others: Sequence[tuple[int, float]] = (),
 ) -> Look:
     """The look at `chain` that is taken.
 
     Args:
       stays: by room, how many arguments are to stay with as much; where none is said, an error.
+      others: numbers of arguments that could stay as well, with the seconds expected then.
       seconds: by the number of those that are on the host, of a step with 1 s of compute; else
         there is no plan.
     """
 
-    def stay(_self: Any, hosting: Hosting, room: int, *_: Any) -> frozenset[int]:
+    def stay(_self: Any, hosting: Hosting, room: int, *_: Any) -> Any:
         count = next((n for least, n in stays.items() if room >= least), None)
         if count is None:
             raise refusal(room)
-        return frozenset(sorted(hosting.arguments)[:count])
+        found = ((count, 1.0), *others)
+        return tuple((frozenset(sorted(hosting.arguments)[:n]), s) for n, s in found)
 
     def look_with(_self: Any, hosting: Hosting, budget: int, *_: Any) -> Any:
         if len(hosting.arguments) not in seconds:
@@ -178,6 +184,18 @@ def test_a_slow_plan_gives_way_to_one_that_moves_nothing(monkeypatch: pytest.Mon
     assert not looked_at(monkeypatch, stays, {3: 1.6, 0: 1.4}).hosting.arguments
     assert len(looked_at(monkeypatch, stays, {3: 1.6, 0: 1.8}).hosting.arguments) == 3
     assert len(looked_at(monkeypatch, stays, {3: 1.6}).hosting.arguments) == 3
+
+
+def test_where_a_plan_is_slower_than_expected_another_choice_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def kept(others: Sequence[tuple[int, float]]) -> int:
+        found = looked_at(monkeypatch, {1_000_000: 4}, {3: 1.4, 4: 1.2, 5: 1.0}, others)
+        return LAYERS + 1 - len(found.hosting.arguments)
+
+    assert kept([(3, 1.1)]) == 3
+    assert kept([(3, 1.3)]) == 4  # It promises too little.
+    assert kept([(3, 1.1), (2, 1.1)]) == 3  # No better than what was found by then.
 
 
 def test_a_plan_that_is_not_slow_is_taken(monkeypatch: pytest.MonkeyPatch):
