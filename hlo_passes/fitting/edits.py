@@ -116,9 +116,13 @@ def _fastest_packed(
 ) -> _Packed | None:
     """The fastest that fits among so many candidates, and `best`. First what is probably packed
     within the capacity, then what is probably not."""
-    likely = [c for c in candidates if c.over <= _HOPELESS * c.fitting.capacity]
-    likely.sort(key=lambda c: (c.over > 0, c.choice.step_time_s))
-    for candidate in likely[:count]:
+    likely = {
+        (id(c.fitting), c.choice.taken.all): c
+        for c in candidates
+        if c.over <= _HOPELESS * c.fitting.capacity and not c.fitting.has_packed(c.choice)
+    }
+    fastest = sorted(likely.values(), key=lambda c: (c.over > 0, c.choice.step_time_s))
+    for candidate in fastest[:count]:
         if best is None or candidate.choice.step_time_s < best.step_time_s:
             best = candidate.fitting.packed_or_repaired(candidate, best) or best
     return best
