@@ -16,7 +16,8 @@ class Catalog:
         its maker and of its resident or -1, tick at which it is written, seconds of its maker,
         whether there is an obstacle, whether it can be made again, ticks at which it is read, and
         operands of its maker: a temporary; or what is not made, and the tick until which it is
-        there: -1, or -2 less the number of a weight.
+        there: -1, or -2 less the number of a weight; and temporaries among them in whose bytes it
+        may lie where they are read there for the last time.
       costs: float64[ticks], seconds of compute of each; in_busy, out_busy: those for which it
         occupies either link itself.
       fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
@@ -29,6 +30,7 @@ class Catalog:
         those; -1 where there is none.
       weights: int64[any], bytes of what makers read of the host.
       fetched_weights: int64[fetches], which of these is fetched, or -1.
+      joined: int64[any], ticks at which something else is written into the bytes of a resident.
       alignment, in_order, smallest, table: how the compiler packs it; see `placing.arena`.
 
     Raises:
@@ -54,6 +56,7 @@ class Catalog:
         holders: _Ints,
         weights: _Ints,
         fetched_weights: _Ints,
+        joined: _Ints,
         alignment: int,
         in_order: bool,
         smallest: int,

@@ -380,16 +380,15 @@ int64_t GapState::MostOnTheWay(Tick tick) const {
   }
   int64_t most = there;
   for (const Clone& clone : ClonesBefore(tick)) {
-    std::vector<int64_t> left;
-    for (const int64_t n : clone.last_read) left.push_back(temporaries[n].size);
+    std::vector<int64_t> left = clone.last_read;
     int64_t reused = 0, all = 0;  // Bytes of operands over which the maker writes.
     for (const int64_t n : clone.elements) {
       const Temporary& t = temporaries[n];
       all += t.size;
-      if (!t.is_written_over()) continue;
-      const auto same = std::find(left.begin(), left.end(), t.size);
-      if (same == left.end()) continue;
-      left.erase(same);
+      const auto over = std::find_if(left.begin(), left.end(),
+                                     [&t](int64_t operand) { return t.MayLieIn(operand); });
+      if (over == left.end()) continue;
+      left.erase(over);
       reused += t.size;
     }
     there += all;

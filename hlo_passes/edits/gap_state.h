@@ -62,8 +62,9 @@ struct Temporary {
   bool obstacle, repeatable;
   std::vector<Tick> reads;
   std::vector<Operand> operands;
+  std::vector<int64_t> over;  // Operands in whose bytes it may lie where they are read last.
 
-  bool is_written_over() const { return added == 0 && !obstacle; }
+  bool MayLieIn(int64_t n) const { return std::find(over.begin(), over.end(), n) != over.end(); }
 };
 
 // The links, and what moves on them whatever is taken.
@@ -85,6 +86,7 @@ struct Shared {
   // Of each eviction whatever is taken, the number of the resident in whose bytes it lies, or that
   // of the fetch, behind all residents; -1 where there is none.
   std::vector<int64_t> holders;
+  std::vector<Tick> joined;  // When something else is written into the bytes of one of them.
   int64_t alignment;
   bool in_order;     // Offsets are given in the order of the starts.
   int64_t smallest;  // What has fewer bytes lies elsewhere.

@@ -16,11 +16,12 @@ no random numbers, no side effects, no communication, no control flow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_passes.analysis.dataflow import Dataflow, Value
 from hlo_passes.analysis.live_ranges import LiveRanges
+from hlo_passes.analysis.sharing import Target, can_share
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
 from hlo_passes.placing.ticks import EntryTicks
 from hlo_passes.plan import LogicalTime
@@ -113,6 +114,25 @@ class Temporary:
 def find_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Temporary, ...]:
     """Returns the entry's temporaries in the order in which they are written. O(module)."""
     return _Finder(ranges, ticks).all()
+
+
+def written_over(
+    dataflow: Dataflow, target: Target, temporaries: Sequence[Temporary]
+) -> list[tuple[int, ...]]:
+    """Of each temporary the numbers of those operands of its maker in whose bytes it may lie, where
+    they are read there for the last time; as `allocations` has it."""
+    number = {dataflow.value_at(t.handle).id: t.number for t in temporaries}
+
+    def of(t: Temporary) -> Iterator[int]:
+        value = dataflow.value_at(t.handle)
+        for o in t.maker.operand_ids if t.maker.opcode != "copy" else ():
+            operand = dataflow.value_at(dataflow.module.instructions[o])
+            if operand.id not in number or operand.instruction.id not in t.maker.operand_ids:
+                continue
+            if can_share(dataflow, target, operand.positions[0], t.maker, value.index):
+                yield number[operand.id]
+
+    return [tuple(of(t)) for t in temporaries]
 
 
 def is_repeatable(module: Module, i: Instruction) -> bool:

@@ -67,13 +67,24 @@ PyObject* List(size_t count, Make&& make) {
   return found;
 }
 
+bool Numbers(PyObject* sequence, std::vector<int64_t>* found) {
+  const Py_ssize_t count = PySequence_Size(sequence);
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* item = PySequence_GetItem(sequence, k);
+    if (item == nullptr) return false;
+    found->push_back(PyLong_AsLongLong(item));
+    Py_DECREF(item);
+  }
+  return count >= 0 && !PyErr_Occurred();
+}
+
 bool ParseTemporary(PyObject* row, Temporary* t) {
   long long size, added, beside, maker, resident, written;
   int obstacle, repeatable;
-  PyObject *reads, *operands;
-  if (!PyArg_ParseTuple(row, "LLLLLLdppOO", &size, &added, &beside, &maker, &resident,
+  PyObject *reads, *operands, *over;
+  if (!PyArg_ParseTuple(row, "LLLLLLdppOOO", &size, &added, &beside, &maker, &resident,
                         &written, &t->maker_s,
-                        &obstacle, &repeatable, &reads, &operands)) {
+                        &obstacle, &repeatable, &reads, &operands, &over)) {
     return false;
   }
   t->size = size;
@@ -84,15 +95,9 @@ bool ParseTemporary(PyObject* row, Temporary* t) {
   t->written = written;
   t->obstacle = obstacle != 0;
   t->repeatable = repeatable != 0;
-  const Py_ssize_t count = PySequence_Size(reads);
-  for (Py_ssize_t k = 0; k < count; ++k) {
-    PyObject* item = PySequence_GetItem(reads, k);
-    if (item == nullptr) return false;
-    t->reads.push_back(PyLong_AsLongLong(item));
-    Py_DECREF(item);
-  }
+  if (!Numbers(reads, &t->reads) || !Numbers(over, &t->over)) return false;
   std::vector<std::pair<int64_t, int64_t>> pairs;
-  if (count < 0 || PyErr_Occurred() || !Pairs(operands, &pairs)) return false;
+  if (!Pairs(operands, &pairs)) return false;
   for (const auto& [temporary, until] : pairs) t->operands.push_back({temporary, until});
   return true;
 }
@@ -112,6 +117,9 @@ void Check(const Catalog& catalog, int64_t ticks) {
         throw std::invalid_argument("a tick is out of range");
       }
     }
+    for (const int64_t n : t.over) {
+      if (n < 0 || n >= count) throw std::invalid_argument("an operand is out of range");
+    }
     for (const Operand& operand : t.operands) {
       if (operand.temporary >= count ||
           (operand.is_weight() &&
@@ -123,22 +131,22 @@ void Check(const Catalog& catalog, int64_t ticks) {
 }
 
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents, *holders, *weights, *fetched_weights;
+  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents, *holders, *weights, *fetched_weights, *joined;
   Link in, out;
   double margin;
   int is_one_queue, can_evict, in_order;
   long long alignment, smallest, table;
-  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOOOOLpLL", &rows, &costs, &in_busy, &out_busy,
+  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOOOOOLpLL", &rows, &costs, &in_busy, &out_busy,
                         &fetches, &evictions, &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
-                        &is_one_queue, &can_evict, &residents, &holders, &weights, &fetched_weights, &alignment, &in_order, &smallest, &table)) {
+                        &is_one_queue, &can_evict, &residents, &holders, &weights, &fetched_weights, &joined, &alignment, &in_order, &smallest, &table)) {
     return nullptr;
   }
   Array<double> seconds, busy_in, busy_out;
-  Integers fetched, evicted, resident, holder, weight, of_fetch;
+  Integers fetched, evicted, resident, holder, weight, of_fetch, join;
   if (!seconds.Of(costs, false) || !busy_in.Of(in_busy, false) || !busy_out.Of(out_busy, false) ||
       !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
       !resident.Of(residents, false) || !holder.Of(holders, false) ||
-      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false)) {
+      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false) || !join.Of(joined, false)) {
     return nullptr;
   }
   auto made = std::make_unique<Catalog>();
@@ -159,7 +167,7 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     made->in_busy.assign(busy_in.data(), busy_in.data() + ticks);
     made->out_busy.assign(busy_out.data(), busy_out.data() + ticks);
     Shared& shared = made->shared;
-    shared = {{}, {}, alignment, in_order != 0, smallest, table};
+    shared = {{}, {}, {}, alignment, in_order != 0, smallest, table};
     shared.residents = Rows<Rectangle>(resident, 3, [ticks](const int64_t* row) {
       if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
         throw std::out_of_range("there is no such tick");
@@ -173,6 +181,10 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     Traffic& traffic = made->traffic;
     traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, {}, Evictions(evicted, ticks)};
     traffic.fetches = Fetches(fetched, ticks, static_cast<int64_t>(traffic.evictions.size()));
+    shared.joined.assign(join.data(), join.data() + join.size());
+    for (const Tick tick : shared.joined) {
+      if (tick < 0 || tick >= ticks) throw std::out_of_range("there is no such tick");
+    }
     shared.holders.assign(holder.data(), holder.data() + holder.size());
     const auto numbered =
         static_cast<int64_t>(shared.residents.size() + traffic.fetches.size());

@@ -16,16 +16,21 @@
 namespace memplan {
 namespace {
 
-// XLA's heap counts time in its own events: what is made at one moment, then what ends there.
-void CountInEvents(std::vector<Rectangle>* found) {
+constexpr int64_t kContextBytes = 4;
+
+// XLA's heap counts time in its own events: what is made at one moment, then what ends there. What
+// is joined ends what lay there, and is made.
+void CountInEvents(const std::vector<int64_t>& joined, std::vector<Rectangle>* found) {
   std::vector<std::tuple<int64_t, bool, size_t>> events;
   for (size_t k = 0; k < found->size(); ++k) {
     events.emplace_back((*found)[k].start, false, k);
     events.emplace_back((*found)[k].end - 1, true, k);
   }
+  for (const int64_t time : joined) events.insert(events.end(), 2, {time, false, found->size()});
   std::sort(events.begin(), events.end());
   for (size_t now = 0; now < events.size(); ++now) {
     const auto& [time, is_end, k] = events[now];
+    if (k == found->size()) continue;
     Rectangle& r = (*found)[k];
     (is_end ? r.end : r.start) = static_cast<int64_t>(now) + is_end;
   }
@@ -101,10 +106,18 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
   for (size_t k = 0; k < moves.evicted.size(); ++k) {
     if (moves.evicted[k] >= 0) left[moves.evicted[k]] = left_at[moves.departures[k].done];
   }
+  // On GPU a copy has a word of its own while it is on its way, but for what is evicted.
+  const bool has_contexts = !shared.in_order && catalog_->traffic.can_evict;
+  for (size_t k = 0; k < moves.evicted.size(); ++k) {
+    if (!has_contexts || moves.evicted[k] >= 0) continue;
+    const int64_t start = left_at[moves.departures[k].start] - 1;
+    found.push_back({kContextBytes, start, std::max(start + 1, left_at[moves.departures[k].done])});
+  }
   std::map<std::pair<int64_t, Tick>, int64_t> begun;  // Of what is fetched.
   std::map<int64_t, size_t> arrived;  // Of what is fetched whatever is taken.
   for (size_t k = 0; k < moves.fetches.size(); ++k) {
     const int64_t start = comes_at[moves.starts[k]]++;
+    if (has_contexts) found.push_back({kContextBytes, start, time[moves.fetches[k].first]});
     if (moves.fetched[k] >= 0) {
       begun[{moves.fetched[k], moves.fetches[k].first}] = start;
       continue;
@@ -125,6 +138,9 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     found.push_back({r.size, time[r.start], time[r.end - 1] + 1});
   }
   std::vector<std::vector<size_t>> pieces(temporaries.size());
+  std::set<size_t> brought;  // Pieces that are fetched.
+  std::vector<int64_t> joined;  // When something else is written into bytes that are taken.
+  for (const Tick tick : shared.joined) joined.push_back(time[tick]);
   std::map<size_t, int64_t> read_last;  // Of what is there until it has left.
   for (int64_t n = 0; n < count(); ++n) {
     const Temporary& t = temporaries[n];
@@ -150,6 +166,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
                             : made != made_at.end() ? made->second
                                                     : time[gap.end];
       piece = found.size();
+      if (fetched != begun.end()) brought.insert(found.size());
       found.push_back({t.size, start, std::max(start + 1, is_own ? end : start + 1)});
       pieces[n].push_back(piece);
       if (is_own) rest[t.resident] = piece;
@@ -167,29 +184,31 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     read_last.try_emplace(piece, found[piece].end);
     found[piece].end = std::max(found[piece].end, left_at[moves.departures[k].done]);
   }
-  // What a clone writes over one of its operands takes no bytes of its own.
+  // What is written over an operand takes no bytes of its own.
+  const auto lay_in = [&](int64_t n, int64_t now, const std::vector<int64_t>& operands) {
+    const auto piece_at = [&](int64_t of, auto&& is_it) {
+      const auto at = std::find_if(pieces[of].begin(), pieces[of].end(), is_it);
+      return at == pieces[of].end() ? found.size() : *at;
+    };
+    const size_t own = piece_at(n, [&](size_t k) { return found[k].start == now; });
+    if (own == found.size()) return;
+    for (const int64_t operand : operands) {
+      if (!temporaries[n].MayLieIn(operand)) continue;
+      const size_t over = piece_at(
+          operand, [&](size_t k) { return found[k].end == now + 1 && !brought.count(k); });
+      if (over == found.size() || over == own) continue;
+      found[own].start = found[over].start;
+      found[over].end = found[over].start;
+      joined.push_back(now);
+      return;
+    }
+  };
+  for (int64_t n = 0; n < count(); ++n) {
+    lay_in(n, time[temporaries[n].written], temporaries[n].over);
+  }
   for (const auto& [tick, made] : clones) {
     for (const Clone& clone : made) {
-      std::vector<int64_t> operands = clone.last_read;
-      for (const int64_t n : clone.elements) {
-        if (!temporaries[n].is_written_over()) continue;
-        const int64_t now = made_at[{n, tick}];
-        const auto piece_at = [&](int64_t of, auto&& is_it) {
-          const auto at = std::find_if(pieces[of].begin(), pieces[of].end(), is_it);
-          return at == pieces[of].end() ? found.size() : *at;
-        };
-        const size_t own = piece_at(n, [&](size_t k) { return found[k].start == now; });
-        if (own == found.size()) continue;
-        for (int64_t& operand : operands) {
-          if (operand < 0 || temporaries[operand].size != temporaries[n].size) continue;
-          const size_t over = piece_at(operand, [&](size_t k) { return found[k].end == now + 1; });
-          operand = -1;
-          if (over == found.size() || over == own) continue;
-          found[own].start = found[over].start;
-          found[over].end = found[over].start;
-          break;
-        }
-      }
+      for (const int64_t n : clone.elements) lay_in(n, made_at[{n, tick}], clone.last_read);
     }
   }
   // Of what starts at once and is as large, what is read for longer comes later.
@@ -207,7 +226,7 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
     const int64_t tables = shared.table * clone_count;
     return tables + memplan::PackedBytes(found, shared.alignment, {Order::kStart});
   }
-  CountInEvents(&found);
+  CountInEvents(joined, &found);
   return memplan::PackedBytes(found, shared.alignment, {Order::kSpatial, Order::kTemporal});
 }
 

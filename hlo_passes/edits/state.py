@@ -7,14 +7,15 @@ ten thousand gaps are tried for a plan, so that is written in C++.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.edits._gap_state import Catalog, State
-from hlo_passes.edits.gaps import Temporary
+from hlo_passes.edits.gaps import Temporary, written_over
 from hlo_passes.placing.eviction import eviction_rows
 from hlo_passes.placing.prefetch import LINK_MARGIN, fetch_rows
 from hlo_passes.placing.problem import Problem, fetches
@@ -60,8 +61,13 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
                 (-2 - weights.get(o.weight, -1) if o.temporary is None else o.temporary, o.until)
                 for o in t.operands or ()
             ],
+            over,
         )
-        for t in temporaries
+        for t, over in zip(
+            temporaries,
+            written_over(dataflow, posed.machine.platform, temporaries),
+            strict=True,
+        )
     ]
     holding = {r.name: k for k, r in enumerate(large) if r.kind == "temp"}
     # The last copy of an argument is the one in whose bytes its successor lies.
@@ -85,11 +91,22 @@ def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
         np.array([holding.get(e.holder, -1) for e in posed.evictions], np.int64),
         np.array([m.size for m in posed.movables], np.int64),
         np.array([weights[f.buffer] for f in moved], np.int64),
+        np.array(sorted(_joined(posed)), np.int64),
         arena.alignment,
         arena.in_order,
         arena.smallest,
         arena.table,
     )
+
+
+def _joined(posed: Problem) -> Iterator[LogicalTime]:
+    """The ticks at which something else is written into the bytes of what shares the arena."""
+    dataflow, tick_of = posed.ranges.dataflow, posed.ticks.tick_of
+    members: defaultdict[int, list[LogicalTime]] = defaultdict(list)
+    for value, resident in posed.ticks.holders.items():
+        members[id(resident)].append(tick_of[dataflow.values[value].instruction.id])
+    for ticks in members.values():
+        yield from sorted(ticks)[1:]
 
 
 class EditState:

@@ -25,7 +25,7 @@ from memplan.topologies import topology
 from tests import corpus
 
 NOTHING = np.zeros(0, np.int64)
-ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)])
+ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)], [])
 
 
 def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) -> Catalog:
@@ -48,6 +48,7 @@ def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) 
         held,
         NOTHING,
         np.array([8], np.int64),
+        NOTHING,
         NOTHING,
         1,
         True,
@@ -76,6 +77,7 @@ def test_a_gap_is_taken_and_given_back():
         ({9: [4]}, ValueError),
         ({10: [(1, 0)]}, ValueError),
         ({10: [(-3, 4)]}, ValueError),  # a weight
+        ({11: [1]}, ValueError),
         ({0: "8"}, TypeError),
     ],
 )
@@ -139,6 +141,17 @@ def test_what_a_clone_reads_on_the_host_is_brought_to_it():
     assert load.tolist() == [8, 8, 24, 16]
     # 8 bytes, one a second, before the clone; the program and the clone take 5 seconds.
     assert state.step_seconds(100, -1) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("over", "packed"), [([0], 8), ([], 16)])
+def test_what_is_read_last_for_a_gap_is_written_over(over: list[int], packed: int):
+    """b is made of a, which is away until b has been read."""
+    b = (8, 8, 0, 1, 1, 1, 1.0, False, False, [2], [], over)
+    of = catalog(ROW, b, residents=(8, 0, 4, 8, 1, 3))
+    state = State(of, np.array([8, 16, 16, 8]), np.ones(4), 16)
+    assert state.packed_bytes(100, -1) == 16
+    assert state.recompute(0, 1, 8, math.inf)
+    assert state.packed_bytes(100, -1) == packed
 
 
 def hosted_training() -> problem.Problem:
