@@ -38,7 +38,7 @@ _WORTH_IT = 0.99
 _PACKING = 16
 
 # How many choices of what stays are made.
-_STAYS = 3
+_STAYS = 2
 
 # How often a least budget is raised by what its packing takes more.
 _LEAST_ROUNDS = 8
