@@ -138,7 +138,8 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
   long long alignment, smallest, table;
   if (!PyArg_ParseTuple(args, "OOOOOOdddddppOOOOOLpLL", &rows, &costs, &in_busy, &out_busy,
                         &fetches, &evictions, &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
-                        &is_one_queue, &can_evict, &residents, &holders, &weights, &fetched_weights, &joined, &alignment, &in_order, &smallest, &table)) {
+                        &is_one_queue, &can_evict, &residents, &holders, &weights,
+                        &fetched_weights, &joined, &alignment, &in_order, &smallest, &table)) {
     return nullptr;
   }
   Array<double> seconds, busy_in, busy_out;
@@ -146,7 +147,8 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!seconds.Of(costs, false) || !busy_in.Of(in_busy, false) || !busy_out.Of(out_busy, false) ||
       !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
       !resident.Of(residents, false) || !holder.Of(holders, false) ||
-      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false) || !join.Of(joined, false)) {
+      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false) ||
+      !join.Of(joined, false)) {
     return nullptr;
   }
   auto made = std::make_unique<Catalog>();
@@ -200,7 +202,8 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
     for (size_t k = 0; k < traffic.fetches.size(); ++k) {
       const int64_t m = of_fetch.data()[k];
       traffic.weights.push_back(m);
-      if (m >= 0) made->weights.at(m).there.emplace_back(traffic.fetches[k].first, traffic.fetches[k].end);
+      const Fetch& fetch = traffic.fetches[k];
+      if (m >= 0) made->weights.at(m).there.emplace_back(fetch.first, fetch.end);
     }
     made->fetched.assign(ticks, 0);
     for (const Fetch& fetch : traffic.fetches) {

@@ -180,7 +180,10 @@ int64_t GapState::PackedBytes(const Moves& moves) const {
   for (size_t k = 0; k < moves.evicted.size(); ++k) {
     const int64_t holder = moves.evicted[k] < 0 ? shared.holders[-1 - moves.evicted[k]] : -1;
     if (holder < 0) continue;
-    const size_t piece = holder < residents ? rest[holder] : arrived.at(holder - residents);
+    // A copy that is kept for a clone behind the last reader is another one's, and there for longer.
+    const auto copy = arrived.find(holder - residents);
+    if (holder >= residents && copy == arrived.end()) continue;
+    const size_t piece = holder < residents ? rest[holder] : copy->second;
     read_last.try_emplace(piece, found[piece].end);
     found[piece].end = std::max(found[piece].end, left_at[moves.departures[k].done]);
   }
