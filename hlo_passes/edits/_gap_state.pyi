@@ -18,20 +18,19 @@ class Catalog:
         operands of its maker: a temporary; or what is not made, and the tick until which it is
         there: -1, or -2 less the number of a weight; and temporaries among them in whose bytes it
         may lie where they are read there for the last time.
-      costs: float64[ticks], seconds of compute of each; in_busy, out_busy: those for which it
-        occupies either link itself.
-      fetches, evictions: what moves whatever is taken, as `placing._schedule` has it.
-      in_bytes_per_s, in_latency_s, out_bytes_per_s, out_latency_s: of the links.
-      margin: how much slower than that a link may be.
-      is_one_queue: the links share one queue.
-      can_evict: temporaries can be taken away at all.
-      residents: int64[3 · any]: bytes and ticks of what shares the arena with fetches.
-      holders: int64[evictions], the resident in whose bytes each lies, or the fetch, behind all of
-        those; -1 where there is none.
       weights: int64[any], bytes of what makers read of the host.
-      fetched_weights: int64[fetches], which of these is fetched, or -1.
-      joined: int64[any], ticks at which something else is written into the bytes of a resident.
-      alignment, in_order, smallest, table: how the compiler packs it; see `placing.arena`.
+      compute: costs, float64[ticks], seconds of each; in_busy and out_busy, those for which it
+        occupies either link itself.
+      links: bytes a second and latency in seconds of the link in and of that out; how much slower
+        than that a link may be; whether they share one queue; whether temporaries can be taken
+        away at all.
+      transfers: fetches, what comes whatever is taken, as `placing._schedule` has it;
+        int64[fetches], which of the weights each brings, or -1; evictions, what leaves, likewise.
+      packing: residents, int64[3 · any], bytes and ticks of what shares the arena with fetches;
+        holders, int64[evictions], the resident in whose bytes each lies, or the fetch, behind all
+        of those, -1 where there is none; joined, int64[any], ticks at which something else is
+        written into the bytes of a resident; and how the compiler packs it: alignment, in_order,
+        smallest, table (see `placing.arena`).
 
     Raises:
       TypeError, ValueError, IndexError: for what does not go together.
@@ -40,28 +39,11 @@ class Catalog:
     def __init__(
         self,
         temporaries: Sequence[tuple[object, ...]],
-        costs: _Floats,
-        in_busy: _Floats,
-        out_busy: _Floats,
-        fetches: _Ints,
-        evictions: _Ints,
-        in_bytes_per_s: float,
-        in_latency_s: float,
-        out_bytes_per_s: float,
-        out_latency_s: float,
-        margin: float,
-        is_one_queue: bool,
-        can_evict: bool,
-        residents: _Ints,
-        holders: _Ints,
         weights: _Ints,
-        fetched_weights: _Ints,
-        joined: _Ints,
-        alignment: int,
-        in_order: bool,
-        smallest: int,
-        table: int,
-        /,
+        compute: tuple[_Floats, _Floats, _Floats],
+        links: tuple[float, float, float, float, float, bool, bool],
+        transfers: tuple[_Ints, _Ints, _Ints],
+        packing: tuple[_Ints, _Ints, _Ints, int, bool, int, int],
     ) -> None: ...
 
 class State:

@@ -219,6 +219,8 @@ class GapState {
     int64_t of, weight;
   };
 
+  class Sketch;  // Of the packed arena.
+
   void KeepCopies(std::vector<int64_t> room, std::vector<Coming>* coming) const;
 
   // How to take one change back.

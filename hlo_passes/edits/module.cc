@@ -102,130 +102,162 @@ bool ParseTemporary(PyObject* row, Temporary* t) {
   return true;
 }
 
-// Whether the numbers of a catalog are within its bounds.
-void Check(const Catalog& catalog, int64_t ticks) {
+bool ParseTemporaries(PyObject* rows, std::vector<Temporary>* found) {
+  const Py_ssize_t count = PySequence_Size(rows);
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* row = PySequence_GetItem(rows, k);
+    found->emplace_back();
+    const bool is_row = row != nullptr && ParseTemporary(row, &found->back());
+    Py_XDECREF(row);
+    if (!is_row) return false;
+  }
+  return count >= 0;
+}
+
+// The arrays of a catalog, as they are given.
+struct Columns {
+  Array<double> costs, in_busy, out_busy;
+  Integers weights, fetches, fetched_weights, evictions, residents, holders, joined;
+};
+
+std::vector<int64_t> Copy(const Integers& of) { return {of.data(), of.data() + of.size()}; }
+
+void SetCompute(const Columns& columns, Catalog* made) {
+  const int64_t ticks = columns.costs.size();
+  if (columns.in_busy.size() != ticks || columns.out_busy.size() != ticks) {
+    throw std::invalid_argument("costs and busy: one a tick");
+  }
+  made->costs.assign(columns.costs.data(), columns.costs.data() + ticks);
+  made->in_busy.assign(columns.in_busy.data(), columns.in_busy.data() + ticks);
+  made->out_busy.assign(columns.out_busy.data(), columns.out_busy.data() + ticks);
+  made->clock.assign(1, 0.0);
+  for (const double seconds : made->costs) made->clock.push_back(made->clock.back() + seconds);
+}
+
+void SetTransfers(const Columns& columns, Catalog* made) {
+  const auto ticks = static_cast<int64_t>(made->costs.size());
+  Traffic& traffic = made->traffic;
+  traffic.evictions = Evictions(columns.evictions, ticks);
+  traffic.fetches =
+      Fetches(columns.fetches, ticks, static_cast<int64_t>(traffic.evictions.size()));
+  traffic.weights = Copy(columns.fetched_weights);
+  if (traffic.weights.size() != traffic.fetches.size()) {
+    throw std::invalid_argument("fetched weights: one a fetch");
+  }
+  for (const int64_t size : Copy(columns.weights)) made->weights.push_back({size, {}});
+  made->fetched.assign(ticks, 0);
+  for (size_t k = 0; k < traffic.fetches.size(); ++k) {
+    const Fetch& fetch = traffic.fetches[k];
+    if (const int64_t m = traffic.weights[k]; m >= 0) {
+      made->weights.at(m).there.emplace_back(fetch.first, fetch.end);
+    }
+    for (Tick tick = fetch.first; tick < fetch.end; ++tick) made->fetched[tick] += fetch.size;
+  }
+}
+
+// After transfers, whose numbers holders may be.
+void SetPacking(const Columns& columns, Catalog* made) {
+  const auto ticks = static_cast<int64_t>(made->costs.size());
+  Shared& shared = made->shared;
+  shared.residents = Rows<Rectangle>(columns.residents, 3, [ticks](const int64_t* row) {
+    if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
+      throw std::out_of_range("there is no such tick");
+    }
+    return Rectangle{row[0], row[1], row[2]};
+  });
+  shared.joined = Copy(columns.joined);
+  for (const Tick tick : shared.joined) CheckTick(tick, ticks - 1);
+  shared.holders = Copy(columns.holders);
+  const auto numbered =
+      static_cast<int64_t>(shared.residents.size() + made->traffic.fetches.size());
+  for (const int64_t of : shared.holders) {
+    if (of >= numbered) throw std::out_of_range("nothing has the number of a holder");
+  }
+  if (shared.holders.size() != made->traffic.evictions.size()) {
+    throw std::invalid_argument("holders: one an eviction");
+  }
+}
+
+// Whether what is said of a temporary is within the bounds of the catalog.
+void Check(const Temporary& t, const Catalog& catalog) {
+  const auto ticks = static_cast<int64_t>(catalog.costs.size());
   const auto count = static_cast<int64_t>(catalog.temporaries.size());
   const auto is_tick = [ticks](Tick tick) { return tick >= 0 && tick < ticks; };
-  for (const Temporary& t : catalog.temporaries) {
-    if (t.maker < 0 || t.maker >= count || !is_tick(t.written) ||
-        t.resident >= static_cast<int64_t>(catalog.shared.residents.size())) {
-      throw std::invalid_argument("a maker, a resident or a tick is out of range");
+  if (t.maker < 0 || t.maker >= count || !is_tick(t.written) ||
+      t.resident >= static_cast<int64_t>(catalog.shared.residents.size())) {
+    throw std::invalid_argument("a maker, a resident or a tick is out of range");
+  }
+  for (const Tick tick : t.reads) {
+    // What is read behind the last tick stays.
+    if (!is_tick(tick) && !(tick == ticks && t.obstacle)) {
+      throw std::invalid_argument("a tick is out of range");
     }
-    for (const Tick tick : t.reads) {
-      // What is read behind the last tick stays.
-      if (!is_tick(tick) && !(tick == ticks && t.obstacle)) {
-        throw std::invalid_argument("a tick is out of range");
-      }
-    }
-    for (const int64_t n : t.over) {
-      if (n < 0 || n >= count) throw std::invalid_argument("an operand is out of range");
-    }
-    for (const Operand& operand : t.operands) {
-      if (operand.temporary >= count ||
-          (operand.is_weight() &&
-           operand.weight() >= static_cast<int64_t>(catalog.weights.size()))) {
-        throw std::invalid_argument("an operand is out of range");
-      }
+  }
+  for (const int64_t n : t.over) {
+    if (n < 0 || n >= count) throw std::invalid_argument("an operand is out of range");
+  }
+  for (const Operand& operand : t.operands) {
+    if (operand.temporary >= count ||
+        (operand.is_weight() &&
+         operand.weight() >= static_cast<int64_t>(catalog.weights.size()))) {
+      throw std::invalid_argument("an operand is out of range");
     }
   }
 }
 
+// Last, since temporaries name what all others have set.
+void SetTemporaries(std::vector<Temporary> temporaries, Catalog* made) {
+  made->temporaries = std::move(temporaries);
+  made->made_by.resize(made->temporaries.size());
+  made->written.assign(made->costs.size(), 0);
+  for (size_t n = 0; n < made->temporaries.size(); ++n) {
+    const Temporary& t = made->temporaries[n];
+    Check(t, *made);
+    made->made_by[t.maker].push_back(static_cast<int64_t>(n));
+    made->written[t.written] += t.added;
+    std::vector<Tick> accesses = t.reads;
+    accesses.push_back(t.written);
+    std::sort(accesses.begin(), accesses.end());
+    accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
+    made->accesses.push_back(std::move(accesses));
+  }
+}
+
 PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *rows, *costs, *in_busy, *out_busy, *fetches, *evictions, *residents, *holders, *weights, *fetched_weights, *joined;
-  Link in, out;
-  double margin;
+  PyObject *rows, *weights, *costs, *in_busy, *out_busy;
+  PyObject *fetches, *fetched_weights, *evictions, *residents, *holders, *joined;
+  auto made = std::make_unique<Catalog>();
+  Traffic& traffic = made->traffic;
   int is_one_queue, can_evict, in_order;
   long long alignment, smallest, table;
-  if (!PyArg_ParseTuple(args, "OOOOOOdddddppOOOOOLpLL", &rows, &costs, &in_busy, &out_busy,
-                        &fetches, &evictions, &in.bytes_per_s, &in.latency_s, &out.bytes_per_s, &out.latency_s, &margin,
-                        &is_one_queue, &can_evict, &residents, &holders, &weights,
-                        &fetched_weights, &joined, &alignment, &in_order, &smallest, &table)) {
+  if (!PyArg_ParseTuple(args, "OO(OOO)(dddddpp)(OOO)(OOOLpLL)", &rows, &weights,  //
+                        &costs, &in_busy, &out_busy,                             //
+                        &traffic.in.bytes_per_s, &traffic.in.latency_s, &traffic.out.bytes_per_s,
+                        &traffic.out.latency_s, &traffic.margin, &is_one_queue, &can_evict,  //
+                        &fetches, &fetched_weights, &evictions,                              //
+                        &residents, &holders, &joined, &alignment, &in_order, &smallest,
+                        &table)) {
     return nullptr;
   }
-  Array<double> seconds, busy_in, busy_out;
-  Integers fetched, evicted, resident, holder, weight, of_fetch, join;
-  if (!seconds.Of(costs, false) || !busy_in.Of(in_busy, false) || !busy_out.Of(out_busy, false) ||
-      !fetched.Of(fetches, false) || !evicted.Of(evictions, false) ||
-      !resident.Of(residents, false) || !holder.Of(holders, false) ||
-      !weight.Of(weights, false) || !of_fetch.Of(fetched_weights, false) ||
-      !join.Of(joined, false)) {
+  traffic.is_one_queue = is_one_queue != 0;
+  traffic.can_evict = can_evict != 0;
+  made->shared = {{}, {}, {}, alignment, in_order != 0, smallest, table};
+
+  Columns columns;
+  std::vector<Temporary> temporaries;
+  if (!columns.costs.Of(costs, false) || !columns.in_busy.Of(in_busy, false) ||
+      !columns.out_busy.Of(out_busy, false) || !columns.weights.Of(weights, false) ||
+      !columns.fetches.Of(fetches, false) || !columns.evictions.Of(evictions, false) ||
+      !columns.fetched_weights.Of(fetched_weights, false) ||
+      !columns.residents.Of(residents, false) || !columns.holders.Of(holders, false) ||
+      !columns.joined.Of(joined, false) || !ParseTemporaries(rows, &temporaries)) {
     return nullptr;
-  }
-  auto made = std::make_unique<Catalog>();
-  const Py_ssize_t count = PySequence_Size(rows);
-  if (count < 0) return nullptr;
-  for (Py_ssize_t k = 0; k < count; ++k) {
-    PyObject* row = PySequence_GetItem(rows, k);
-    made->temporaries.emplace_back();
-    const bool is_row = row != nullptr && ParseTemporary(row, &made->temporaries.back());
-    Py_XDECREF(row);
-    if (!is_row) return nullptr;
   }
   const bool is_good = Caught([&] {
-    const int64_t ticks = seconds.size();
-    if (busy_in.size() != ticks || busy_out.size() != ticks) {
-      throw std::invalid_argument("costs and busy: one a tick");
-    }
-    made->in_busy.assign(busy_in.data(), busy_in.data() + ticks);
-    made->out_busy.assign(busy_out.data(), busy_out.data() + ticks);
-    Shared& shared = made->shared;
-    shared = {{}, {}, {}, alignment, in_order != 0, smallest, table};
-    shared.residents = Rows<Rectangle>(resident, 3, [ticks](const int64_t* row) {
-      if (row[1] < 0 || row[2] <= row[1] || row[2] > ticks) {
-        throw std::out_of_range("there is no such tick");
-      }
-      return Rectangle{row[0], row[1], row[2]};
-    });
-    for (Py_ssize_t k = 0; k < static_cast<Py_ssize_t>(weight.size()); ++k) {
-      made->weights.push_back({weight.data()[k], {}});
-    }
-    Check(*made, ticks);
-    Traffic& traffic = made->traffic;
-    traffic = {in, out, is_one_queue != 0, can_evict != 0, margin, {}, {}, Evictions(evicted, ticks)};
-    traffic.fetches = Fetches(fetched, ticks, static_cast<int64_t>(traffic.evictions.size()));
-    shared.joined.assign(join.data(), join.data() + join.size());
-    for (const Tick tick : shared.joined) {
-      if (tick < 0 || tick >= ticks) throw std::out_of_range("there is no such tick");
-    }
-    shared.holders.assign(holder.data(), holder.data() + holder.size());
-    const auto numbered =
-        static_cast<int64_t>(shared.residents.size() + traffic.fetches.size());
-    for (const int64_t of : shared.holders) {
-      if (of >= numbered) throw std::out_of_range("nothing has the number of a holder");
-    }
-    if (shared.holders.size() != traffic.evictions.size()) {
-      throw std::invalid_argument("holders: one an eviction");
-    }
-    if (of_fetch.size() != static_cast<int64_t>(traffic.fetches.size())) {
-      throw std::invalid_argument("fetched weights: one a fetch");
-    }
-    for (size_t k = 0; k < traffic.fetches.size(); ++k) {
-      const int64_t m = of_fetch.data()[k];
-      traffic.weights.push_back(m);
-      const Fetch& fetch = traffic.fetches[k];
-      if (m >= 0) made->weights.at(m).there.emplace_back(fetch.first, fetch.end);
-    }
-    made->fetched.assign(ticks, 0);
-    for (const Fetch& fetch : traffic.fetches) {
-      for (Tick tick = fetch.first; tick < fetch.end; ++tick) made->fetched[tick] += fetch.size;
-    }
-    made->made_by.resize(made->temporaries.size());
-    made->written.assign(ticks, 0);
-    for (int64_t n = 0; n < count; ++n) {
-      const Temporary& t = made->temporaries[n];
-      made->made_by[t.maker].push_back(n);
-      made->written[t.written] += t.added;
-      std::vector<Tick> accesses = t.reads;
-      accesses.push_back(t.written);
-      std::sort(accesses.begin(), accesses.end());
-      accesses.erase(std::unique(accesses.begin(), accesses.end()), accesses.end());
-      made->accesses.push_back(std::move(accesses));
-    }
-    made->costs.assign(seconds.data(), seconds.data() + ticks);
-    made->clock.assign(1, 0.0);
-    for (Tick tick = 0; tick < ticks; ++tick) {
-      made->clock.push_back(made->clock.back() + seconds.data()[tick]);
-    }
+    SetCompute(columns, made.get());
+    SetTransfers(columns, made.get());
+    SetPacking(columns, made.get());
+    SetTemporaries(std::move(temporaries), made.get());
   });
   if (!is_good) return nullptr;
   PyObject* self = PyType_GenericAlloc(type, 0);

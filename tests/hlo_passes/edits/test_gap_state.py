@@ -28,32 +28,21 @@ NOTHING = np.zeros(0, np.int64)
 ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)], [])
 
 
-def catalog(*rows: tuple[Any, ...], ticks: int = 4, residents: Any = (8, 0, 4)) -> Catalog:
+def catalog(
+    *rows: tuple[Any, ...],
+    ticks: int = 4,
+    residents: Any = (8, 0, 4),
+    leaves: tuple[int, ...] = (),
+    holders: tuple[int, ...] = (),
+) -> Catalog:
     costs, idle = np.ones(ticks), np.zeros(ticks)
-    held = np.array(residents, np.int64)
     return Catalog(
         rows,
-        costs,
-        idle,
-        idle,
-        NOTHING,
-        NOTHING,
-        1.0,
-        0.0,
-        1.0,
-        0.0,
-        1.5,
-        False,
-        True,
-        held,
-        NOTHING,
         np.array([8], np.int64),
-        NOTHING,
-        NOTHING,
-        1,
-        True,
-        0,
-        0,
+        (costs, idle, idle),
+        (1.0, 0.0, 1.0, 0.0, 1.5, False, True),
+        (NOTHING, NOTHING, np.array(leaves, np.int64)),
+        (np.array(residents, np.int64), np.array(holders, np.int64), NOTHING, 1, True, 0, 0),
     )
 
 
@@ -151,6 +140,15 @@ def test_what_is_read_last_for_a_gap_is_written_over(over: list[int], packed: in
     state = State(of, np.array([8, 16, 16, 8]), np.ones(4), 16)
     assert state.packed_bytes(100, -1) == 16
     assert state.recompute(0, 1, 8, math.inf)
+    assert state.packed_bytes(100, -1) == packed
+
+
+@pytest.mark.parametrize(("holder", "packed"), [(0, 16), (1, 8)])
+def test_what_is_copied_away_holds_its_bytes_until_it_has_left(holder: int, packed: int):
+    """8 bytes are copied from the end of tick 1 on, one a second, and waited for at the last
+    tick, where there is room: what is written at tick 2 lies elsewhere then."""
+    of = catalog(residents=(8, 0, 2, 8, 2, 4), leaves=(8, 1, 2, 3, True), holders=(holder,))
+    state = State(of, np.full(4, 8, np.int64), np.ones(4), 16)
     assert state.packed_bytes(100, -1) == packed
 
 
