@@ -285,10 +285,13 @@ class Budgeted:
         overhead = 0
         reported: list[int] = []
         rounds: list[str] = []
+        compiled: set[str] = set()
         mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
             caution = 2 ** len(reported)
             look, overhead = self._look_with_credit(room, overhead, caution, options)
+            if look.plan.fingerprint in compiled:
+                break  # There is no other one.
             try:
                 executable = self._compile_planned(look, options)
             except (PlanMismatchError, LoopMismatchError) as error:
@@ -297,6 +300,7 @@ class Budgeted:
                 rounds.append("XLA scheduled the module otherwise than before")
                 mismatch = error
                 continue
+            compiled.add(look.plan.fingerprint)
             total = device_bytes(executable, look.hosted_on_cpu)
             predicted = look.plan.prediction.total_bytes
             rounds.append(_said(look, total))
@@ -407,7 +411,8 @@ class Budgeted:
         where it is negative.
 
         Another plan breaks up XLA's arena in another way: where there is room for it,
-        `caution` times of what was seen is left free, so that one more compilation is enough.
+        `caution` times of what was seen is left free, so that one more compilation is enough; and
+        where there is none for what was seen, as much as the planner can.
         """
         errors: list[MemoryBudgetError] = []
         for left_free in dict.fromkeys((max(caution * overhead, overhead), overhead)):
@@ -415,6 +420,10 @@ class Budgeted:
                 return self.looks.look(room - left_free, options)
             except MemoryBudgetError as error:
                 errors.append(error)
+        least = min(error.least for error in errors)
+        if room - overhead < least < room:
+            with suppress(MemoryBudgetError):
+                return self.looks.look(least, options)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(room, error.least + overhead)

@@ -233,12 +233,12 @@ class _Proof:
                 raise self._error(f"two instructions are called %{i.name}", i)
             seen[i.name] = i.id
             operands = [found[o] for o in i.operand_ids]
-            if _holds(self._rewritten, i):
-                self._check_holding(i, named.get(i.name))
-                found[i.id] = _held(i, operands)
-                continue
             clone_of = i.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE, "")
             model = named.get(i.name) or named.get(clone_of)
+            if _holds(self._rewritten, i):
+                self._check_holding(i, model)
+                found[i.id] = _held(i, operands)
+                continue
             if model is None:
                 raise self._error(
                     f"%{i.name} is said to be a clone of %{clone_of}, which is not there"
@@ -362,6 +362,8 @@ class _Proof:
             raise self._error(f"%{i.name} has not the shape of what it holds", i)
         if model is None:
             self._check_nothing_more(i)
+        elif model.name != i.name:
+            self._check_instruction(i, model, is_clone=True)
         if i.opcode == "copy-start" or i.custom_call_target == targets.COPY_START:
             self._check_awaited(i)
         if RECOMPUTE_ATTRIBUTE in i.proto.frontend_attributes.map and "copy-" in i.opcode:

@@ -257,6 +257,24 @@ def test_a_copy_keeps_shape_and_layout():
     assert "%a.refetch0-done is more than a copy" in changed(EVICTED, more)
 
 
+def test_the_clone_of_a_copy_has_what_xla_says_of_that_copy():
+    module = entry(
+        """
+        %x = f32[64]{0} parameter(0)
+        %a = f32[64]{0} copy(%x), backend_config={"window_config":{}}
+        %b = f32[64]{0} negate(%a)
+        ROOT %r = f32[64]{0} subtract(%a, %b)
+        """
+    )
+    cloned = Edits(recomputes=(Recompute("a.again", "a", "r", ("r",)),))
+
+    def otherwise(proto: hlo_pb2.HloModuleProto) -> None:
+        named(proto, "a.again").backend_config = b"{}"
+
+    why = changed(cloned, otherwise, module)
+    assert "%a.again is not the instruction that %a was" in why
+
+
 def test_what_is_on_the_host_is_read_by_copies_only():
     assert "operand 0: expected the shape and layout of %a, f32[64], found f32[64]S(5)" in changed(
         EVICTED, reads("r", 0, "a.evict-done")
