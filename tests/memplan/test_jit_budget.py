@@ -205,19 +205,35 @@ def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
-    """Whatever is asked for, there is one plan, and XLA exceeds it twice."""
+    """Whatever is asked for, plans take the same, and XLA exceeds it twice."""
     look = looks.Looks.look
     asked: list[int] = []
 
     def watched(self: looks.Looks, budget: int, options: Any) -> looks.Look:
         asked.append(budget)
-        return look(self, HALF, options)
+        return look(self, HALF - len(asked), options)
 
     monkeypatch.setattr(looks.Looks, "look", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     overhead = HALF + 1 - compiled.plan.prediction.total_bytes
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
+
+
+def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytest.MonkeyPatch):
+    look, least = looks.Looks.look, int(0.9 * HALF)
+    reported = iter([int(1.5 * HALF), HALF])
+
+    def refuses(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+        if budget < least:
+            raise no_plan(budget, least)
+        return look(self, budget, options)
+
+    monkeypatch.setattr(looks.Looks, "look", refuses)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert compiled.plan.budget_bytes == least
+    assert len(compiled.rounds) == 2
 
 
 def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
