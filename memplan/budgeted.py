@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -283,12 +283,12 @@ class Budgeted:
     def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
         """Plans and compiles until XLA reports no more than `room` bytes."""
         overhead = 0
-        reported: list[int] = []
+        seen: dict[int, int] = {}
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
-            caution = 2 ** len(reported)
+            caution = 2 ** len(compiled)
             look, overhead = self._look_with_credit(room, overhead, caution, options)
             if look.plan.fingerprint in compiled:
                 break  # There is no other one.
@@ -303,43 +303,42 @@ class Budgeted:
             compiled.add(look.plan.fingerprint)
             total = device_bytes(executable, look.hosted_on_cpu)
             predicted = look.plan.prediction.total_bytes
+            seen[predicted] = total
             rounds.append(_said(look, total))
             if total <= room:
-                return _Kept(executable, look, total, tuple(rounds), options)
+                return _Kept(executable, look, total, tuple(rounds), options, seen)
             self.looks.compiled(executable)
-            reported.append(total)
             overhead = max(overhead, total - predicted)
-        if mismatch is not None and not reported:
+        if mismatch is not None and not seen:
             raise mismatch
-        raise self._shortage().asked_for(room, min(reported))
+        raise self._shortage().asked_for(room, min(seen.values()))
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
-        look, options = kept.look, kept.options
-        if look is None or look.plan.prediction.slowdown <= _WAITS:
-            return kept
-        prediction = look.plan.prediction
-        if min(room, prediction.total_bytes) - kept.total <= _IDLE * room:
-            return kept  # What the planner itself leaves is of no use to it.
-        seen = {prediction.total_bytes: kept.total}
-        own, unmoved = self._as_xla_has_it(room, options), self._unmoved(options)
-        if own is not None and unmoved is not None:
-            seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
-        aim, rounds = int(room * (1 - _IDLE / 2)), kept.rounds
-        for _ in range(_IDLE_ROUNDS):
+        options, seen = kept.options, dict(kept.seen)
+        for n in range(_IDLE_ROUNDS):
+            if kept.look is None or not _has_use(kept.look, room - kept.total, room):
+                break
+            if n == 0:
+                own, unmoved = self._as_xla_has_it(room, options), self._unmoved(options)
+                if own is not None and unmoved is not None:
+                    seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
+            aim = calibrated(int(room * (1 - _IDLE / 2)), seen)
             try:
-                faster = self.looks.look(calibrated(aim, seen), options)
-                if not faster.is_faster_than(look):
+                faster = self.looks.look(aim, options)
+                if not faster.is_faster_than(kept.look):
                     break
                 executable = self._compile_planned(faster, options)
             except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
                 break
             total = device_bytes(executable, faster.hosted_on_cpu)
-            rounds += (_said(faster, total),)
-            if total <= room:
-                return _Kept(executable, faster, total, rounds, options)
+            rounds = (*kept.rounds, _said(faster, total))
             seen[faster.plan.prediction.total_bytes] = total
-        return replace(kept, rounds=rounds)
+            if total <= room:
+                kept = _Kept(executable, faster, total, rounds, options)
+            else:
+                kept = replace(kept, rounds=rounds)
+        return kept
 
     def _compile_planned(self, look: Look, options: Mapping[str, Any] | None) -> Executable:
         self._lowering.report("compiling with a plan", look.plan.budget_bytes, look.step_time_s)
@@ -457,6 +456,7 @@ class _Kept:
 
     Attributes:
       rounds, options: as of `Compiled`.
+      seen: of each plan on the way the bytes predicted to those reported.
     """
 
     executable: Executable
@@ -464,6 +464,14 @@ class _Kept:
     total: int
     rounds: tuple[str, ...]
     options: Mapping[str, Any]
+    seen: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+def _has_use(look: Look, idle: int, room: int) -> bool:
+    """Whether a step that waits could be faster with what XLA left idle of the room. What the planner
+    itself leaves of what it plans for is of no use to it."""
+    left = look.plan.budget_bytes - look.plan.prediction.total_bytes
+    return look.plan.prediction.slowdown > _WAITS and idle - left > _IDLE * room
 
 
 def _said(look: Look, total: int) -> str:

@@ -246,9 +246,9 @@ def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
 
 def test_what_xla_takes_less_than_planned_is_used(monkeypatch: pytest.MonkeyPatch):
     before = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    compiled = reporting(monkeypatch, 0.6, 0.6)
+    compiled = reporting(monkeypatch, 0.6, 0.6, 0.6)
     assert len(before.rounds) == 1
-    assert len(compiled.rounds) == 2
+    assert len(compiled.rounds) > 1
     assert compiled.plan.moved_bytes < before.plan.moved_bytes
     assert compiled.plan.prediction.total_bytes > HALF
     assert compiled.device_bytes * 0.6 <= HALF
