@@ -468,8 +468,8 @@ class _Kept:
 
 
 def _has_use(look: Look, idle: int, room: int) -> bool:
-    """Whether a step that waits could be faster with what XLA left idle of the room. What the planner
-    itself leaves of what it plans for is of no use to it."""
+    """Whether a step that waits could be faster with what XLA left idle of the room. Of what it
+    plans for, the planner has no use for what it leaves itself."""
     left = look.plan.budget_bytes - look.plan.prediction.total_bytes
     return look.plan.prediction.slowdown > _WAITS and idle - left > _IDLE * room
 
