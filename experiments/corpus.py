@@ -45,7 +45,7 @@ from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.timeline import schedule_events, simulate
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
-from memplan.looks import Look, Looks
+from memplan.planner import Candidate, Planner
 from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.corpus import CORPUS
@@ -265,7 +265,7 @@ def _lower(wanted: Own | Point, hbm: str | int, settings: Settings) -> Lowered:
 def planning() -> Generator[list[float]]:
     """Yields the processor seconds of every planning meanwhile, without XLA's."""
     found: list[float] = []
-    xla_s, look, capture = 0.0, Looks.look, inject.capture
+    xla_s, plan, capture = 0.0, Planner.plan, inject.capture
 
     def capturing(*args: Any) -> Module:
         nonlocal xla_s
@@ -275,14 +275,17 @@ def planning() -> Generator[list[float]]:
         finally:
             xla_s += time.process_time() - begin
 
-    def looking(*args: Any) -> Look:
+    def counting(*args: Any) -> Candidate:
         begin = time.process_time() - xla_s
         try:
-            return look(*args)
+            return plan(*args)
         finally:
             found.append(time.process_time() - xla_s - begin)
 
-    with mock.patch.object(inject, "capture", capturing), mock.patch.object(Looks, "look", looking):
+    with (
+        mock.patch.object(inject, "capture", capturing),
+        mock.patch.object(Planner, "plan", counting),
+    ):
         yield found
 
 

@@ -343,7 +343,7 @@ class Module:
 
     Attributes:
       cycles: clock cycles that an executable of the same program takes for an instruction, by
-        its name (`lent`); nothing of a module as it was read.
+        its name (`with_cycles`); nothing of a module as it was read.
 
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
@@ -545,7 +545,7 @@ class Module:
         data = proto.SerializeToString(deterministic=True)
         return hashlib.sha256(data).hexdigest()[:16]
 
-    def lent(self, cycles: Mapping[str, int]) -> Module:
+    def with_cycles(self, cycles: Mapping[str, int]) -> Module:
         """Returns the same module with other `cycles`; they are no part of its content."""
         module = copy.copy(self)
         # What was found of this one (`memoized`) may rest on its own.

@@ -1,6 +1,6 @@
 """One program within budgets: plans and compiles until XLA reports no more than was asked for.
 
-    budget ─► look ─► plan ─► compile ─► XLA's report ──► within it? ─► what is idle, used
+    budget ─► plan ─► compile ─► XLA's report ──► within it? ─► what is idle, used
                ▲                              │
                └──── less, or with credit ◄───┘
 
@@ -34,10 +34,10 @@ from memplan.calibration import calibrated
 from memplan.compiled import Compiled
 from memplan.executable import Executable, device_bytes
 from memplan.kept import other_versions
-from memplan.looks import Look, Looks
 from memplan.out_of_memory import note
 from memplan.paths import dotted
 from memplan.placing import Placing
+from memplan.planner import Candidate, Planner
 
 # XLA's later passes may end above what was planned; then the difference is taken off.
 _MAX_ROUNDS = 3
@@ -50,8 +50,8 @@ _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 
 # Where XLA takes less than planned by more than this part of the budget, and a step takes longer by
 # more than this factor than with everything on the device, a plan for what is idle is worth one
-# more round, and another one where that ends above the budget. Half of the part is left free, so
-# that it does not.
+# more round, and another one where that ends above the budget, or made the step faster by more than
+# that factor. Half of the part is left free, so that the first does not.
 _IDLE, _WAITS = 0.05, 1.05
 _IDLE_ROUNDS = 2
 
@@ -73,12 +73,12 @@ class Budgeted:
 
     Attributes:
       placing: the program, and what of it may be where.
-      looks: its plans.
+      planner: of its plans.
     """
 
     def __init__(self, placing: Placing) -> None:
         self.placing = placing
-        self.looks = Looks(placing)
+        self.planner = Planner(placing)
         self._lowering = placing.lowering
         self._lock = threading.RLock()
         self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
@@ -92,7 +92,7 @@ class Budgeted:
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
             return self._first(
-                None, lambda tried: self._look_with_credit(room, 0, 1, tried)[0].plan
+                None, lambda tried: self._plan_with_credit(room, 0, 1, tried)[0].plan
             )
 
     def within(self, budget: int) -> Plan:
@@ -103,7 +103,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(None, lambda tried: self.looks.look(room, tried).plan)
+            return self._first(None, lambda tried: self.planner.plan(room, tried).plan)
 
     def compile(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Compiles the program within a budget, as XLA itself reports it.
@@ -128,17 +128,21 @@ class Budgeted:
     def _follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         assert plan.preparation is not None
         own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
-        options, look, room = {**own, **(options or {})}, self.looks.of(plan), self._room(budget)
+        options, candidate, room = (
+            {**own, **(options or {})},
+            self.planner.of(plan),
+            self._room(budget),
+        )
         name = self._lowering.traced.fun_name
         for _ in range(_MAX_ROUNDS):
             try:
-                executable = self._compile_planned(look, options)
+                executable = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError):
                 continue  # XLA does not promise to schedule a module in the same way again.
-            total = device_bytes(executable, look.hosted_on_cpu)
-            said = _said(look, total)
+            total = device_bytes(executable, candidate.hosted_on_cpu)
+            said = _said(candidate, total)
             if total <= room:
-                return self._compiled(_Kept(executable, look, total, (said,), options), budget)
+                return self._compiled(_Kept(executable, candidate, total, (said,), options), budget)
             raise StalePlanError(name, [f"{said}, allowed are {room}"])
         others = other_versions(plan.preparation.versions, self._lowering.target.versions)
         raise StalePlanError(name, ["XLA schedules the program otherwise than it did", *others])
@@ -146,7 +150,7 @@ class Budgeted:
     def forget(self) -> None:
         """Forgets the modules and executables that XLA showed."""
         with self._lock:
-            self.looks.forget()
+            self.planner.forget()
             self._own.clear()
 
     def _room(self, budget: int) -> int:
@@ -192,7 +196,9 @@ class Budgeted:
     # --- executables ----------------------------------------------------------------------
 
     def _compiled(self, kept: _Kept, budget: int) -> Compiled:
-        return Compiled(kept.executable, self.placing, budget, kept.look, kept.rounds, kept.options)
+        return Compiled(
+            kept.executable, self.placing, budget, kept.candidate, kept.rounds, kept.options
+        )
 
     def _kept_to(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
         """Plans and compiles for so many bytes, and where the planner refuses, for its least, if so
@@ -277,7 +283,7 @@ class Budgeted:
             self._lowering.report("compiling without a plan", room)
             executable = self._own[key] = self.placing.program.fitting(options)
             if executable is not None:
-                self.looks.compiled(executable)
+                self.planner.compiled(executable)
         return self._own[key]
 
     def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
@@ -289,25 +295,25 @@ class Budgeted:
         mismatch: MemplanError | None = None
         for _ in range(_MAX_ROUNDS):
             caution = 2 ** len(compiled)
-            look, overhead = self._look_with_credit(room, overhead, caution, options)
-            if look.plan.fingerprint in compiled:
+            candidate, overhead = self._plan_with_credit(room, overhead, caution, options)
+            if candidate.plan.fingerprint in compiled:
                 break  # There is no other one.
             try:
-                executable = self._compile_planned(look, options)
+                executable = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError) as error:
                 # XLA does not promise to schedule a module in the same way again.
-                self.looks.forget()
+                self.planner.forget()
                 rounds.append("XLA scheduled the module otherwise than before")
                 mismatch = error
                 continue
-            compiled.add(look.plan.fingerprint)
-            total = device_bytes(executable, look.hosted_on_cpu)
-            predicted = look.plan.prediction.total_bytes
+            compiled.add(candidate.plan.fingerprint)
+            total = device_bytes(executable, candidate.hosted_on_cpu)
+            predicted = candidate.plan.prediction.total_bytes
             seen[predicted] = total
-            rounds.append(_said(look, total))
+            rounds.append(_said(candidate, total))
             if total <= room:
-                return _Kept(executable, look, total, tuple(rounds), options, seen)
-            self.looks.compiled(executable)
+                return _Kept(executable, candidate, total, tuple(rounds), options, seen)
+            self.planner.compiled(executable)
             overhead = max(overhead, total - predicted)
         if mismatch is not None and not seen:
             raise mismatch
@@ -317,7 +323,7 @@ class Budgeted:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
         options, seen = kept.options, dict(kept.seen)
         for n in range(_IDLE_ROUNDS):
-            if kept.look is None or not _has_use(kept.look, room - kept.total, room):
+            if kept.candidate is None or not _has_use(kept.candidate, room - kept.total, room):
                 break
             if n == 0:
                 own, unmoved = self._as_xla_has_it(room, options), self._unmoved(options)
@@ -325,8 +331,8 @@ class Budgeted:
                     seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
             aim = calibrated(int(room * (1 - _IDLE / 2)), seen)
             try:
-                faster = self.looks.look(aim, options)
-                if not faster.is_faster_than(kept.look):
+                faster = self.planner.plan(aim, options)
+                if not faster.is_faster_than(kept.candidate):
                     break
                 executable = self._compile_planned(faster, options)
             except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
@@ -334,19 +340,26 @@ class Budgeted:
             total = device_bytes(executable, faster.hosted_on_cpu)
             rounds = (*kept.rounds, _said(faster, total))
             seen[faster.plan.prediction.total_bytes] = total
-            if total <= room:
-                kept = _Kept(executable, faster, total, rounds, options)
-            else:
+            if total > room:
                 kept = replace(kept, rounds=rounds)
+                continue
+            gained = kept.candidate.step_time_s / faster.step_time_s
+            kept = _Kept(executable, faster, total, rounds, options)
+            if gained <= _WAITS:
+                break  # Nor would another one gain much.
         return kept
 
-    def _compile_planned(self, look: Look, options: Mapping[str, Any] | None) -> Executable:
-        self._lowering.report("compiling with a plan", look.plan.budget_bytes, look.step_time_s)
+    def _compile_planned(
+        self, candidate: Candidate, options: Mapping[str, Any] | None
+    ) -> Executable:
+        self._lowering.report(
+            "compiling with a plan", candidate.plan.budget_bytes, candidate.step_time_s
+        )
         rewritten: list[Module] = []
 
         def transform(module: Module) -> Module:
             rewritten.append(
-                pipeline.rewrite_module(module, look.plan, self._lowering.target.machine)
+                pipeline.rewrite_module(module, candidate.plan, self._lowering.target.machine)
             )
             return rewritten[-1]
 
@@ -358,10 +371,10 @@ class Budgeted:
         try:
             return inject.compile_with(
                 self._lowering.target.platform,
-                look.program.stablehlo,
-                f"{look.plan.fingerprint}-{__version__}",
+                candidate.program.stablehlo,
+                f"{candidate.plan.fingerprint}-{__version__}",
                 transform,
-                look.program.compiler(options),
+                candidate.program.compiler(options),
             )
         except jax.errors.JaxRuntimeError as error:
             note(error, rewritten)
@@ -369,17 +382,17 @@ class Budgeted:
 
     # --- plans ----------------------------------------------------------------------------
 
-    def _look_with_credit(
+    def _plan_with_credit(
         self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
-    ) -> tuple[Look, int]:
-        """As `_look_below`; what that refuses may fit all the same, for XLA was seen to take less
-        than predicted. Returns the overhead that the look is made with, too.
+    ) -> tuple[Candidate, int]:
+        """As `_plan_below`; what that refuses may fit all the same, for XLA was seen to take less
+        than predicted. Returns the overhead that it plans with, too.
 
         The planner sees temporaries that XLA:TPU will hold in VMEM, and cannot tell which: small
         programs need less than a tenth of the HBM that is predicted, or none.
         """
         try:
-            return self._look_below(room, overhead, caution, options), overhead
+            return self._plan_below(room, overhead, caution, options), overhead
         except MemoryBudgetError:
             if overhead:
                 raise
@@ -392,20 +405,20 @@ class Budgeted:
                 raise
             if device_bytes(own, 0) <= room:
                 return unmoved, -credit
-            return self._look_below(room, -credit, caution, options), -credit
+            return self._plan_below(room, -credit, caution, options), -credit
 
-    def _unmoved(self, options: Mapping[str, Any] | None) -> Look | None:
+    def _unmoved(self, options: Mapping[str, Any] | None) -> Candidate | None:
         """The program as XLA has it, if the planner finds that it fits the device."""
         capacity = self._lowering.target.machine.device_memory.capacity_bytes
         try:
-            look = self.looks.look(capacity, options)
+            candidate = self.planner.plan(capacity, options)
         except MemoryBudgetError:
             return None
-        return None if look.plan.moved_bytes or look.plan.edits else look
+        return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
 
-    def _look_below(
+    def _plan_below(
         self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
-    ) -> Look:
+    ) -> Candidate:
         """Plans for bytes that XLA was seen to exceed by `overhead`, or to stay below by as much
         where it is negative.
 
@@ -416,13 +429,13 @@ class Budgeted:
         errors: list[MemoryBudgetError] = []
         for left_free in dict.fromkeys((max(caution * overhead, overhead), overhead)):
             try:
-                return self.looks.look(room - left_free, options)
+                return self.planner.plan(room - left_free, options)
             except MemoryBudgetError as error:
                 errors.append(error)
         least = min(error.least for error in errors)
         if room - overhead < least < room:
             with suppress(MemoryBudgetError):
-                return self.looks.look(least, options)
+                return self.planner.plan(least, options)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(room, error.least + overhead)
@@ -434,7 +447,7 @@ class Budgeted:
         for _ in range(_HALVINGS):
             middle = (too_little + least) // 2
             try:
-                self.looks.look(middle, None)
+                self.planner.plan(middle, None)
             except MemoryBudgetError:
                 too_little = middle
             else:
@@ -444,7 +457,7 @@ class Budgeted:
     def _shortage(self) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""
         try:
-            self.looks.look(1, None)
+            self.planner.plan(1, None)
         except MemoryBudgetError as error:
             return error
         raise AssertionError("a plan in one byte")
@@ -460,19 +473,19 @@ class _Kept:
     """
 
     executable: Executable
-    look: Look | None
+    candidate: Candidate | None
     total: int
     rounds: tuple[str, ...]
     options: Mapping[str, Any]
     seen: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
-def _has_use(look: Look, idle: int, room: int) -> bool:
+def _has_use(candidate: Candidate, idle: int, room: int) -> bool:
     """Whether a step that waits could be faster with what XLA left idle of the room. Of what it
     plans for, the planner has no use for what it leaves itself."""
-    left = look.plan.budget_bytes - look.plan.prediction.total_bytes
-    return look.plan.prediction.slowdown > _WAITS and idle - left > _IDLE * room
+    left = candidate.plan.budget_bytes - candidate.plan.prediction.total_bytes
+    return candidate.plan.prediction.slowdown > _WAITS and idle - left > _IDLE * room
 
 
-def _said(look: Look, total: int) -> str:
-    return f"planned {look.plan.prediction.total_bytes} bytes, XLA reports {total}"
+def _said(candidate: Candidate, total: int) -> str:
+    return f"planned {candidate.plan.prediction.total_bytes} bytes, XLA reports {total}"

@@ -20,9 +20,9 @@ from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan.executable import Executable, TopologyExecutable, device_bytes
 from memplan.layouts import as_jax_has_it, is_laid_out
-from memplan.looks import Look
 from memplan.out_of_memory import note
 from memplan.placing import Placing
+from memplan.planner import Candidate
 from memplan.signature import (
     DEVICE_MEMORY_KIND,
     HOST_MEMORY_KIND,
@@ -52,7 +52,7 @@ class Compiled:
         executable: Executable,
         placing: Placing,
         budget: int,
-        look: Look | None,
+        candidate: Candidate | None,
         rounds: tuple[str, ...],
         options: Mapping[str, Any],
     ) -> None:
@@ -62,15 +62,15 @@ class Compiled:
         self._lowering = placing.lowering
         self._budget = budget
         self._bound: dict[bool, jax.stages.Compiled] = {}
-        self.hosting = look.hosting if look is not None else placing.asked
-        self.plan = look.plan if look is not None else None
+        self.hosting = candidate.hosting if candidate is not None else placing.asked
+        self.plan = candidate.plan if candidate is not None else None
         layouts = placing.layouts_beside(self.hosting)
         parameters = placing.program.arguments.parameters
         self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
         self.forms = placing.forms
-        self.hosted_on_cpu = look.hosted_on_cpu if look is not None else 0
+        self.hosted_on_cpu = candidate.hosted_on_cpu if candidate is not None else 0
         self.rounds = rounds
-        self.followed = verify.verify_executable(look.plan, self.module) if look else None
+        self.followed = verify.verify_executable(candidate.plan, self.module) if candidate else None
 
     def __repr__(self) -> str:
         used = f"{format_bytes(self.device_bytes)} of {format_bytes(self._budget)}"

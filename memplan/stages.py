@@ -238,7 +238,7 @@ class Lowered:
     def resident(self) -> Plan:
         """The plan that moves nothing, however much memory that takes."""
         with self._lock:
-            return self._budgeted.looks.resident(None).plan
+            return self._budgeted.planner.resident(None).plan
 
     @property
     def machine(self) -> Machine:

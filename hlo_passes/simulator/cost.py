@@ -7,7 +7,7 @@ XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of it
 modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
 has one for GPU or CPU. But XLA:TPU keeps the names of instructions from there on (of the
 estimated cycles of the programs below, 91 to 100% stand at a name that the hook sees), so
-an executable of the same program can lend its estimates (`lend_estimates`; a clone has those
+an executable of the same program says of them, too (`with_estimates`; a clone has those
 of what it is a clone of). By then some operands have moved to on-chip memory, and the time to bring
 them there is not in the estimate: the larger of it and the roofline counts.
 
@@ -94,7 +94,7 @@ def estimates(executable: Module) -> Mapping[Hashable, int]:
     return {known_by: cycles for known_by, cycles in found.items() if cycles}
 
 
-def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
+def with_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
     """Returns `module` with the cycles of its instructions that are known; itself if it has them.
 
     Args:
@@ -106,7 +106,7 @@ def lend_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
     """
     known_by_name = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
     cycles = {name: n for name, n in known_by_name.items() if n}
-    return module if cycles == module.cycles else module.lent(cycles)
+    return module if cycles == module.cycles else module.with_cycles(cycles)
 
 
 def _known_by(instruction: Instruction) -> Hashable:
@@ -170,11 +170,11 @@ class _Costs:
         cycles = _estimated_cycles(instruction)
         if cycles:
             return self.machine.cycles_seconds(cycles)
-        lent = self.machine.cycles_seconds(self._lent_cycles(instruction))
+        known_s = self.machine.cycles_seconds(self._known_cycles(instruction))
         exchange_s = self._exchange_s.get(instruction.id, 0.0)
-        return max(lent, exchange_s, self._roofline(instruction))
+        return max(known_s, exchange_s, self._roofline(instruction))
 
-    def _lent_cycles(self, instruction: Instruction) -> int:
+    def _known_cycles(self, instruction: Instruction) -> int:
         if not self.module.cycles:
             return 0
         original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)

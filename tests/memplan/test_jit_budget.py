@@ -14,7 +14,7 @@ import hlo_passes.xla as xla
 import memplan.api as memplan
 import memplan.budgeted as budgeted
 import memplan.executable as executable
-import memplan.looks as looks
+import memplan.planner as planner
 from hlo_passes.errors import (
     BudgetSyntaxError,
     MemoryBudgetError,
@@ -206,14 +206,14 @@ def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
 
 def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     """Whatever is asked for, plans take the same, and XLA exceeds it twice."""
-    look = looks.Looks.look
+    plan = planner.Planner.plan
     asked: list[int] = []
 
-    def watched(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+    def watched(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
         asked.append(budget)
-        return look(self, HALF - len(asked), options)
+        return plan(self, HALF - len(asked), options)
 
-    monkeypatch.setattr(looks.Looks, "look", watched)
+    monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     overhead = HALF + 1 - compiled.plan.prediction.total_bytes
@@ -221,15 +221,15 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytest.MonkeyPatch):
-    look, least = looks.Looks.look, int(0.9 * HALF)
+    plan, least = planner.Planner.plan, int(0.9 * HALF)
     reported = iter([int(1.5 * HALF), HALF])
 
-    def refuses(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+    def refuses(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
         if budget < least:
             raise no_plan(budget, least)
-        return look(self, budget, options)
+        return plan(self, budget, options)
 
-    monkeypatch.setattr(looks.Looks, "look", refuses)
+    monkeypatch.setattr(planner.Planner, "plan", refuses)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert compiled.plan.budget_bytes == least
@@ -280,14 +280,14 @@ def test_where_no_step_waits_there_is_no_other_round(monkeypatch: pytest.MonkeyP
 
 def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
     """The planner refuses less than HALF, and XLA reports this part of what it is."""
-    look, exact = looks.Looks.look, executable.device_bytes
+    plan, exact = planner.Planner.plan, executable.device_bytes
 
-    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
         if budget < HALF:
             raise no_plan(budget, HALF)
-        return look(self, budget, options)
+        return plan(self, budget, options)
 
-    monkeypatch.setattr(looks.Looks, "look", fails)
+    monkeypatch.setattr(planner.Planner, "plan", fails)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * part))
 
 
@@ -422,16 +422,16 @@ def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of the ways that it tries it names the least of one."""
-    look = looks.Looks.look
+    plan = planner.Planner.plan
     failed: list[int] = []
 
-    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
         if budget < HALF:
             failed.append(budget)
             raise no_plan(budget, 3 * HALF)
-        return look(self, budget, options)
+        return plan(self, budget, options)
 
-    monkeypatch.setattr(looks.Looks, "look", fails)
+    monkeypatch.setattr(planner.Planner, "plan", fails)
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF // 2).lower(weights(), activations()).compile()
     assert failed
@@ -453,16 +453,16 @@ def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.
 def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
     """With less room other arguments are to stay, and what then fails may need more."""
     monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
-    look = looks.Looks.look
+    plan = planner.Planner.plan
     asked: list[int] = []
 
-    def fails(self: looks.Looks, budget: int, options: Any) -> looks.Look:
+    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
         asked.append(budget)
         if len(asked) in (2, 3):
             raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))
-        return look(self, budget, options)
+        return plan(self, budget, options)
 
-    monkeypatch.setattr(looks.Looks, "look", fails)
+    monkeypatch.setattr(planner.Planner, "plan", fails)
     reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:

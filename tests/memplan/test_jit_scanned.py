@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memplan.api as memplan
-import memplan.looks as looks
+import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
@@ -372,7 +372,7 @@ def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
     def refuse(*_: Any) -> None:
         raise refused.value
 
-    monkeypatch.setattr(looks.Looks, "_look_with_rings", refuse)
+    monkeypatch.setattr(planner.Planner, "_plan_with_rings", refuse)
     step = memplan.jit(both, hbm=budget)
     compiled = step.lower(*args).compile()
     assert compiled.device_bytes <= budget
@@ -390,14 +390,14 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
 
     args = jnp.stack(weights(1)), weights(6), activations()
     ringed: list[int] = []
-    with_rings = looks.Looks._look_with_rings
+    with_rings = planner.Planner._plan_with_rings
 
-    def watched(self: looks.Looks, everything: Hosting, *rest: Any) -> looks.Look | None:
+    def watched(self: planner.Planner, everything: Hosting, *rest: Any) -> planner.Candidate | None:
         ringed.append(everything.depth)
         return with_rings(self, everything, *rest)
 
-    monkeypatch.setattr(looks.Looks, "_look_with_rings", watched)
-    monkeypatch.setattr(looks, "_SLOW", slow)
+    monkeypatch.setattr(planner.Planner, "_plan_with_rings", watched)
+    monkeypatch.setattr(planner, "_SLOW", slow)
     budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
     assert budget >= 2 * WEIGHT_BYTES
     plan = memplan.jit(both, hbm=budget).lower(*args).plan()
@@ -409,20 +409,20 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
 def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
     monkeypatch: pytest.MonkeyPatch, rings: tuple[int, ...], planned: set[int]
 ):
-    def least(_self: looks.Looks, _module: Any, _program: Any, hosting: Hosting) -> int:
+    def least(_self: planner.Planner, _module: Any, _program: Any, hosting: Hosting) -> int:
         return 0 if hosting.depth == 1 else 1 << 60
 
-    look_at, found = looks.Looks._look_at, set[int]()
+    plan_placed, found = planner.Planner._plan_placed, set[int]()
 
-    def watched(self: looks.Looks, hosting: Hosting, *rest: Any) -> looks.Look:
+    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> planner.Candidate:
         found.add(hosting.depth)
-        return look_at(self, hosting, *rest)
+        return plan_placed(self, hosting, *rest)
 
-    monkeypatch.setattr(looks, "_RINGS", tuple((slots, 1.0) for slots in rings))
-    monkeypatch.setattr(looks, "_SMALL_STACKS", 0.0)
-    monkeypatch.setattr(looks.Look, "is_hidden", False)
-    monkeypatch.setattr(looks.Looks, "_least", least)
-    monkeypatch.setattr(looks.Looks, "_look_at", watched)
+    monkeypatch.setattr(planner, "_RINGS", tuple((slots, 1.0) for slots in rings))
+    monkeypatch.setattr(planner, "_SMALL_STACKS", 0.0)
+    monkeypatch.setattr(planner.Candidate, "is_hidden", False)
+    monkeypatch.setattr(planner.Planner, "_least", least)
+    monkeypatch.setattr(planner.Planner, "_plan_placed", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=xla_total(forward, *args)).lower(*args).plan()
     assert found == planned

@@ -16,8 +16,8 @@ from jax import lax
 import memplan
 from hlo_passes.errors import PlanFormatError, StalePlanError
 from hlo_passes.plan import Plan
-from memplan.looks import Looks
 from memplan.placing import Placing
+from memplan.planner import Planner
 from memplan.products import Form, products
 
 BUDGET = 4 << 20
@@ -68,12 +68,12 @@ def saved(tmp_path):
 
 @pytest.fixture
 def nothing_is_planned(saved, monkeypatch):
-    def look(*args):
+    def plan(*args):
         raise AssertionError("a plan was looked for")
 
-    monkeypatch.setattr(Looks, "look", look)
-    monkeypatch.setattr("memplan.placing.choose_layouts", look)
-    monkeypatch.setattr("memplan.placing.find_forms", look)
+    monkeypatch.setattr(Planner, "plan", plan)
+    monkeypatch.setattr("memplan.placing.choose_layouts", plan)
+    monkeypatch.setattr("memplan.placing.find_forms", plan)
 
 
 @pytest.mark.usefixtures("nothing_is_planned")
@@ -92,8 +92,8 @@ def test_a_plan_that_was_saved_is_followed_without_planning(saved):
 def test_it_holds_in_another_process_and_under_another_name(saved, tmp_path):
     program = f"""
 import jax, jax.numpy as jnp, memplan
-from memplan.looks import Looks
-Looks.look = None
+from memplan.planner import Planner
+Planner.plan = None
 
 def renamed(weights, x):
 
@@ -132,7 +132,7 @@ def test_streamed_loops_and_layouts_come_back(target, width, budget, tmp_path, m
     made = first.compile()
     made.plan.save(tmp_path / "plan")
     assert made.hosting.arguments
-    monkeypatch.setattr(Looks, "look", None)
+    monkeypatch.setattr(Planner, "plan", None)
     monkeypatch.setattr("memplan.placing.choose_layouts", None)
     again = memplan.jit(train, plan=tmp_path / "plan", **options).lower(*struct).compile()
     assert again.hosting == made.hosting
@@ -161,7 +161,7 @@ def test_layouts_and_forms_are_part_of_it(monkeypatch):
     assert list(placing.forms.values()) == [Form("contracted", None, True)]
     text = placing.program.lowered.as_text()
     assert "LayoutConstraint" in text
-    assert placing.prepared(Looks(placing).of(plan).hosting) == laid_out
+    assert placing.prepared(Planner(placing).of(plan).hosting) == laid_out
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ import jax.numpy as jnp
 import numpy as np
 import memplan
 from jax.sharding import NamedSharding, PartitionSpec
-from memplan.looks import Looks
+from memplan.planner import Planner
 
 if rank:
-    Looks.look = None  # Its plan comes from process 0.
+    Planner.plan = None  # Its plan comes from process 0.
 mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 everywhere, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("rows",)))
 

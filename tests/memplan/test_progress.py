@@ -13,7 +13,7 @@ import pytest
 import hlo_passes.xla as xla
 import memplan.api as memplan
 from hlo_passes.errors import MemplanError
-from memplan.looks import Look
+from memplan.planner import Candidate
 from memplan.progress import Progress
 from tests.memplan.chains import HALF, activations, assert_same_bits, chain, weights, xla_total
 
@@ -61,7 +61,7 @@ def test_each_step_is_told_with_the_fastest_plan_so_far():
 
 
 def test_of_several_ways_the_fastest_so_far_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Look, "is_hidden", False)
+    monkeypatch.setattr(Candidate, "is_hidden", False)
     listener = Listener()
     args = jnp.stack(weights()), activations()
     memplan.jit(scanned, hbm=HALF, progress=listener).lower(*args).compile()

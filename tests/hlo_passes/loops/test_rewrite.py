@@ -45,7 +45,7 @@ def test_a_loop_record_of_another_kind():
 
 
 def test_what_xla_estimates_goes_with_the_module():
-    lent = MODULE.lent({"f0.done": 7})
+    lent = MODULE.with_cycles({"f0.done": 7})
     assert rewrite_loops(lent, LOOPS, MACHINE).cycles == lent.cycles
 
 

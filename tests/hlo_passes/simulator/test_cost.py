@@ -12,7 +12,7 @@ from hlo_passes.hardware.machine import Interconnect, load_machine
 from hlo_passes.ir import Module
 from hlo_passes.normalize.barriers import remove_barriers
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import estimates, instruction_costs, lend_estimates, step_seconds
+from hlo_passes.simulator.cost import estimates, instruction_costs, step_seconds, with_estimates
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
 
@@ -125,13 +125,13 @@ def test_an_estimate_of_nothing_is_none():
     assert costs_of(estimated(0))["n"] == pytest.approx(8.0)
 
 
-def lent(lines: Sequence[str], cycles: int) -> Module:
-    return lend_estimates(module_of(entry(*lines)), estimates(module_of(estimated(cycles))))
+def with_cycles_of(lines: Sequence[str], cycles: int) -> Module:
+    return with_estimates(module_of(entry(*lines)), estimates(module_of(estimated(cycles))))
 
 
 @pytest.mark.parametrize(("cycles", "seconds"), [(9500, 9.5), (1500, 8.0)])
 def test_an_executable_lends_its_estimate_above_the_roofline(cycles, seconds):
-    module = lent(["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"], cycles)
+    module = with_cycles_of(["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"], cycles)
     found = instruction_costs(module, toy_machine())
     assert found[module.entry.root.id] == pytest.approx(seconds)
 
@@ -141,7 +141,7 @@ def test_an_executable_lends_its_estimate_above_the_roofline(cycles, seconds):
 )
 def test_an_estimate_is_for_one_name_opcode_and_shape(root):
     dtype = root[4:7]
-    module = lent([f"a = {dtype}[100] parameter(0)", f"ROOT {root}"], 9500)
+    module = with_cycles_of([f"a = {dtype}[100] parameter(0)", f"ROOT {root}"], 9500)
     found = instruction_costs(module, toy_machine())
     assert found[module.entry.root.id] == pytest.approx(8.0 if dtype == "f32" else 4.0)
 
@@ -152,21 +152,21 @@ def test_a_clone_takes_as_long_as_its_original():
         'c = f32[100] negate(a), frontend_attributes={memplan.recompute="n"}',
         "ROOT n = f32[100] negate(a)",
     ]
-    module = lent(lines, 9500)
+    module = with_cycles_of(lines, 9500)
     found = instruction_costs(module, toy_machine())
     assert {i.name: found[i.id] for i in module.entry.instructions} == {"a": 0, "c": 9.5, "n": 9.5}
 
 
 def test_what_is_lent_goes_with_the_module_and_is_no_part_of_it():
     lines = ["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"]
-    plain, module = module_of(entry(*lines)), lent(lines, 9500)
+    plain, module = module_of(entry(*lines)), with_cycles_of(lines, 9500)
     assert module.fingerprint == plain.fingerprint
     assert Module(module.to_proto(), module).cycles == {"n": 9500}
     assert instruction_costs(plain, toy_machine())[plain.entry.root.id] == pytest.approx(8.0)
     assert not plain.cycles
     # What is found once of a module is not what was found of another.
     assert remove_barriers(plain) is plain
-    assert remove_barriers(plain.lent({"n": 9500})).cycles == {"n": 9500}
+    assert remove_barriers(plain.with_cycles({"n": 9500})).cycles == {"n": 9500}
 
 
 SUM = """HloModule m, is_scheduled=true

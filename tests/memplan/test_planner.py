@@ -1,4 +1,4 @@
-"""Which of several looks at a program is taken."""
+"""Which of several plans for a program is taken."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import jax
 import pytest
 
 import memplan.api as memplan
-import memplan.looks as looks
+import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError, VerificationError
-from memplan.looks import Look
+from memplan.planner import Candidate
 from memplan.streams.hosting import Hosting
 from tests.memplan.chains import HALF, LAYERS, activations, chain, weights
 
 
 class Seen:
-    """A look that took so many seconds of a step, and of compute."""
+    """A candidate that takes so many seconds of a step, and of compute."""
 
     def __init__(self, depth: int, step_time_s: float, compute_s: float) -> None:
         self.hosting = SimpleNamespace(depth=depth)
         self.step_time_s, self.compute_s = step_time_s, compute_s
 
-    waits_s = looks.Look.waits_s
-    is_faster_than = looks.Look.is_faster_than
-    is_hidden = looks.Look.is_hidden
+    waits_s = planner.Candidate.waits_s
+    is_faster_than = planner.Candidate.is_faster_than
+    is_hidden = planner.Candidate.is_hidden
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) -> Any:
-    """The look that is taken, where these, or errors, come of the rings."""
+    """The plan that is taken, where these, or errors, come of the rings."""
 
-    def look(_self: Any, everything: Any, *_: Any) -> Any:
+    def plan(_self: Any, everything: Any, *_: Any) -> Any:
         found = seen[everything.depth, everything.share]
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
-    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: tuple(seen))
+    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
+    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
-    return lowered._budgeted.looks.look(HALF, None)
+    return lowered._budgeted.planner.plan(HALF, None)
 
 
 def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_take(monkeypatch):
@@ -81,19 +81,19 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
-    written, again = lowered._budgeted.looks, looks.Looks(lowered.placing)
+    written, again = lowered._budgeted.planner, planner.Planner(lowered.placing)
     seen = {written: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
     looked: list[Any] = []
 
-    def look(self: Any, everything: Any, *_: Any) -> Any:
+    def plan(self: Any, everything: Any, *_: Any) -> Any:
         looked.append((self, everything.depth, everything.share))
         return seen[self]
 
-    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
-    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
-    monkeypatch.setattr(looks.Looks, "_plain_s", lambda *_: 1.0)
+    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
+    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
+    monkeypatch.setattr(planner.Planner, "_plain_s", lambda *_: 1.0)
     monkeypatch.setitem(vars(written), "_recomputing", (again,))
-    assert written.look(HALF, None) is seen[again]
+    assert written.plan(HALF, None) is seen[again]
     first, *others = looked
     assert first == (written, 2, 1.0)
     assert others == [(again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
@@ -116,15 +116,17 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
 ):
     tried: list[Any] = []
 
-    def look(_self: Any, everything: Any, *_: Any) -> Any:
+    def plan(_self: Any, everything: Any, *_: Any) -> Any:
         tried.append((everything.depth, everything.share))
         raise refusal(HALF)
 
-    monkeypatch.setattr(looks.Looks, "_look_with_rings", look)
-    monkeypatch.setattr(looks.Looks, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0)))
+    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
+    monkeypatch.setattr(
+        planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+    )
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
-        lowered._budgeted.looks.look(HALF, None)
+        lowered._budgeted.planner.plan(HALF, None)
     assert tried == [(2, 1.0), (1, 1.0)]
 
 
@@ -133,8 +135,8 @@ def looked_at(
     stays: dict[int, int],
     seconds: dict[int, float],
     others: Sequence[tuple[int, float]] = (),
-) -> Look:
-    """The look at `chain` that is taken.
+) -> Candidate:
+    """The candidate for `chain` that is taken.
 
     Args:
       stays: by room, how many arguments are to stay with as much; where none is said, an error.
@@ -150,18 +152,18 @@ def looked_at(
         found = ((count, 1.0), *others)
         return tuple((frozenset(sorted(hosting.arguments)[:n]), s) for n, s in found)
 
-    def look_with(_self: Any, hosting: Hosting, budget: int, *_: Any) -> Any:
+    def plan_with(_self: Any, hosting: Hosting, budget: int, *_: Any) -> Any:
         if len(hosting.arguments) not in seconds:
             raise refusal(budget)
         found: Any = Seen(2, seconds[len(hosting.arguments)], 1.0)
         found.hosting = hosting
         return found
 
-    monkeypatch.setattr(looks.Looks, "_stay", stay)
-    monkeypatch.setattr(looks.Looks, "_look_with", look_with)
+    monkeypatch.setattr(planner.Planner, "_stay", stay)
+    monkeypatch.setattr(planner.Planner, "_plan_with", plan_with)
     lowered = memplan.jit(chain, hbm=1 << 20).lower(weights(), activations())
     assert len(lowered.placing.candidates) == LAYERS + 1
-    return lowered._budgeted.looks.look(1 << 20, None)
+    return lowered._budgeted.planner.plan(1 << 20, None)
 
 
 def test_where_there_is_no_plan_fewer_arguments_stay(monkeypatch: pytest.MonkeyPatch):

@@ -1,9 +1,9 @@
-"""Plans, made from what XLA shows of the modules that it is about to compile.
+"""Plans, made for modules as XLA schedules them.
 
-Planning takes two looks at a scheduled module: the first with everything on the host that
-may be there, to choose what stays on the device; the second, so placed, to plan each
-transfer. A look ends XLA's work at its scheduler, early in the compilation. Programs with
-loops over stacks are looked at with rings of different depth, and the fastest plan is taken.
+A module is captured twice: first with everything on the host that may be there, to choose what
+stays on the device; then so placed, to plan each transfer. A capture ends XLA's work at its
+scheduler, early in the compilation. Programs with loops over stacks are captured with rings of
+different depth, and the fastest plan is taken.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
 
 # Where stacks take no more than this share of the budget, they are left on the device at first;
 # and rings are tried only where a step then takes longer than its compute by this factor. What
-# rings save is little there, and each has to be looked at two or three times.
+# rings save is little there, and each has to be captured two or three times.
 _SMALL_STACKS, _SLOW = 0.5, 1.5
 
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
@@ -64,7 +64,7 @@ _log = logging.getLogger("memplan")
 
 
 @dataclass(frozen=True)
-class Look:
+class Candidate:
     """A placed program and the plan for the module that XLA scheduled for it.
 
     Attributes:
@@ -94,11 +94,11 @@ class Look:
         said of the kernels of one, it has not said of those of another."""
         return self.step_time_s - self.compute_s
 
-    def is_faster_than(self, other: Look) -> bool:
+    def is_faster_than(self, other: Candidate) -> bool:
         """Whether its step waits less, as far as counts."""
         return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
 
-    def with_recompute(self, seconds: float) -> Look:
+    def with_recompute(self, seconds: float) -> Candidate:
         """The same where so many seconds of its compute are not in the program as it is written;
         fewer than none where to compute again takes less than to write and read."""
         known = self.plan.prediction
@@ -125,8 +125,8 @@ def _worded(ring: tuple[int, float] | None) -> str:
     return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
 
 
-class Looks:
-    """Looks at one program; what XLA has shown once is kept."""
+class Planner:
+    """Plans one program; what XLA has shown once is kept."""
 
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
@@ -135,14 +135,14 @@ class Looks:
         self._estimates: dict[Hashable, int] = {}
 
     @functools.cached_property
-    def _recomputing(self) -> tuple[Looks, ...]:
+    def _recomputing(self) -> tuple[Planner, ...]:
         """With what scans leave for others computed again, the more the later."""
-        found = tuple(map(Looks, self._placing.recomputing()))
-        for looks in found:
-            looks._estimates = self._estimates
+        found = tuple(map(Planner, self._placing.recomputing()))
+        for planner in found:
+            planner._estimates = self._estimates
         return found
 
-    def look(self, budget: int, options: Mapping[str, Any] | None) -> Look:
+    def plan(self, budget: int, options: Mapping[str, Any] | None) -> Candidate:
         """Returns the fastest plan found for `budget` bytes, or for all that the device has.
 
         A ring that fails is dropped: where the checker or XLA refuses what was made of it, the log
@@ -162,24 +162,26 @@ class Looks:
         if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
-        best: Look | None = None
-        rest: Iterator[Look] = iter(())
-        found: list[Look] = []
+        best: Candidate | None = None
+        rest: Iterator[Candidate] = iter(())
+        found: list[Candidate] = []
         failed: list[Exception] = []
-        for looks in (self, *self._recomputing):
-            for inside, nested in looks._inside(budget):
-                again_s = 0.0 if looks is self else looks._plain_s(options) - self._plain_s(options)
-                in_turn = looks._in_turn(inside, nested, budget, options, again_s, found, failed)
+        for planner in (self, *self._recomputing):
+            for inside, nested in planner._inside(budget):
+                again_s = (
+                    0.0 if planner is self else planner._plain_s(options) - self._plain_s(options)
+                )
+                in_turn = planner._in_turn(inside, nested, budget, options, again_s, found, failed)
                 # Which slots are best is asked of the best of the programs only.
-                look = next(in_turn, None)
-                if look is not None and (best is None or look.is_faster_than(best)):
-                    best, rest = look, in_turn
+                candidate = next(in_turn, None)
+                if candidate is not None and (best is None or candidate.is_faster_than(best)):
+                    best, rest = candidate, in_turn
                 if best is not None and best.is_hidden:
                     break
             if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
-        for look in rest:
-            best = look if best is None or look.is_faster_than(best) else best
+        for candidate in rest:
+            best = candidate if best is None or candidate.is_faster_than(best) else best
         if best is None:
             refused = [e for e in failed if isinstance(e, MemoryBudgetError)]
             raise min(refused, key=lambda e: e.least, default=failed[0])
@@ -192,9 +194,9 @@ class Looks:
         budget: int,
         options: Mapping[str, Any] | None,
         again_s: float,
-        found: list[Look],
+        found: list[Candidate],
         failed: list[Exception],
-    ) -> Iterator[Look]:
+    ) -> Iterator[Candidate]:
         """Yields plans with one ring after another, as long as the next may be faster, and has no
         more layers than one that was refused.
 
@@ -203,7 +205,7 @@ class Looks:
           again_s: seconds of compute that the program as it is written does not have.
           found, failed: what came of each ring is added to one of them.
         """
-        best: Look | None = None
+        best: Candidate | None = None
         refused = math.inf
         for ring in self._rings(budget):
             if ring is not None and _layers(ring) > refused:
@@ -211,7 +213,7 @@ class Looks:
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 return  # One slot more was no better.
             what = f"{self._placing.recomputed} recomputed, {_worded(ring)}"
-            fastest_s = min((look.step_time_s for look in found), default=None)
+            fastest_s = min((candidate.step_time_s for candidate in found), default=None)
             self._lowering.report("planning", budget, fastest_s, way=what)
             everything = replace(
                 self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
@@ -221,9 +223,9 @@ class Looks:
                     # Where a ring's slots and loops take more than they save, the entry's own
                     # temporaries can still be evicted and recomputed.
                     stacks = self._placing.streams.stacks
-                    look = self._look_at(everything.without(stacks), budget, options)
+                    candidate = self._plan_placed(everything.without(stacks), budget, options)
                 else:
-                    look = self._look_with_rings(everything, budget, options, best)
+                    candidate = self._plan_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
                 _log.info("%s: need %d bytes", what, error.least)
                 failed.append(error)
@@ -235,13 +237,13 @@ class Looks:
                 _log.warning("a plan with rings of %d slots was dropped: %s", slots, error)
                 failed.append(error)
                 continue
-            if look is None:
+            if candidate is None:
                 continue
-            look = look.with_recompute(again_s) if again_s else look
-            _log.info("%s: a step of %.3g ms", what, look.step_time_s * 1e3)
-            found.append(look)
-            yield look
-            best = look if best is None or look.is_faster_than(best) else best
+            candidate = candidate.with_recompute(again_s) if again_s else candidate
+            _log.info("%s: a step of %.3g ms", what, candidate.step_time_s * 1e3)
+            found.append(candidate)
+            yield candidate
+            best = candidate if best is None or candidate.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 return
 
@@ -254,15 +256,15 @@ class Looks:
         _, module = self._captured[_key(plain, options)]
         return cost.step_seconds(module, self._lowering.target.machine)
 
-    def resident(self, options: Mapping[str, Any] | None) -> Look:
+    def resident(self, options: Mapping[str, Any] | None) -> Candidate:
         """The program with all that may be on the device there, whether or not that has so much."""
-        return self._look_with(self._placing.asked, sys.maxsize, options)
+        return self._plan_with(self._placing.asked, sys.maxsize, options)
 
-    def of(self, plan: Plan) -> Look:
+    def of(self, plan: Plan) -> Candidate:
         """The program that a plan was made for, which XLA has not shown yet."""
         assert plan.preparation is not None
         hosting = Hosting.of(plan.preparation)
-        return self._as_look(self._placing.placed(hosting), plan, hosting)
+        return self._as_candidate(self._placing.placed(hosting), plan, hosting)
 
     def compiled(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, where it says
@@ -272,8 +274,8 @@ class Looks:
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
-        for looks in (self, *self._recomputing):
-            looks._captured.clear()
+        for planner in (self, *self._recomputing):
+            planner._captured.clear()
 
     def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
@@ -305,13 +307,13 @@ class Looks:
         if inside and largest_nested:
             yield inside, True
 
-    def _look_with_rings(
+    def _plan_with_rings(
         self,
         everything: Hosting,
         budget: int,
         options: Mapping[str, Any] | None,
-        best: Look | None,
-    ) -> Look | None:
+        best: Candidate | None,
+    ) -> Candidate | None:
         """Plans with such rings, and as many stacks on the device as are worth it.
 
         What a stack on the device takes is known beforehand but for packing, so that it may be
@@ -320,7 +322,7 @@ class Looks:
         """
         program, module = self._capture(everything, options)
         if not self._placing.streams.rings(everything):
-            return self._look_at(everything, budget, options)
+            return self._plan_placed(everything, budget, options)
         room = budget - self._least(module, program, everything)
         if room < 0 and best is not None:
             return None
@@ -335,32 +337,38 @@ class Looks:
                 self._placing.stack_size,
             )
             try:
-                return self._look_at(everything.without(kept), budget, options)
+                return self._plan_placed(everything.without(kept), budget, options)
             except MemoryBudgetError as error:
                 if not kept:
                     raise
                 room -= max(error.least - budget, room // 8)
 
-    def _look_at(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
+    def _plan_placed(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
         """Plans with these stacks on the host; of the other arguments as many as must be, or none
         where a step waits long for them and is faster so."""
-        look = self._look_with_fewer(hosting, budget, options)
+        candidate = self._plan_with_fewer(hosting, budget, options)
         unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
         fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget
-        if look.step_time_s <= _SLOW * look.compute_s or look.hosting == unmoved or not fits:
-            return look
+        if (
+            candidate.step_time_s <= _SLOW * candidate.compute_s
+            or candidate.hosting == unmoved
+            or not fits
+        ):
+            return candidate
         try:
-            other = self._look_with(unmoved, budget, options)
+            other = self._plan_with(unmoved, budget, options)
         except MemoryBudgetError:
-            return look
-        return other if other.is_faster_than(look) else look
+            return candidate
+        return other if other.is_faster_than(candidate) else candidate
 
     def _bytes(self, arguments: Collection[int]) -> int:
         return sum(self._lowering.sizes[n] for n in arguments)
 
-    def _look_with_fewer(
+    def _plan_with_fewer(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
-    ) -> Look:
+    ) -> Candidate:
         """Plans with these stacks on the host; of the other arguments as many as must be.
 
         What an argument that stays takes is known beforehand but for packing, and for what XLA
@@ -376,7 +384,7 @@ class Looks:
                 if not failures:
                     raise
                 choices = ((frozenset[int](), math.inf),)
-            best: Look | None = None
+            best: Candidate | None = None
             for stay, expected_s in choices:
                 if stay in tried:
                     continue
@@ -384,11 +392,11 @@ class Looks:
                     break
                 tried.add(stay)
                 try:
-                    look = self._look_with(hosting.without(stay), budget, options)
+                    candidate = self._plan_with(hosting.without(stay), budget, options)
                 except MemoryBudgetError as error:
                     failures.append(error)
                 else:
-                    best = look if best is None or look.is_faster_than(best) else best
+                    best = candidate if best is None or candidate.is_faster_than(best) else best
             if best is not None:
                 return best
             if not choices[0][0]:
@@ -416,7 +424,9 @@ class Looks:
             for stay, seconds in choices
         )
 
-    def _look_with(self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None) -> Look:
+    def _plan_with(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
         """Plans with all of that on the host."""
         machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
         program, module = self._capture(hosting, options)
@@ -450,9 +460,9 @@ class Looks:
                 **{k: str(v) for k, v in (options or {}).items()},
             },
         )
-        return self._as_look(program, plan, hosting)
+        return self._as_candidate(program, plan, hosting)
 
-    def _as_look(self, program: Program, plan: Plan, hosting: Hosting) -> Look:
+    def _as_candidate(self, program: Program, plan: Plan, hosting: Hosting) -> Candidate:
         numbers = program.arguments.parameters
         # Whose place is taken on the host, XLA:CPU knows to be there.
         known = {numbers[n] for n in self._placing.stored(hosting).values()}
@@ -462,7 +472,7 @@ class Looks:
             if p.tier != plan.device_tier and p.parameter not in known
         )
         on_cpu = self._lowering.target.platform == "cpu"
-        return Look(self._placing, program, plan, hosting, away if on_cpu else 0)
+        return Candidate(self._placing, program, plan, hosting, away if on_cpu else 0)
 
     def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
         """The least budget of a program so placed."""
@@ -488,7 +498,7 @@ class Looks:
             self._captured[key] = program, module
         program, module = self._captured[key]
         # The same one as before, if nothing was learnt since: what was found of it is kept with it.
-        self._captured[key] = program, cost.lend_estimates(module, self._estimates)
+        self._captured[key] = program, cost.with_estimates(module, self._estimates)
         return self._captured[key]
 
 
