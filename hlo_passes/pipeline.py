@@ -16,8 +16,7 @@ from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
 from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import MalformedModuleError, UnreachableTierError
-from hlo_passes.fitting import assembling
-from hlo_passes.fitting import fit as fitting
+from hlo_passes.fitting import assembling, fit
 from hlo_passes.garbage import collection_paused
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
@@ -28,8 +27,7 @@ from hlo_passes.loops import schedule as loop_schedule
 from hlo_passes.memoize import memoized
 from hlo_passes.memory import assignment
 from hlo_passes.memory import usage as memory
-from hlo_passes.normalize import barriers, sink, stores, views
-from hlo_passes.normalize import stable_names as settled
+from hlo_passes.normalize import barriers, sink, stable_names, stores, views
 from hlo_passes.orders import reorder
 from hlo_passes.placing import (
     budget_bound,
@@ -60,7 +58,7 @@ class Pass:
 PASSES = (
     # Reading.
     Pass("read", reader.read_module, "one frozen module, whatever it came from"),
-    Pass("settle-names", settled.settle_names, "one program, one module: the same names"),
+    Pass("settle-names", stable_names.settle_names, "one program, one module: the same names"),
     Pass("barriers", barriers.remove_barriers, "no barrier hides who reads what"),
     Pass("add-stores", stores.add_stores, "what goes to the host is copied there (CPU)"),
     Pass("views", views.divide_views, "each reader sees what is fetched by itself"),
@@ -142,7 +140,7 @@ def choose_stay(
         ((posed, frozenset[int](), 0) for posed, _ in found.edited_within(budget)),
     )
     for posed, numbers, beyond in choices:
-        stays = fitting.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
+        stays = fit.choose_stay(problem.resident(posed, numbers), budget - beyond, slots)
         if stays:
             break
     else:
@@ -173,7 +171,7 @@ def least_budget(
     pose, found, _ = _prepared(
         module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
     )
-    return fitting.least_budget(pose(found.lowest), slots)[0]
+    return fit.least_budget(pose(found.lowest), slots)[0]
 
 
 @collection_paused()
@@ -214,7 +212,7 @@ def plan_module(
     _check_possible(in_loops, pose, budget)
     planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
-        found = fitting.fit(posed, budget, slots)
+        found = fit.fit(posed, budget, slots)
         if found is not None:
             bounding = in_loops.bounding(found.kept, plans)
             plans = tuple(body_plans.labelled(module, p, labels or {}) for p in plans)
