@@ -193,9 +193,9 @@ def _assemble(
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
     held = {slot.buffer: slot for slot in slots}
     slots += [
-        Slot(g.name, held[g.host].allocation, held[g.host].offset, g.size, g.live_range)
+        Slot(g.name, held[g.owner].allocation, held[g.owner].offset, g.size, g.live_range)
         for g in residents
-        if g.kind == "guest"
+        if g.kind == "colocated"
     ]
     load = posed.arena_until(choice.departures).load - posed.arena.load + posed.load
     for fetch, start in zip(choice.fetches, choice.starts, strict=True):

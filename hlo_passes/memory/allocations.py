@@ -21,7 +21,7 @@ from hlo_passes.analysis.dataflow import Buffer, Value
 from hlo_passes.analysis.live_ranges import LiveRanges
 from hlo_passes.analysis.sharing import Target, can_share, said_to_share
 from hlo_passes.memoize import memoized
-from hlo_passes.memory.colocation import find_guests
+from hlo_passes.memory.colocation import find_colocated
 from hlo_passes.plan import LiveRange, LogicalTime
 
 
@@ -60,15 +60,17 @@ def find_allocations(
     dataflow = ranges.dataflow
     buffers = [b for b in dataflow.buffers if b.memory_space == memory_space and b.size > 0]
     if target == "tpu":
-        reused = _said_guests(ranges, memory_space, apart)
+        reused = _said_colocated(ranges, memory_space, apart)
     else:
-        reused = find_guests(ranges, target, buffers, apart)
+        reused = find_colocated(ranges, target, buffers, apart)
     on_heap = [b for b in buffers if b.kind == "temp" and b.id not in reused]
     heap = _replay_heap(ranges, target, on_heap, apart)
     return Allocations(_as_on_tpu(heap) if target == "tpu" else heap, reused)
 
 
-def _said_guests(ranges: LiveRanges, memory_space: int, apart: Collection[int]) -> dict[int, int]:
+def _said_colocated(
+    ranges: LiveRanges, memory_space: int, apart: Collection[int]
+) -> dict[int, int]:
     """Temporaries that lie in the caller's allocations as libtpu says it of a final module; before
     that, it is taken to leave them alone (seen with libtpu of jax 0.12).
 
@@ -85,11 +87,11 @@ def _said_guests(ranges: LiveRanges, memory_space: int, apart: Collection[int]) 
                 beside[a].add(b)
                 beside[b].add(a)
     given = (n for n in beside if dataflow.buffers[n].kind == "parameter")
-    hosts = {n for n in given if dataflow.buffers[n].live_out}  # Others the caller keeps.
-    lying = {n: [ranges.of_value[v.id] for v in dataflow.buffers[n].values] for n in hosts}
+    owners = {n for n in given if dataflow.buffers[n].live_out}  # Others the caller keeps.
+    lying = {n: [ranges.of_value[v.id] for v in dataflow.buffers[n].values] for n in owners}
     reused: dict[int, int] = {}
-    queue = [(n, n) for n in sorted(hosts)]
-    for n, host in queue:
+    queue = [(n, n) for n in sorted(owners)]
+    for n, owner in queue:
         for m in sorted(beside[n]):
             b = dataflow.buffers[m]
             is_free = b.kind == "temp" and b.memory_space == memory_space and m not in reused
@@ -98,12 +100,12 @@ def _said_guests(ranges: LiveRanges, memory_space: int, apart: Collection[int]) 
             is_free &= not any(
                 a.start < old.end - 1 and old.start < a.end - 1
                 for a in lives
-                for old in lying[host]
+                for old in lying[owner]
             )
             if is_free and not any(v.id in apart for v in b.values):
-                reused[m] = host
-                lying[host] += lives
-                queue.append((m, host))
+                reused[m] = owner
+                lying[owner] += lives
+                queue.append((m, owner))
     return reused
 
 

@@ -1,13 +1,13 @@
 """Which buffers take no bytes of their own: they lie in an allocation that exists anyway.
 
     output        ·   ·   ·   ·   [───────────►    its bytes are free until it is there
-    guests        [──)    [──────)
+    colocated     [──)    [──────)
     donated       ────────)   [───────────────►    argument, then the output in its place
-    guest                  [─)
+    colocated              [─)
 
-A *host* is an output's allocation, or that of a donated argument. Buffers are taken by
-decreasing size, so that every host found so far is large enough for the next; it goes to
-where an operand of it lies, else to the latest host that has room in time (xla/service/
+An *owner* is an output's allocation, or that of a donated argument. Buffers are taken by
+decreasing size, so that every owner found so far is large enough for the next; it goes to
+where an operand of it lies, else to the latest owner that has room in time (xla/service/
 buffer_assignment.cc, BufferAssigner::AssignSingleHloBuffer and MaybeAssignBuffer).
 """
 
@@ -25,7 +25,7 @@ from hlo_passes.memory._packing import Occupancy
 from hlo_passes.plan import LiveRange, LogicalTime
 
 
-def find_guests(
+def find_colocated(
     ranges: LiveRanges, target: Target, buffers: Iterable[Buffer], apart: Collection[int]
 ) -> dict[int, int]:
     """Returns the temporaries and outputs that lie in another buffer's allocation.
@@ -35,12 +35,12 @@ def find_guests(
       apart: ids of values that share bytes with nobody.
 
     Returns:
-      Buffer id of each guest to that of its host, in the order of the decisions.
+      Buffer id of each to that of its owner, in the order of the decisions.
 
-    Complexity: O(n log n) for n values, as long as the hosts that are free at a time are few
+    Complexity: O(n log n) for n values, as long as the owners that are free at a time are few
       ranges of them (see `occupancy`).
     """
-    hosts = _Hosts(ranges, target)
+    owners = _Owners(ranges, target)
     for b in _by_size(ranges.dataflow, buffers):
         if b.kind in ("constant", "tuple"):
             continue
@@ -48,14 +48,14 @@ def find_guests(
             continue
         if b.kind == "parameter":
             if b.live_out:
-                hosts.add(b)
+                owners.add(b)
             continue
-        host = hosts.find(b)
-        if host is not None:
-            hosts.enter(b, host)
+        owner = owners.find(b)
+        if owner is not None:
+            owners.enter(b, owner)
         elif b.live_out:
-            hosts.add(b)
-    return hosts.of_guest
+            owners.add(b)
+    return owners.owner_of
 
 
 def _by_size(dataflow: Dataflow, buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -74,62 +74,62 @@ def _by_size(dataflow: Dataflow, buffers: Iterable[Buffer]) -> list[Buffer]:
 type _Life = tuple[LogicalTime, LogicalTime, int]  # start, end, id of the value
 
 
-class _Hosts:
-    """The hosts found so far, numbered in their order, and who lies in each.
+class _Owners:
+    """The owners found so far, numbered in their order, and who lies in each.
 
     Attributes:
-      of_guest: buffer id to the buffer id of its host.
+      owner_of: of each colocated buffer the owner, by buffer ids.
     """
 
     def __init__(self, ranges: LiveRanges, target: Target) -> None:
-        self.of_guest: dict[int, int] = {}
+        self.owner_of: dict[int, int] = {}
         self._ranges = ranges
         self._dataflow = ranges.dataflow
         self._target: Target = target
         self._buffers: list[Buffer] = []
         # By start. They meet in a tick at most, so that they are by end as well.
         self._lives: list[list[_Life]] = []
-        self._number: dict[int, int] = {}  # of a host, by buffer id
-        self._host_of: dict[int, int] = {}  # number of a value's host, by value id
+        self._number: dict[int, int] = {}  # of an owner, by buffer id
+        self._number_of: dict[int, int] = {}  # number of a value's owner, by value id
         self._busy = Occupancy(2 * ranges.end + 4)
 
     def add(self, buffer: Buffer) -> None:
-        """Makes `buffer` a host, the latest."""
+        """Makes `buffer` an owner, the latest."""
         number = self._number[buffer.id] = len(self._buffers)
         self._buffers.append(buffer)
         self._lives.append([])
         self._hold(buffer.values, number)
 
     def enter(self, buffer: Buffer, number: int) -> None:
-        """Makes `buffer` a guest of host `number`."""
-        self.of_guest[buffer.id] = self._buffers[number].id
+        """Puts `buffer` into the bytes of owner `number`."""
+        self.owner_of[buffer.id] = self._buffers[number].id
         self._hold(buffer.values, number)
 
     def find(self, buffer: Buffer) -> int | None:
-        """Returns the number of the host that takes `buffer` in, if one does."""
-        hosts = chain(self._of_operands(buffer), self._free(buffer.values))
-        return next((number for number in hosts if self._fits(buffer, number)), None)
+        """Returns the number of the owner that takes `buffer` in, if one does."""
+        owners = chain(self._of_operands(buffer), self._free(buffer.values))
+        return next((number for number in owners if self._fits(buffer, number)), None)
 
     def _hold(self, values: Sequence[Value], number: int) -> None:
         for v in values:
             start, end = self._ranges.of_value[v.id]
             insort(self._lives[number], (start, end, v.id))
-            self._host_of[v.id] = number
+            self._number_of[v.id] = number
             if end - start > 1:
                 self._busy.take(_inner(start, end), number, number + 1)
 
     def _of_operands(self, buffer: Buffer) -> Iterator[int]:
-        """The hosts in which what defines `buffer` finds an operand."""
+        """The owners in which what defines `buffer` finds an operand."""
         for v in buffer.values:
             if v.index == ():
                 for operand in v.instruction.operand_ids:
                     held = self._dataflow.buffer_at(self._dataflow.module.instructions[operand])
-                    number = self._number.get(self.of_guest.get(held.id, held.id))
+                    number = self._number.get(self.owner_of.get(held.id, held.id))
                     if number is not None:
                         yield number
 
     def _free(self, values: Sequence[Value]) -> Iterator[int]:
-        """The hosts, latest first, without those in which a value would lie over another."""
+        """The owners, latest first, without those in which a value would lie over another."""
         busy = [
             interval
             for v in values
@@ -160,11 +160,11 @@ class _Hosts:
         return new.instruction.opcode != "copy" or number not in self._sources(new)
 
     def _sources(self, copy: Value) -> Iterator[int | None]:
-        """The hosts of what a copy copies: it does not go there too."""
+        """The owners of what a copy copies: it does not go there too."""
         for operand in copy.instruction.operand_ids:
             source = self._dataflow.module.instructions[operand]
             for index, _ in subshapes(source.shape):
-                yield self._host_of.get(self._dataflow.value_at(source, index).id)
+                yield self._number_of.get(self._dataflow.value_at(source, index).id)
 
     def _interfere(self, a: Value, b: Value) -> bool:
         one, two = self._ranges.of_value[a.id], self._ranges.of_value[b.id]

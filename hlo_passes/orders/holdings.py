@@ -9,7 +9,7 @@
 A temporary is held from the step that writes it to the last that reads it; so is every other
 value that must lie in the same bytes. What a called computation needs is the workspace of the
 step that calls it. Arguments and outputs are there in any order; a temporary that lies in the
-bytes of one does so while that holds nothing else (`orders.load.Lodging`).
+bytes of one does so while that holds nothing else (`orders.load.Colocation`).
 
 A weight that is copied from the host is held from its first reader until its last, for the
 planner brings it then. Where compute between two readers takes longer than to fetch it again,
@@ -31,7 +31,7 @@ from hlo_passes.analysis.sharing import can_share
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction
 from hlo_passes.memory.allocations import find_allocations
-from hlo_passes.orders.load import Bytes, Handover, Lodging
+from hlo_passes.orders.load import Bytes, Colocation, Handover
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer
 from hlo_passes.simulator.cost import instruction_costs
 
@@ -47,7 +47,7 @@ class Holdings(NamedTuple):
     touches: tuple[tuple[int, ...], ...]
     workspace: Bytes
     handovers: tuple[Handover, ...]
-    lodgings: tuple[Lodging, ...]
+    colocations: tuple[Colocation, ...]
     weights: int
 
 
@@ -60,7 +60,7 @@ def order_holdings(ranges: LiveRanges, ticks: EntryTicks, machine: Machine) -> H
     O(positions of the module).
     """
     collector = _Collector(ranges, ticks, machine)
-    lodgings = collector.hold_temporaries()
+    colocations = collector.hold_temporaries()
     count = len(collector.sizes)
     fetched = [t for t in ticks.transfers if not t.evicts]
     costs = instruction_costs(ranges.dataflow.module, machine) if fetched else {}
@@ -72,7 +72,7 @@ def order_holdings(ranges: LiveRanges, ticks: EntryTicks, machine: Machine) -> H
         tuple(collector.touches),
         collector.workspace(),
         tuple(collector.handovers()),
-        lodgings,
+        colocations,
         len(collector.sizes) - count,
     )
 
@@ -95,22 +95,22 @@ class _Collector:
         self.touches.append(tuple(sorted(touches)))
         return len(self.sizes) - 1
 
-    def hold_temporaries(self) -> tuple[Lodging, ...]:
-        """Holds every temporary that the entry sees, and returns what lets some lodge."""
+    def hold_temporaries(self) -> tuple[Colocation, ...]:
+        """Holds every temporary that the entry sees; returns when some take no bytes."""
         reused: dict[int, int] = {}
-        if any(resident.kind == "guest" for resident in self._ticks.residents):
+        if any(resident.kind == "colocated" for resident in self._ticks.residents):
             target = self._machine.platform
             reused = find_allocations(self._ranges, target, apart=self._apart).reused
-        lodgers: defaultdict[int, list[int]] = defaultdict(list)
+        colocated: defaultdict[int, list[int]] = defaultdict(list)
         for b in self._dataflow.buffers:
             if b.kind == "temp" and b.memory_space == DEVICE_MEMORY_SPACE and self._is_held(b):
                 self._holding_of[b.id] = self._hold(b.size, self._steps_at(b.values))
                 if b.id in reused:
-                    lodgers[reused[b.id]].append(self._holding_of[b.id])
+                    colocated[reused[b.id]].append(self._holding_of[b.id])
         return tuple(
-            lodging
-            for host, guests in lodgers.items()
-            for lodging in self._lodgings(self._dataflow.buffers[host], guests)
+            colocation
+            for owner, holdings in colocated.items()
+            for colocation in self._colocations(self._dataflow.buffers[owner], holdings)
         )
 
     def _is_held(self, b: Buffer) -> bool:
@@ -119,24 +119,24 @@ class _Collector:
         )
         return b.size > 0 and is_seen and not any(v.id in self._apart for v in b.values)
 
-    def _lodgings(self, host: Buffer, guests: list[int]) -> Iterator[Lodging]:
-        """What holds at present, and keeps `guests` in the bytes of an argument or output."""
-        given = 1 if host.kind == "parameter" else 0
-        for values in (host.values[:given], host.values[given:]):
+    def _colocations(self, owner: Buffer, holdings: list[int]) -> Iterator[Colocation]:
+        """What holds at present, and keeps `holdings` in the bytes of an argument or output."""
+        given = 1 if owner.kind == "parameter" else 0
+        for values in (owner.values[:given], owner.values[given:]):
             touches = self._steps_at(values)
             if touches:
                 occupied = self._hold(0, touches)
-                for guest in guests:
-                    yield from self._apart_now(guest, guest, occupied)
-        for one, two in pairwise(sorted(guests, key=lambda guest: self.touches[guest])):
+                for holding in holdings:
+                    yield from self._apart_now(holding, holding, occupied)
+        for one, two in pairwise(sorted(holdings, key=self.touches.__getitem__)):
             smaller = min(one, two, key=self.sizes.__getitem__)
             yield from self._apart_now(smaller, one, two)
 
-    def _apart_now(self, guest: int, one: int, two: int) -> Iterator[Lodging]:
+    def _apart_now(self, holding: int, one: int, two: int) -> Iterator[Colocation]:
         for earlier, later in ((one, two), (two, one)):
             gap = self.touches[later][0] - self.touches[earlier][-1]
             if gap >= 0:
-                yield Lodging(guest, earlier, later, gap == 0)
+                yield Colocation(holding, earlier, later, gap == 0)
                 return
 
     def _steps_at(self, values: Iterable[Value]) -> set[int]:

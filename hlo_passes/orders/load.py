@@ -36,20 +36,20 @@ class Handover(NamedTuple):
     born: int
 
 
-class Lodging(NamedTuple):
-    """A condition for holding `guest` to take no bytes: no step touches `earlier` once one
+class Colocation(NamedTuple):
+    """A condition for holding `holding` to take no bytes: no step touches `earlier` once one
     touches `later`; one step may touch both if `may_touch`."""
 
-    guest: int
+    holding: int
     earlier: int
     later: int
     may_touch: bool
 
 
 class Conditions(NamedTuple):
-    """The columns of `Lodging`s."""
+    """The columns of `Colocation`s."""
 
-    guest: Indices
+    holding: Indices
     earlier: Indices
     later: Indices
     may_touch: Indices
@@ -72,7 +72,7 @@ class OrderProblem:
       touches: of each holding the steps that write or read it: one or more, in order.
       workspace: int64[steps], bytes that a step needs for itself.
       handovers: in the order in which XLA considers them.
-      lodgings: holdings that are no `guest` in any take their bytes always.
+      colocations: holdings that none is about take their bytes always.
       opens: int64[steps], 1 where something asynchronous begins, −1 where it ends, else 0.
       takes_time: bool[steps]. What takes time stays under as many asynchronous operations as
         it is under now.
@@ -83,7 +83,7 @@ class OrderProblem:
     touches: tuple[tuple[int, ...], ...]
     workspace: Bytes
     handovers: tuple[Handover, ...]
-    lodgings: tuple[Lodging, ...]
+    colocations: tuple[Colocation, ...]
     opens: Bytes
     takes_time: npt.NDArray[np.bool_]
 
@@ -118,8 +118,8 @@ class OrderProblem:
 
     @cached_property
     def conditions(self) -> Conditions:
-        """`lodgings`, column by column."""
-        return Conditions(*np.array(self.lodgings, np.intp).reshape(-1, 4).T)
+        """`colocations`, column by column."""
+        return Conditions(*np.array(self.colocations, np.intp).reshape(-1, 4).T)
 
     @cached_property
     def touched(self) -> Touched:
@@ -178,12 +178,14 @@ class Load:
 
     @cached_property
     def sizes(self) -> Bytes:
-        """int64[holdings], the bytes that each takes: none if it lodges."""
-        sizes, lodgings = self.problem.sizes, self.problem.conditions
-        is_apart = self.last[lodgings.earlier] < self.first[lodgings.later] + lodgings.may_touch
+        """int64[holdings], the bytes that each takes: none where it is colocated."""
+        sizes, colocations = self.problem.sizes, self.problem.conditions
+        is_apart = (
+            self.last[colocations.earlier] < self.first[colocations.later] + colocations.may_touch
+        )
         held = sizes.copy()
-        held[lodgings.guest] = 0
-        outside = lodgings.guest[~is_apart]
+        held[colocations.holding] = 0
+        outside = colocations.holding[~is_apart]
         held[outside] = sizes[outside]
         return held
 

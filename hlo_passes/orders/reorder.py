@@ -147,7 +147,7 @@ def order_problem(ranges: LiveRanges, ticks: EntryTicks, holdings: Holdings) -> 
         touches=holdings.touches,
         workspace=holdings.workspace,
         handovers=holdings.handovers,
-        lodgings=holdings.lodgings,
+        colocations=holdings.colocations,
         opens=rules.opens,
         takes_time=rules.takes_time,
     )

@@ -89,20 +89,20 @@ class Resident:
         needs it inside.
       size: bytes.
       live_range: in ticks, half-open; to the end when the entry returns it. A donated
-        argument that has guests lives until its last reader.
+        argument that others lie in lives until its last reader.
       kind: ``"parameter"``, ``"constant"`` and ``"output"`` have allocations of their own;
         ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts; a
-        ``"guest"`` is a temporary that takes no bytes of its own: it lies in those of the
-        output `host` before that is there, or of the donated argument `host` after that has
+        ``"colocated"`` is a temporary that takes no bytes of its own: it lies in those of the
+        output `owner` before that is there, or of the donated argument `owner` after that has
         been read.
-      host: of a guest, the name of the buffer that it lies in.
+      owner: of what is colocated, the name of the buffer that it lies in.
     """
 
     name: str
     size: int
     live_range: LiveRange
-    kind: Literal["parameter", "constant", "output", "temp", "workspace", "guest"]
-    host: str = ""
+    kind: Literal["parameter", "constant", "output", "temp", "workspace", "colocated"]
+    owner: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,9 +283,9 @@ class _View:
             if b.id in allocations.reused:
                 # What only a called computation sees costs the entry nothing.
                 if any(self._in_entry(v) for v in b.values):
-                    host = self.dataflow.buffers[allocations.reused[b.id]]
+                    owner = self.dataflow.buffers[allocations.reused[b.id]]
                     live = self._ticks_of(b.values)
-                    yield Resident(self._name(b), b.size, live, "guest", self._name(host))
+                    yield Resident(self._name(b), b.size, live, "colocated", self._name(owner))
                 continue
             if b.kind in ("temp", "tuple") or any(v.id in self.moved for v in b.values):
                 continue

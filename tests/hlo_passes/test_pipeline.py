@@ -566,8 +566,8 @@ ENTRY main {
   part = f32[8]{0} broadcast(kept), dimensions={}
   updated = f32[64]{0} dynamic-update-slice(g, part, zero)
   wide = f32[128]{0} concatenate(h, updated), dimensions={0}
-  guest = f32[64]{0} slice(wide), slice={[32:96]}
-  wider = f32[256]{0} concatenate(guest, guest, guest, guest), dimensions={0}
+  inside = f32[64]{0} slice(wide), slice={[32:96]}
+  wider = f32[256]{0} concatenate(inside, inside, inside, inside), dimensions={0}
   narrow = f32[64]{0} slice(wider), slice={[16:80]}
   again = f32[64]{0} copy(narrow)
   ROOT r = (f32[64]{0}, f32[64]{0}) tuple(updated, again)
@@ -582,8 +582,8 @@ def test_a_donated_argument_goes_through_what_a_call_runs():
     plan = plan_module(module, machine, 1 << 20)
     slots = {s.buffer: s for s in plan.slots}
     assert slots["first"].live_range == LiveRange(0, 16)
-    assert slots["guest"].allocation == "arguments"
-    assert slots["second"].live_range == LiveRange(0, slots["guest"].live_range.start)
+    assert slots["inside"].allocation == "arguments"
+    assert slots["second"].live_range == LiveRange(0, slots["inside"].live_range.start)
     rewrite_module(module, plan, machine)
 
 

@@ -1,4 +1,4 @@
-"""Guests, against the same decisions made by looking at every host and all that lies in it."""
+"""Colocated buffers, against the same decisions made by looking at every owner in turn."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from hlo_passes.analysis.dataflow import Buffer, Value, analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.analysis.sharing import Target, can_share
 from hlo_passes.ir import Module
-from hlo_passes.memory.colocation import find_guests
+from hlo_passes.memory.colocation import find_colocated
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.reading.reader import read_module
 from tests import corpus
@@ -34,8 +34,8 @@ def looked_at_one_by_one(
 ) -> list[tuple[int, int]]:
     dataflow = ranges.dataflow
     held: dict[int, list[Value]] = {}
-    hosts: list[Buffer] = []
-    guests: dict[int, int] = {}
+    owners: list[Buffer] = []
+    colocated: dict[int, int] = {}
 
     def takes_over(dying: Value, born: Value) -> bool:
         user = born.instruction
@@ -58,35 +58,35 @@ def looked_at_one_by_one(
         for v in (v for v in b.values if not v.index):
             for operand in v.instruction.operand_ids:
                 there = dataflow.buffer_at(dataflow.module.instructions[operand])
-                yield dataflow.buffers[guests.get(there.id, there.id)]
+                yield dataflow.buffers[colocated.get(there.id, there.id)]
 
     for b in in_order(ranges, buffers):
         if b.kind in ("constant", "tuple") or (b.kind == "parameter" and not b.live_out):
             continue
         if b.kind != "parameter":
-            for host in (*(h for h in of_operands(b) if h in hosts), *reversed(hosts)):
-                is_large_enough = host.size == b.size if b.live_out else host.size >= b.size
-                lives = held[host.id]
+            for owner in (*(h for h in of_operands(b) if h in owners), *reversed(owners)):
+                is_large_enough = owner.size == b.size if b.live_out else owner.size >= b.size
+                lives = held[owner.id]
                 if is_large_enough and not any(collide(v, o) for v in b.values for o in lives):
-                    guests[b.id] = host.id
+                    colocated[b.id] = owner.id
                     lives.extend(b.values)
                     break
-        if b.live_out and b.id not in guests:
-            hosts.append(b)
+        if b.live_out and b.id not in colocated:
+            owners.append(b)
             held[b.id] = list(b.values)
-    return list(guests.items())
+    return list(colocated.items())
 
 
 def check(module: Module, target: Target) -> int:
     ranges = compute_live_ranges(analyze_dataflow(module))
     buffers = [b for b in ranges.dataflow.buffers if b.memory_space == 0 and b.size > 0]
-    guests = find_guests(ranges, target, buffers, ())
-    assert list(guests.items()) == looked_at_one_by_one(ranges, target, buffers)
-    return len(guests)
+    colocated = find_colocated(ranges, target, buffers, ())
+    assert list(colocated.items()) == looked_at_one_by_one(ranges, target, buffers)
+    return len(colocated)
 
 
 @pytest.mark.parametrize("key", [k for k in corpus.memory() if corpus.platform(k) != "tpu"])
-def test_the_guests_of_real_programs_are_found(key: str) -> None:
+def test_what_is_colocated_in_real_programs_is_found(key: str) -> None:
     check(corpus.read(key), corpus.platform(key))
 
 
@@ -99,14 +99,14 @@ def test_arguments_updated_in_place_have_no_room() -> None:
     assert check(module_of(training_step_text(1000, "gpu")), "gpu") < 5
 
 
-def test_values_apart_are_no_guests() -> None:
+def test_values_apart_are_not_colocated() -> None:
     module = module_of(training_step_text(200, "gpu", donated=False))
     ranges = compute_live_ranges(analyze_dataflow(module))
     buffers = [b for b in ranges.dataflow.buffers if b.memory_space == 0 and b.size > 0]
-    guests = find_guests(ranges, "gpu", buffers, ())
-    one = next(iter(guests))
+    colocated = find_colocated(ranges, "gpu", buffers, ())
+    one = next(iter(colocated))
     apart = {v.id for v in ranges.dataflow.buffers[one].values}
-    assert one not in find_guests(ranges, "gpu", buffers, apart)
+    assert one not in find_colocated(ranges, "gpu", buffers, apart)
 
 
 def test_what_is_read_under_another_name_before_lies_in_the_output() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlo_passes.orders.load import Handover, Load, Lodging, OrderProblem
+from hlo_passes.orders.load import Colocation, Handover, Load, OrderProblem
 from hlo_passes.orders.search import lower_loads
 
 
@@ -21,7 +21,7 @@ def problem(
     *,
     workspace: Sequence[int] = (),
     handovers: Sequence[tuple[int, int]] = (),
-    lodgings: Sequence[Lodging] = (),
+    colocations: Sequence[Colocation] = (),
     opens: Sequence[int] = (),
 ) -> OrderProblem:
     n = len(before)
@@ -32,7 +32,7 @@ def problem(
         tuple(tuple(t) for t in touches),
         np.array(workspace or [0] * n, np.int64),
         tuple(Handover(*pair) for pair in handovers),
-        tuple(lodgings),
+        tuple(colocations),
         opening,
         opening == 0,
     )
@@ -68,10 +68,10 @@ def test_a_result_takes_over_the_bytes_of_one_operand_that_dies():
     assert kept.present.at.tolist() == [4, 8, 8, 8]
 
 
-def test_a_guest_takes_bytes_once_its_host_is_written_first():
+def test_what_is_colocated_takes_bytes_once_its_owner_is_written_first():
     # Holding 0 lies in the bytes of what step 2 writes.
     posed = problem(
-        [[], [], []], [8, 0], [[0, 1], [2]], lodgings=[Lodging(0, 0, 1, may_touch=False)]
+        [[], [], []], [8, 0], [[0, 1], [2]], colocations=[Colocation(0, 0, 1, may_touch=False)]
     )
     assert posed.present.at.tolist() == [0, 0, 0]
     assert Load(posed, np.array([0, 2, 1])).at.tolist() == [8, 8, 8]

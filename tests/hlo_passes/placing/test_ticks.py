@@ -217,10 +217,10 @@ def test_a_donated_argument_is_held_while_it_is_updated_in_place() -> None:
     found = ticks(DONATED, "gpu", header=", input_output_alias={ {0}: (0, {}) }")
     by_name = {i.name: tick for tick, i in enumerate(found.instructions)}
     held = residents(found)
-    guests = {name for name, (kind, _) in held.items() if kind == "guest"}
+    colocated = {name for name, (kind, _) in held.items() if kind == "colocated"}
     # Not until n is copied there: others lie in its bytes before.
     assert held["p"] == ("parameter", (0, by_name["b"] + 1))
-    assert guests
+    assert colocated
 
 
 def test_what_several_callers_run_needs_its_bytes_at_each_of_them() -> None:
