@@ -84,7 +84,7 @@ def fit_with_edits(
         better = best.fitting.improved(best)
         # Where what is predicted of packing leads nowhere, the packing itself has to tell.
         best = best.fitting.given_back(best) if better is best else better
-    return best.fitted
+    return best.solution
 
 
 def _first_that_packs(tried: Sequence[_Fitting]) -> tuple[_Packed | None, float]:
@@ -143,13 +143,13 @@ class _Packed:
     """A choice that fits, and the bytes that were left free for it."""
 
     fitting: _Fitting
-    fitted: Solution
+    solution: Solution
     chosen: EditChoice
     free: int
 
     @property
     def step_time_s(self) -> float:
-        return self.fitted.choice.step_time_s
+        return self.solution.choice.step_time_s
 
 
 class _Fitting:

@@ -50,14 +50,14 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
     plain = _streamed(posed, Edits(), budget, slots)
     if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
         return plain
-    fitted, orders = [plain], [(posed, Edits())]
+    solutions, orders = [plain], [(posed, Edits())]
     for order in _early_order(posed, 0) if plain is not None else _lower_orders(posed, budget):
         orders.append((edited(posed, order), order))
-        fitted.append(_streamed(*orders[-1], budget, slots))
-        if fitted[-1] is not None and _is_hidden(fitted[-1].choice.step_time_s, posed):
-            return fitted[-1]
-    fitted.append(fit_with_edits(orders, budget, slots))
-    found = (f for f in fitted if f is not None)
+        solutions.append(_streamed(*orders[-1], budget, slots))
+        if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
+            return solutions[-1]
+    solutions.append(fit_with_edits(orders, budget, slots))
+    found = (f for f in solutions if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)
 

@@ -26,9 +26,7 @@ from hlo_passes import verify
 from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import MemoryBudgetError, PlanMismatchError
-from hlo_passes.fitting import assembling
-from hlo_passes.fitting import fit as fitting
-from hlo_passes.fitting import solution as fitted
+from hlo_passes.fitting import assembling, fit, solution
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.loops.bodies import Body, fetching_bodies, loop_bodies, with_body
@@ -142,11 +140,11 @@ class Bodies:
     def budget_error(self, budget: int) -> MemoryBudgetError:
         """Says what stands where most is needed with the least in each body; where that is a loop,
         in its body."""
-        error = fitting.budget_error(self._pose_module(self.lowest), budget, self._slots)
+        error = fit.budget_error(self._pose_module(self.lowest), budget, self._slots)
         bodies = {b.caller.name: b for b in loop_bodies(self._module)}
         inside = error
         while (body := bodies.get(inside.instruction)) is not None:
-            inside = fitting.budget_error(self._as_it_is(body), budget, self._slots)
+            inside = fit.budget_error(self._as_it_is(body), budget, self._slots)
         if inside is error:
             return error
         return MemoryBudgetError(
@@ -319,7 +317,7 @@ class Bodies:
             self._least[number] = placement.least_budget(posed, self._slots)[0] - posed.fixed_bytes
         budget = posed.fixed_bytes + self._least[number] + (room or 0)
         for _ in range(_LEAST_ROUNDS):
-            choice = fitted.placed(posed, budget, self._slots)
+            choice = solution.placed(posed, budget, self._slots)
             if isinstance(choice, placement.Choice):
                 break
             more = max(choice, posed.arena.alignment)
@@ -327,30 +325,30 @@ class Bodies:
             self._least[number] += more
         else:
             raise AssertionError(f"nothing fits in %{body.computation.name}")
-        streamed = fitted.Solution(posed, choice, Edits(), posed)
+        streamed = solution.Solution(posed, choice, Edits(), posed)
         if room is not None and number not in host_transfers(self._module, self._machine):
-            streamed = fitting.fit(posed, budget, self._slots) or streamed
+            streamed = fit.fit(posed, budget, self._slots) or streamed
         return self._assembled(body, streamed, budget)
 
     def _edited(self, body: Body, target: int | None) -> BodyPlan | None:
         """None where nothing has to be done to it."""
         posed = self._pose(body)
         if target is None:
-            budget = fitting.least_budget(posed, self._slots)[0]
+            budget = fit.least_budget(posed, self._slots)[0]
         else:
             budget = posed.fixed_bytes + target
-        found = fitting.fit(posed, budget, self._slots)
+        found = fit.fit(posed, budget, self._slots)
         for _ in range(_LEAST_ROUNDS if target is None else 0):
             if found is not None:
                 break
             budget += max((budget - posed.fixed_bytes) // _PACKING, posed.arena.alignment)
-            found = fitting.fit(posed, budget, self._slots)
+            found = fit.fit(posed, budget, self._slots)
         if found is None:
             raise _NoPlanError
         is_left = not found.edited and not found.posed.ticks.transfers
         return None if is_left else self._assembled(body, found, budget)
 
-    def _assembled(self, body: Body, found: fitted.Solution, budget: int) -> BodyPlan:
+    def _assembled(self, body: Body, found: solution.Solution, budget: int) -> BodyPlan:
         plan = assembling.assemble(found, budget, {}, ())
         verify.verify_plan(found.posed.module, plan, self._machine)
         return BodyPlan(
