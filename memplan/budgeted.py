@@ -10,6 +10,7 @@ XLA reports of an executable is what counts.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -212,18 +213,17 @@ class Budgeted:
         except MemoryBudgetError as error:
             refusal = error
         least = max(refusal.least, room + 1)
-        executable = self._as_xla_has_it(room, options)
-        if executable is not None and (own := device_bytes(executable, 0)) <= least:
-            raise refusal.asked_for(room, own)
-        if least - room <= self._unseen(room):
+        own = self._as_xla_has_it(room, options)
+        most = device_bytes(own, 0) if own is not None else sys.maxsize
+        if least < most and least - room <= self._unseen(room):
             try:
                 kept = self._first(options, lambda tried: self._compile_with(least, tried))
             except MemoryBudgetError as error:
-                raise refusal.asked_for(room, max(least, error.least)) from None
+                raise refusal.asked_for(room, min(most, max(least, error.least))) from None
             if kept.total <= room:
                 return kept
             least = kept.total
-        raise refusal.asked_for(room, least)
+        raise refusal.asked_for(room, min(most, least))
 
     def _unseen(self, room: int) -> int:
         """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, Work
 from hlo_passes.edits.greedy import complete
@@ -46,11 +47,11 @@ class EditSearch:
     def _relaxation(self) -> Relaxation | None:
         return relax(self._choices, self._capacity)
 
-    def rounded(self, reserve: int) -> Iterator[EditChoice]:
+    def rounded(self, reserve: npt.NDArray[np.int64] | int) -> Iterator[EditChoice]:
         """Yields choices near the fractions of the linear program.
 
         Args:
-          reserve: bytes of the capacity that are left free; the program leaves none.
+          reserve: int64[ticks], bytes of the capacity that are left free; the program leaves none.
         """
         relaxation = self._relaxation
         if relaxation is None:
@@ -76,7 +77,9 @@ class EditSearch:
         """By how many bytes its packing is above the capacity, as far as that is known."""
         return taken.packed_bytes(self._capacity, self._slots) - self._capacity
 
-    def _carried_out(self, relaxation: Relaxation, likely: float, reserve: int) -> EditState:
+    def _carried_out(
+        self, relaxation: Relaxation, likely: float, reserve: npt.NDArray[np.int64] | int
+    ) -> EditState:
         """Evicts, then recomputes in the order of time, what is chosen by `likely` or more."""
         work, capacity = self._work, self._capacity
         taken = work.state(work.load + reserve)

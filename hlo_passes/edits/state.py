@@ -144,7 +144,7 @@ class EditState:
         """Returns another one with the same gaps taken."""
         return self.with_load(0)
 
-    def with_load(self, more: int) -> EditState:
+    def with_load(self, more: npt.NDArray[np.int64] | int) -> EditState:
         """Returns another one with the same gaps taken, and so many bytes more at each tick."""
         other = EditState.__new__(EditState)
         other._become(self.load + more, self.costs)

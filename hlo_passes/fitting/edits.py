@@ -16,11 +16,12 @@ to what is faster and still fits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, work_on
 from hlo_passes.edits.search import EditSearch
@@ -62,7 +63,10 @@ _PACKED_TIGHT = 2
 
 
 def fit_with_edits(
-    orders: Iterable[tuple[Problem, Edits]], budget: int, slots: int | None
+    orders: Iterable[tuple[Problem, Edits]],
+    budget: int,
+    slots: int | None,
+    is_possible: Callable[[], bool],
 ) -> Solution | None:
     """Evicts and recomputes until the packed arena fits; None where no choice is known to.
 
@@ -72,10 +76,11 @@ def fit_with_edits(
         one with least live at once is gone through first once more.
       budget: device bytes.
       slots: at most so many streamed arrays on the device at once.
+      is_possible: whether it is worth going on where the first choices do not fit.
     """
     tried = [_Fitting(posed, order, budget, slots) for posed, order in orders]
-    best, fastest_s = _first_that_packs(tried)
-    if best is None:
+    best, fastest_s = _first_that_packs(tried, is_possible)
+    if best is None and is_possible():
         by_peak = sorted(tried, key=lambda fitting: fitting.peak)
         best, fastest_s = next(filter(None, (fitting.tight() for fitting in by_peak)), None), 0.0
     if best is None:
@@ -87,28 +92,39 @@ def fit_with_edits(
     return best.solution
 
 
-def _first_that_packs(tried: Sequence[_Fitting]) -> tuple[_Packed | None, float]:
+def _first_that_packs(
+    tried: Sequence[_Fitting], is_possible: Callable[[], bool]
+) -> tuple[_Packed | None, float]:
     """The fastest choice in any order, as far as is known, that fits when it is packed; and the
-    seconds of the fastest of all, packed or not."""
-    best: _Packed | None = None
-    fastest_s = np.inf
-    for part in _FREE:
-        choices = [(c, fitting) for fitting in tried for c in fitting.choices(part)]
-        if not choices:
+    seconds of the fastest of all, packed or not. Those that leave more free are looked at, all
+    together, where none that leaves nothing comes near."""
+    best, fastest_s = None, np.inf
+    for parts in (_FREE[:1], _FREE[1:]):
+        if parts != _FREE[:1] and best is None and not is_possible():
+            break
+        candidates = [c for part in parts for c in _candidates(tried, part)]
+        if not candidates:
             break  # The load cannot be brought down so far.
-        choices = [(c, fitting) for c, fitting in choices if not fitting.has_packed(c)]
-        if not choices:
-            continue
-        choices.sort(key=lambda pair: pair[0].step_time_s)
-        fastest_s = min(fastest_s, choices[0][0].step_time_s)
-        likely = [fitting.candidate(c, part) for c, fitting in choices[:_LIKELY]]
-        likely += [fitting.searched(c, part) for c, fitting in choices[:_IMPROVED]]
-        best = _fastest_packed(likely, _PACKED, best)
+        candidates.sort(key=lambda c: c.choice.step_time_s)
+        fastest_s = min(fastest_s, candidates[0].choice.step_time_s)
+        likely = [c for c in candidates if not c.over]
+        searched = [*candidates[:_IMPROVED], *likely[: _IMPROVED * (len(parts) > 1)]]
+        candidates += [c.fitting.searched(c.choice, 0) for c in searched]
+        best = _fastest_packed(candidates, _PACKED * min(2, len(parts)), best)
         if best is not None and best.step_time_s <= fastest_s * _NEAR:
             break
         near = fastest_s * _FAR
-        tried = [f for f in tried if any(o is f for c, o in choices if c.step_time_s <= near)]
+        slow = {id(f) for f in tried}
+        slow -= {id(c.fitting) for c in candidates if c.choice.step_time_s <= near}
+        tried = [f for f in tried if id(f) not in slow]
     return best, fastest_s
+
+
+def _candidates(tried: Sequence[_Fitting], part: float) -> list[_Candidate]:
+    """The fastest choices that leave such a part of the arena free, in any order."""
+    choices = [(c, f) for f in tried for c in f.choices(part) if not f.has_packed(c)]
+    choices.sort(key=lambda pair: pair[0].step_time_s)
+    return [fitting.candidate(choice, part) for choice, fitting in choices[:_LIKELY]]
 
 
 def _fastest_packed(
@@ -124,7 +140,8 @@ def _fastest_packed(
     fastest = sorted(likely.values(), key=lambda c: (c.over > 0, c.choice.step_time_s))
     for candidate in fastest[:count]:
         if best is None or candidate.choice.step_time_s < best.step_time_s:
-            best = candidate.fitting.packed_or_repaired(candidate, best) or best
+            found = candidate.fitting.packed_or_repaired(candidate, best)
+            best = min(filter(None, (best, found)), key=lambda p: p.step_time_s, default=None)
     return best
 
 
@@ -136,6 +153,15 @@ class _Candidate(NamedTuple):
     choice: EditChoice
     free: int
     over: int
+
+
+class _Excess(NamedTuple):
+    """By how many bytes a packing is above the capacity; and int64[ticks], the bytes that are live
+    then, which are more than was counted where the compiler puts other buffers into the bytes of
+    outputs and donated arguments than before."""
+
+    over: int
+    load: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +187,7 @@ class _Fitting:
         self._work = work_on(posed)
         self._search = EditSearch(self._work, self.capacity, slots)
         self._tried: set[frozenset[object]] = set()
+        self._uncounted = np.zeros_like(self._work.load)
 
     @property
     def peak(self) -> int:
@@ -173,9 +200,9 @@ class _Fitting:
         Args:
           part: of the arena that is left free.
         """
-        free = int(part * self.capacity)
-        found = self._work.choose(self.capacity, self._slots, free)
-        found += self._search.rounded(free)
+        reserve = self._uncounted + int(part * self.capacity)
+        found = self._work.choose(self.capacity, self._slots, reserve)
+        found += self._search.rounded(reserve)
         return list({choice.taken.all: choice for choice in found}.values())
 
     def has_packed(self, choice: EditChoice) -> bool:
@@ -193,7 +220,7 @@ class _Fitting:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
             free = int(part * self.capacity)
-            choices = self._work.choose_deeper(self.capacity - free, self._slots)[:_LIKELY]
+            choices = self._work.choose_deeper(self.capacity - free, self._slots)[:_IMPROVED]
             best = _fastest_packed((self.searched(c, 0) for c in choices), _PACKED_TIGHT)
             if best is not None:
                 return best
@@ -206,7 +233,7 @@ class _Fitting:
 
     def packed_or_repaired(self, candidate: _Candidate, best: _Packed | None) -> _Packed | None:
         """A choice if it fits when it is packed, with more taken where it does not; None where it
-        does not then, or is no faster than `best`."""
+        does not then, or would be no faster than `best`."""
         chosen, free = candidate.choice, candidate.free
         if self.has_packed(chosen):
             return None
@@ -229,7 +256,7 @@ class _Fitting:
             if isinstance(found, Solution):
                 best, taken = _Packed(self, found, chosen, 0), chosen.taken
             else:
-                within = predicted - found
+                within = predicted - found.over
         return best
 
     def given_back(self, best: _Packed) -> _Packed:
@@ -254,25 +281,29 @@ class _Fitting:
                 parts += part[: len(part) // 2], part[len(part) // 2 :]
         return best
 
-    def _repaired(self, candidate: _Candidate, excess: int, best_s: float) -> _Packed | None:
-        """What a search from a choice that does not fit finds, once it is known by how much its
-        packing was not what was predicted; None where that is not packed within the capacity
-        either, or a step takes `best_s` seconds then."""
+    def _repaired(self, candidate: _Candidate, found: _Excess, best_s: float) -> _Packed | None:
+        """What a search from a choice that does not fit finds, once it is known where more was live
+        than had been counted, and by how much its packing was not what was predicted; None where
+        that is not packed within the capacity either, or a step takes `best_s` seconds then."""
         taken, free = candidate.choice.taken, candidate.free
         for _ in range(_REPAIRS):
-            wrong = excess - self._search.over(taken)
+            live = int(found.load.max(initial=0)) - self.capacity
+            wrong = found.over - max(self._search.over(taken), live)
+            more = np.where(found.load > self.capacity, found.load - taken.load + free, 0)
+            self._uncounted = np.maximum(self._uncounted, more)
+            taken = taken.with_load(np.maximum(more, 0))
             chosen = self._search.improved(taken, self.capacity - max(0, wrong))
             if self.has_packed(chosen) or chosen.step_time_s >= best_s:
                 return None
             self._tried.add(chosen.taken.all)
-            found = self._packed(chosen, free)
-            if isinstance(found, Solution):
-                return _Packed(self, found, chosen, free)
-            taken, excess = chosen.taken, found
+            packed = self._packed(chosen, free)
+            if isinstance(packed, Solution):
+                return _Packed(self, packed, chosen, free)
+            taken, found = chosen.taken, packed
         return None
 
-    def _packed(self, chosen: EditChoice, free: int) -> Solution | int:
-        """Or by how many bytes the packing is above the capacity.
+    def _packed(self, chosen: EditChoice, free: int) -> Solution | _Excess:
+        """Packs a choice.
 
         Args:
           free: bytes that transfers leave free.
@@ -281,7 +312,15 @@ class _Fitting:
         again = edited(self._posed, edits)
         choice = placed(again, self._budget, self._slots, free)
         if not isinstance(choice, placement.Choice):
-            return choice
+            return _Excess(choice, self._load_of(again))
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.taken, self.capacity)
         return Solution(again, choice, done, self._posed, decisions)
+
+    def _load_of(self, again: Problem) -> npt.NDArray[np.int64]:
+        """The load of the edited module at the ticks of the one that was edited: what runs again
+        counts where it is needed."""
+        names = {i.name: tick for tick, i in enumerate(again.ticks.instructions)}
+        ends = [names[i.name] for i in self._posed.ticks.instructions]
+        load = work_on(again).load
+        return np.maximum.reduceat(load, [0, *(end + 1 for end in ends[:-1])])

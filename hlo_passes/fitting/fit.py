@@ -37,6 +37,9 @@ _WORTH_IT = 0.99
 # What part of the arena an order leaves for packing, where it needs more than what is live.
 _PACKING = 16
 
+# By what part of the budget the least that is known may be packed above it, and others be tried.
+_NEAR = 64
+
 # How many choices of what stays are made.
 _STAYS = 2
 
@@ -56,10 +59,16 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
         solutions.append(_streamed(*orders[-1], budget, slots))
         if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
             return solutions[-1]
-    solutions.append(fit_with_edits(orders, budget, slots))
+    solutions.append(fit_with_edits(orders, budget, slots, lambda: _is_near(posed, budget, slots)))
     found = (f for f in solutions if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)
+
+
+def _is_near(posed: Problem, budget: int, slots: int | None) -> bool:
+    """Whether all that lowers the load brings it within the budget, or near it."""
+    least = placed(_lowest(posed).edited, budget, slots)
+    return isinstance(least, placement.Choice) or 0 < least <= budget // _NEAR
 
 
 def _streamed(posed: Problem, order: Edits, budget: int, slots: int | None) -> Solution | None:

@@ -72,7 +72,7 @@ def test_what_is_too_large_is_made_smaller(monkeypatch: pytest.MonkeyPatch):
     capacity = int(of.arena.load.max()) - SIZE + 2048
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
     budget = of.fixed_bytes + of.arena.base + capacity
-    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     assert len(found.edited.evictions) + len(found.edited.recomputes) > 1
     assert loads[0] > capacity - 2 * SIZE >= loads[-1]
@@ -149,7 +149,7 @@ def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
     monkeypatch.setattr(Work, "choose", lambda *_: [])
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: [])
-    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     assert max(packed) > 0.98 * capacity >= int(found.posed.arena.load.max())
 
@@ -171,7 +171,7 @@ def test_a_choice_that_is_packed_is_improved_as_far_as_the_next_one_is_packed(
         return improved(self, best)
 
     monkeypatch.setattr(edit_fitting._Fitting, "improved", watched)
-    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     (before,) = begun
     assert found.choice.step_time_s < before.step_time_s
@@ -205,7 +205,7 @@ def test_a_choice_that_packs_too_large_is_repaired_where_it_is(monkeypatch: pyte
     monkeypatch.setattr(Work, "lowest", lambda _: iter(()))
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: [])
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
-    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     assert len(found.edited.evictions) + len(found.edited.recomputes) > 1
 
@@ -232,7 +232,7 @@ def test_where_nothing_fits_the_order_with_least_live_is_gone_through_first(
     monkeypatch.setattr(edit_fitting, "_first_that_packs", lambda _: (None, 1.0))
     monkeypatch.setattr(edit_fitting._Fitting, "tight", lambda self: asked.append(self.peak))
     orders = [(high, Edits()), (low, order)]
-    assert edit_fitting.fit_with_edits(orders, 10**9, None) is None
+    assert edit_fitting.fit_with_edits(orders, 10**9, None, lambda: True) is None
     assert asked == [int(low.arena.load.max()), int(high.arena.load.max())]
 
 
@@ -264,11 +264,11 @@ def test_of_several_orders_the_one_with_the_fastest_choice_is_taken():
     capacity = budget - of.fixed_bytes - of.arena.base
     order = Edits(reorder.lower_peak(of.module, of.machine, capacity))
     orders = [(of, Edits()), (edited(of, order), order)]
-    alone = [edit_fitting.fit_with_edits([one], budget, None) for one in orders]
+    alone = [edit_fitting.fit_with_edits([one], budget, None, lambda: True) for one in orders]
     found = [f.choice.step_time_s for f in alone if f is not None]
     assert len(set(found)) == 2
     for several in (orders, orders[::-1]):
-        best = edit_fitting.fit_with_edits(several, budget, None)
+        best = edit_fitting.fit_with_edits(several, budget, None, lambda: True)
         assert best is not None
         assert min(found) <= best.choice.step_time_s <= 1.02 * min(found)
 
