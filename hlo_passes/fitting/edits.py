@@ -30,10 +30,12 @@ from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import Edits
 
-# Parts of the arena that are left free, one after the other; how many choices are packed each time,
-# the fastest first; and how close to the fastest of all one that fits is soon enough.
-_FREE = (0, 1 / 4096, 1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4)
-_PACKED = 3
+# Parts of the arena that are left free, and how many choices are packed then, the fastest first: at
+# first with none, then with all others together. How close to the fastest one is soon enough.
+_STAGES = (
+    ((0,), 3),
+    ((1 / 4096, 1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4), 6),
+)
 _NEAR = 1.02
 
 # From how many choices, the fastest, better ones are searched for; and of how many it is predicted
@@ -99,24 +101,23 @@ def _first_that_packs(
     seconds of the fastest of all, packed or not. Those that leave more free are looked at, all
     together, where none that leaves nothing comes near."""
     best, fastest_s = None, np.inf
-    for parts in (_FREE[:1], _FREE[1:]):
-        if parts != _FREE[:1] and best is None and not is_possible():
+    for parts, packings in _STAGES:
+        if len(parts) > 1 and best is None and not is_possible():
             break
-        candidates = [c for part in parts for c in _candidates(tried, part)]
-        if not candidates:
+        found = [c for part in parts for c in _candidates(tried, part)]
+        if not found:
             break  # The load cannot be brought down so far.
-        candidates.sort(key=lambda c: c.choice.step_time_s)
-        fastest_s = min(fastest_s, candidates[0].choice.step_time_s)
-        likely = [c for c in candidates if not c.over]
-        searched = [*candidates[:_IMPROVED], *likely[: _IMPROVED * (len(parts) > 1)]]
-        candidates += [c.fitting.searched(c.choice, 0) for c in searched]
-        best = _fastest_packed(candidates, _PACKED * min(2, len(parts)), best)
+        found.sort(key=lambda c: c.choice.step_time_s)
+        fastest_s = min(fastest_s, found[0].choice.step_time_s)
+        fast = {id(c.fitting) for c in found if c.choice.step_time_s <= fastest_s * _FAR}
+        tried = [fitting for fitting in tried if id(fitting) in fast]
+        begun = found[:_IMPROVED]
+        if len(parts) > 1:
+            begun += [c for c in found if not c.over][:_IMPROVED]
+        found += [c.fitting.searched(c.choice, c.free) for c in begun]
+        best = _fastest_packed(found, packings, best)
         if best is not None and best.step_time_s <= fastest_s * _NEAR:
             break
-        near = fastest_s * _FAR
-        slow = {id(f) for f in tried}
-        slow -= {id(c.fitting) for c in candidates if c.choice.step_time_s <= near}
-        tried = [f for f in tried if id(f) not in slow]
     return best, fastest_s
 
 
@@ -124,7 +125,7 @@ def _candidates(tried: Sequence[_Fitting], part: float) -> list[_Candidate]:
     """The fastest choices that leave such a part of the arena free, in any order."""
     choices = [(c, f) for f in tried for c in f.choices(part) if not f.has_packed(c)]
     choices.sort(key=lambda pair: pair[0].step_time_s)
-    return [fitting.candidate(choice, part) for choice, fitting in choices[:_LIKELY]]
+    return [f.candidate(c, int(part * f.capacity)) for c, f in choices[:_LIKELY]]
 
 
 def _fastest_packed(
@@ -208,27 +209,26 @@ class _Fitting:
     def has_packed(self, choice: EditChoice) -> bool:
         return choice.taken.all in self._tried
 
-    def candidate(self, choice: EditChoice, part: float) -> _Candidate:
-        free = int(part * self.capacity)
+    def candidate(self, choice: EditChoice, free: int = 0) -> _Candidate:
         return _Candidate(self, choice, free, max(0, self._search.over(choice.taken)))
 
-    def searched(self, choice: EditChoice, part: float) -> _Candidate:
+    def searched(self, choice: EditChoice, free: int = 0) -> _Candidate:
         """What a search from a choice finds that is faster, or packed closer to the capacity."""
-        return self.candidate(self._search.improved(choice.taken), part)
+        return self.candidate(self._search.improved(choice.taken), free)
 
     def tight(self) -> _Packed | None:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
             free = int(part * self.capacity)
             choices = self._work.choose_deeper(self.capacity - free, self._slots)[:_IMPROVED]
-            best = _fastest_packed((self.searched(c, 0) for c in choices), _PACKED_TIGHT)
+            best = _fastest_packed(map(self.searched, choices), _PACKED_TIGHT)
             if best is not None:
                 return best
         lowest = [
             EditChoice(None, taken, taken.step_seconds(self.capacity, self._slots))
             for taken in self._work.lowest()
         ]
-        found = [of(choice, 0) for of in (self.searched, self.candidate) for choice in lowest]
+        found = [*map(self.searched, lowest), *map(self.candidate, lowest)]
         return _fastest_packed(found, _PACKED_TIGHT)
 
     def packed_or_repaired(self, candidate: _Candidate, best: _Packed | None) -> _Packed | None:

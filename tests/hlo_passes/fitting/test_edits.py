@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from hlo_passes.analysis.sharing import Target
@@ -186,9 +187,9 @@ def test_a_choice_that_packs_too_large_is_repaired_where_it_is(monkeypatch: pyte
     choose = Work.choose
 
     def once(
-        self: Work, room: int, slots: int | None, reserve: int
+        self: Work, room: int, slots: int | None, reserve: npt.NDArray[np.int64]
     ) -> list[edit_choice.EditChoice]:
-        return [] if reserve else choose(self, room, slots, reserve)[:1]
+        return [] if reserve.any() else choose(self, room, slots, reserve)[:1]
 
     def wasteful(
         of: Problem, budget: int, slots: int | None, free: int = 0
@@ -210,6 +211,103 @@ def test_a_choice_that_packs_too_large_is_repaired_where_it_is(monkeypatch: pyte
     assert len(found.edited.evictions) + len(found.edited.recomputes) > 1
 
 
+def test_what_is_live_where_it_was_not_counted_is_cut_there(monkeypatch: pytest.MonkeyPatch):
+    """As where other buffers lie in an output's bytes than before; elsewhere nothing has to go."""
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.7 * memory_usage(of.module, "cpu").total_bytes)
+    capacity = budget - of.fixed_bytes - of.arena.base
+    plain = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
+    assert plain is not None
+    load = Work(of).load
+    tick = int(load.argmax())
+    name, more = of.ticks.instructions[tick].name, capacity // 8
+
+    def live(of: Problem) -> int:
+        at = next(n for n, i in enumerate(of.ticks.instructions) if i.name == name)
+        return int(of.arena.load[at])
+
+    def uncounted(
+        of: Problem, budget: int, slots: int | None, free: int = 0
+    ) -> placement.Choice | int:
+        over = live(of) + more - capacity
+        return over if over > 0 else placed(of, budget, slots, free)
+
+    load_of = edit_fitting._Fitting._load_of
+    packed: list[int] = []
+
+    def seen(self: edit_fitting._Fitting, again: Problem) -> npt.NDArray[np.int64]:
+        packed.append(live(again))
+        found = load_of(self, again)
+        found[tick] += more
+        return found
+
+    assert live(plain.posed) + more > capacity
+    monkeypatch.setattr(edit_fitting, "placed", uncounted)
+    monkeypatch.setattr(edit_fitting._Fitting, "_load_of", seen)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
+    assert found is not None
+    assert live(found.posed) + more <= capacity
+    assert len(packed) == 1  # The first that was packed showed it.
+
+
+def test_the_load_of_an_edited_module_is_that_at_the_ticks_before():
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.7 * memory_usage(of.module, "cpu").total_bytes)
+    fitted = edit_fitting._Fitting(of, Edits(), budget, None)
+    assert (fitted._load_of(of) == Work(of).load).all()
+    chosen = fitted.choices(0)[0]
+    again = edited(of, Work(of).edits(chosen.taken))
+    assert again.ticks.end > of.ticks.end
+    load = fitted._load_of(again)
+    assert len(load) == of.ticks.end
+    assert load.max() == Work(again).load.max()
+
+
+def test_a_packing_that_is_slower_than_the_best_does_not_take_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.5 * memory_usage(of.module, "cpu").total_bytes)
+    capacity = budget - of.fixed_bytes - of.arena.base
+    seconds: list[float] = []
+
+    def slower(
+        of: Problem, budget: int, slots: int | None, free: int = 0
+    ) -> placement.Choice | int:
+        """As if each that is packed turned out slower than the one before."""
+        found = placed(of, budget, slots, free)
+        if isinstance(found, placement.Choice):
+            seconds.append(found.step_time_s * (2 + len(seconds)))
+            return replace(found, step_time_s=seconds[-1])
+        return found
+
+    monkeypatch.setattr(edit_fitting, "placed", slower)
+    monkeypatch.setattr(edit_fitting._Fitting, "improved", lambda _, best: best)
+    monkeypatch.setattr(edit_fitting._Fitting, "given_back", lambda _, best: best)
+    found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
+    assert capacity > 0
+    assert len(seconds) > 1
+    assert found is not None
+    assert found.choice.step_time_s == min(seconds)
+
+
+def test_where_not_even_the_least_comes_near_little_is_tried(monkeypatch: pytest.MonkeyPatch):
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
+    monkeypatch.setattr(edit_fitting, "placed", lambda *_: 10**6)
+    parts: list[float] = []
+    choices = edit_fitting._Fitting.choices
+
+    def watched(self: edit_fitting._Fitting, part: float) -> list[edit_choice.EditChoice]:
+        parts.append(part)
+        return choices(self, part)
+
+    monkeypatch.setattr(edit_fitting._Fitting, "choices", watched)
+    monkeypatch.setattr(edit_fitting._Fitting, "tight", lambda _: pytest.fail("it went on"))
+    assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: False) is None
+    assert parts == [0]
+
+
 def test_gaps_that_are_copied_change_apart():
     work = Work(posed())
     taken = work.select(0, Terms(DEAREST, np.inf, 16))
@@ -229,7 +327,7 @@ def test_where_nothing_fits_the_order_with_least_live_is_gone_through_first(
     order = Edits(("b", "a", "c", "d", "e", "f", "g", "h", "i", "r"))
     low = replace(high, arena=replace(high.arena, load=high.arena.load // 2))
     asked: list[int] = []
-    monkeypatch.setattr(edit_fitting, "_first_that_packs", lambda _: (None, 1.0))
+    monkeypatch.setattr(edit_fitting, "_first_that_packs", lambda *_: (None, 1.0))
     monkeypatch.setattr(edit_fitting._Fitting, "tight", lambda self: asked.append(self.peak))
     orders = [(high, Edits()), (low, order)]
     assert edit_fitting.fit_with_edits(orders, 10**9, None, lambda: True) is None
