@@ -247,7 +247,8 @@ def test_what_is_live_where_it_was_not_counted_is_cut_there(monkeypatch: pytest.
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     assert live(found.posed) + more <= capacity
-    assert len(packed) == 1  # The first that was packed showed it.
+    # Each candidate shows it once, and what comes of it fits.
+    assert len(packed) <= edit_fitting._STAGES[0][1]
 
 
 def test_the_load_of_an_edited_module_is_that_at_the_ticks_before():
