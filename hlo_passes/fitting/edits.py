@@ -2,15 +2,16 @@
 
     choices of all orders ──► the fastest are packed ──► one fits? ──► done
        ▲                          │ too large
-       │                          ├─ a search goes on from there
-       └─ more is left free ◄─────┘
-              └─ none is left ──► choose for far less
+       │                          ├─ cut where more was live than counted; searched on from there
+       └─ more is left free ◄─────┘     does not even the least that is known come near? no plan
+              └─ none fits ──► choose for far less
 
-A choice whose load fits may take more when it is packed, and how much more is chaotic: of choices
-that differ little one fits, and the other does not. So several are packed; where one does not fit,
-it is known how wrong was what had been predicted of its packing, and a search goes on with that;
-and all choose again with a little more left free everywhere. From what fits then, a search goes on
-to what is faster and still fits.
+A choice whose load fits may take more when it is packed. Where other buffers lie in the bytes of
+outputs and donated arguments than before, more is live than had been counted, and a search goes on
+with that, at those ticks. The rest is chaotic: of choices that differ little one fits, and the
+other does not. So several are packed; where one does not fit, it is known how wrong was what had
+been predicted of its packing, and the search counts that, too; and all choose again with more left
+free everywhere. From what fits then, a search goes on to what is faster and still fits.
 """
 
 from __future__ import annotations
