@@ -450,6 +450,19 @@ def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.
     assert raised.value.least_budget() == xla_total(chain, *args)
 
 
+def test_nor_is_more_named_where_what_is_compiled_for_the_least_takes_more(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def within(self: budgeted.Budgeted, budget: int, options: Any) -> Any:
+        raise no_plan(budget, HALF + 1000 if budget == HALF else 10 * HALF)
+
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_within", within)
+    args = weights(), activations()
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(*args).compile()
+    assert raised.value.least == xla_total(chain, *args)
+
+
 def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
     """With less room other arguments are to stay, and what then fails may need more."""
     monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
