@@ -213,7 +213,7 @@ class Budgeted:
         except MemoryBudgetError as error:
             refusal = error
         least = max(refusal.least, room + 1)
-        own = self._as_xla_has_it(room, options)
+        own = self._as_xla_has_it(least, options)
         most = device_bytes(own, 0) if own is not None else sys.maxsize
         if least < most and least - room <= self._unseen(room):
             try:

@@ -453,14 +453,17 @@ def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.
 def test_nor_is_more_named_where_what_is_compiled_for_the_least_takes_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def within(self: budgeted.Budgeted, budget: int, options: Any) -> Any:
-        raise no_plan(budget, HALF + 1000 if budget == HALF else 10 * HALF)
+    args = weights(), activations()
+    takes = xla_total(chain, *args)
+    budget = takes - 1000
+
+    def within(self: budgeted.Budgeted, room: int, options: Any) -> Any:
+        raise no_plan(room, budget + 500 if room == budget else 2 * takes)
 
     monkeypatch.setattr(budgeted.Budgeted, "_compile_within", within)
-    args = weights(), activations()
     with pytest.raises(MemoryBudgetError) as raised:
-        memplan.jit(chain, hbm=HALF).lower(*args).compile()
-    assert raised.value.least == xla_total(chain, *args)
+        memplan.jit(chain, hbm=budget).lower(*args).compile()
+    assert raised.value.least == takes
 
 
 def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
