@@ -122,13 +122,13 @@ def test_training_steps_stand_beside_each_other_and_are_drawn(tmp_path: Path):
     """In any order; a budget that no plan keeps names the least."""
     own = Own("vit-train", "cpu", arguments=80, temp=20, step_time_s=1.0, xla_s=1.0)
     half = Point("vit-train", "cpu", 50, 50, total=50, step_time_s=1.5, gap=0.25)
-    refused = Point("vit-train", "cpu", 25, 25, least=40, least_works=(40, ""))
+    refused = Point("vit-train", "cpu", 35, 35, least=40, least_works=(40, ""))
     rows = [{k: v for k, v in asdict(found).items()} for found in (refused, half, own)]
     table = next(t for t in EXPERIMENT.tables(rows) if t.title == "Training steps")
     (cells,) = table.rows
     by_heading = dict(zip((c.heading for c in table.columns), cells, strict=True))
     assert by_heading["cpu, 50 %"] == "1.500 (25.0%)"
-    assert by_heading["cpu, 25 %"] == "least 40%"
+    assert by_heading["cpu, 35 %"] == "least 40%"
     assert by_heading["v5e, 50 %"] == ""
     assert EXPERIMENT.plot is not None
     (axes,) = EXPERIMENT.plot(rows).axes
