@@ -309,6 +309,21 @@ def test_where_not_even_the_least_comes_near_little_is_tried(monkeypatch: pytest
     assert parts == [0]
 
 
+def test_effort_ends_where_nothing_is_ever_packed(monkeypatch: pytest.MonkeyPatch):
+    """As of a ResNet's training step on CPU, for which 146 were packed, three times over."""
+    of = problem.pose(corpus.read("mlp_grad.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
+    packed: list[int] = []
+
+    def never(to: Problem, budget: int, slots: int | None, free: int = 0) -> placement.Choice | int:
+        packed.append(int(to.arena.load.max()))
+        return 10**6
+
+    monkeypatch.setattr(edit_fitting, "placed", never)
+    assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True) is None
+    assert 1 < len(packed) < 60
+
+
 def test_gaps_that_are_copied_change_apart():
     work = Work(posed())
     taken = work.select(0, Terms(DEAREST, np.inf, 16))
