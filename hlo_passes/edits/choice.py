@@ -26,7 +26,7 @@ from hlo_passes.edits.relaxation import lower_bound_s
 from hlo_passes.edits.state import EditState, catalog
 from hlo_passes.edits.writer import edits_of
 from hlo_passes.memoize import memoized
-from hlo_passes.placing.problem import Problem, fetches
+from hlo_passes.placing.problem import Problem, streamed_load
 from hlo_passes.plan import (
     Decision,
     Edits,
@@ -101,20 +101,14 @@ class Work:
     Attributes:
       posed: the module.
       temporaries: of its entry.
+      load: int64[ticks], bytes with every temporary kept and every weight fetched when read.
     """
 
     def __init__(self, posed: Problem) -> None:
         self.posed = posed
         self.temporaries = find_temporaries(posed.ranges, posed.ticks)
-        self._weights = np.zeros_like(posed.arena.load)
-        for fetch in fetches(posed.movables):
-            self._weights[fetch.reads.start : fetch.reads.end] += fetch.size
+        self.load = streamed_load(posed)
         self._catalog = catalog(posed, self.temporaries)
-
-    @property
-    def load(self) -> npt.NDArray[np.int64]:
-        """Bytes at each tick with every temporary kept and every weight fetched when read."""
-        return self.posed.arena.load + self._weights
 
     @property
     def smallest(self) -> int:

@@ -28,7 +28,7 @@ from hlo_passes.edits.choice import EditChoice, work_on
 from hlo_passes.edits.search import EditSearch
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.placing import placement
-from hlo_passes.placing.problem import Problem
+from hlo_passes.placing.problem import Problem, streamed_load
 from hlo_passes.plan import Edits
 
 # Parts of the arena that are left free, and how many choices are packed then, the fastest first: at
@@ -323,5 +323,4 @@ class _Fitting:
         counts where it is needed."""
         names = {i.name: tick for tick, i in enumerate(again.ticks.instructions)}
         ends = [names[i.name] for i in self._posed.ticks.instructions]
-        load = work_on(again).load
-        return np.maximum.reduceat(load, [0, *(end + 1 for end in ends[:-1])])
+        return np.maximum.reduceat(streamed_load(again), [0, *(end + 1 for end in ends[:-1])])

@@ -44,7 +44,7 @@ from hlo_passes.placing.prefetch import (
     least_capacity,
     schedule_starts,
 )
-from hlo_passes.placing.problem import Departure, Movable, Problem, fetches
+from hlo_passes.placing.problem import Departure, Movable, Problem, fetches, streamed_load
 from hlo_passes.simulator.timeline import queue_of
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
@@ -182,11 +182,8 @@ def fit_or_excess(
     found = _search(problem, budget, [stay], slots, free)
     if found:
         return found
-    load = problem.arena.load.copy()
-    for fetch in fetches(problem.movables):
-        if fetch.buffer not in stay:
-            load[fetch.reads.start : fetch.reads.end] += fetch.size
-    return max(0, int(load.max(initial=0)) - capacity_beside(problem, budget, stay))
+    load = int(streamed_load(problem, stay).max(initial=0))
+    return max(0, load - capacity_beside(problem, budget, stay))
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,16 @@ def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
     return max(0, usage.temp_bytes - usage.heap_bytes)
 
 
+def streamed_load(posed: Problem, stay: frozenset[str] = frozenset()) -> npt.NDArray[np.int64]:
+    """int64[ticks], bytes of the temporaries, and of every weight while it is read but for those
+    that stay, which are counted apart."""
+    load = posed.arena.load.copy()
+    for fetch in fetches(posed.movables):
+        if fetch.buffer not in stay:
+            load[fetch.reads.start : fetch.reads.end] += fetch.size
+    return load
+
+
 def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = None) -> list[Fetch]:
     """Groups the reads of each movable into fetches, ordered by first read. Between two reads a
     copy is dropped and fetched again (it is clean: no write back).
