@@ -102,8 +102,8 @@ def _first_that_packs(
     seconds of the fastest of all, packed or not. Those that leave more free are looked at, all
     together, where none that leaves nothing comes near."""
     best, fastest_s = None, np.inf
-    for parts, packings in _STAGES:
-        if len(parts) > 1 and best is None and not is_possible():
+    for stage, (parts, packings) in enumerate(_STAGES):
+        if stage and best is None and not is_possible():
             break
         found = [c for part in parts for c in _candidates(tried, part)]
         if not found:
@@ -113,7 +113,7 @@ def _first_that_packs(
         fast = {id(c.fitting) for c in found if c.choice.step_time_s <= fastest_s * _FAR}
         tried = [fitting for fitting in tried if id(fitting) in fast]
         begun = found[:_IMPROVED]
-        if len(parts) > 1:
+        if stage:
             begun += [c for c in found if not c.over][:_IMPROVED]
         found += [c.fitting.searched(c.choice, c.free) for c in begun]
         best = _fastest_packed(found, packings, best)

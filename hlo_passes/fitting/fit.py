@@ -14,6 +14,7 @@ all that lowers the load, whatever it takes ──► or there is no plan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -38,7 +39,7 @@ _WORTH_IT = 0.99
 _PACKING = 16
 
 # By what part of the budget the least that is known may be packed above it, and others be tried.
-_NEAR = 64
+_WITHIN_REACH = 64
 
 # How many choices of what stays are made.
 _STAYS = 2
@@ -59,16 +60,17 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
         solutions.append(_streamed(*orders[-1], budget, slots))
         if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
             return solutions[-1]
-    solutions.append(fit_with_edits(orders, budget, slots, lambda: _is_near(posed, budget, slots)))
+    is_possible = functools.cache(lambda: _is_within_reach(posed, budget, slots))
+    solutions.append(fit_with_edits(orders, budget, slots, is_possible))
     found = (f for f in solutions if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)
 
 
-def _is_near(posed: Problem, budget: int, slots: int | None) -> bool:
+def _is_within_reach(posed: Problem, budget: int, slots: int | None) -> bool:
     """Whether all that lowers the load brings it within the budget, or near it."""
     least = placed(_lowest(posed).edited, budget, slots)
-    return isinstance(least, placement.Choice) or 0 < least <= budget // _NEAR
+    return isinstance(least, placement.Choice) or 0 < least <= budget // _WITHIN_REACH
 
 
 def _streamed(posed: Problem, order: Edits, budget: int, slots: int | None) -> Solution | None:
