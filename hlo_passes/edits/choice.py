@@ -77,7 +77,7 @@ def least_edits(posed: Problem) -> Edits:
     work = work_on(posed)
     if not work.load.size:
         return Edits()
-    return work.edits(min(work.lowest(), key=lambda taken: int(taken.load.max())))
+    return work.edits(min(work.lowest(0), key=lambda taken: int(taken.load.max())))
 
 
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
@@ -138,19 +138,21 @@ class Work:
             found = next(filter(None, self._aimed(capacity, slots, reserve)), [])
         return sorted(found, key=lambda choice: choice.step_time_s)
 
-    def choose_deeper(self, capacity: int, slots: int | None) -> list[EditChoice]:
+    def choose_deeper(
+        self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int
+    ) -> list[EditChoice]:
         """Chooses as `choose` does where nothing else fits, in every way there is."""
-        found = (choice for among in self._aimed(capacity, slots) for choice in among)
+        found = (choice for among in self._aimed(capacity, slots, reserve) for choice in among)
         return sorted(found, key=lambda choice: choice.step_time_s)
 
-    def lowest(self) -> Iterator[EditState]:
+    def lowest(self, reserve: npt.NDArray[np.int64] | int) -> Iterator[EditState]:
         """Yields gaps with which the load is as low as it can be brought, whatever that takes."""
-        yield self.select(0, Terms(_FREE_OF_LINKS[0], np.inf, 0))
+        yield self.select(0, Terms(_FREE_OF_LINKS[0], np.inf, 0), reserve)
         for depth in _DEPTHS:
-            yield self.select(0, Terms(DEAREST, np.inf, depth))
+            yield self.select(0, Terms(DEAREST, np.inf, depth), reserve)
 
     def _aimed(
-        self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int = 0
+        self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int
     ) -> Iterator[list[EditChoice]]:
         """Yields the choices that take gaps until the load is far lower than it has to be."""
         prices = (0.1, DEAREST) if self.posed.can_evict else (DEAREST,)

@@ -148,12 +148,14 @@ def _fastest_packed(
 
 
 class _Candidate(NamedTuple):
-    """A choice for a module in one order, with `free` bytes of the arena left free, and by how many
-    bytes its packing is probably above the capacity."""
+    """A choice for a module in one order, with `free` bytes of the arena left free, int64[ticks]
+    bytes for what is live `uncounted`, and by how many bytes its packing is probably above it.
+    """
 
     fitting: _Fitting
     choice: EditChoice
     free: int
+    uncounted: npt.NDArray[np.int64]
     over: int
 
 
@@ -211,7 +213,8 @@ class _Fitting:
         return choice.taken.all in self._tried
 
     def candidate(self, choice: EditChoice, free: int = 0) -> _Candidate:
-        return _Candidate(self, choice, free, max(0, self._search.over(choice.taken)))
+        over = max(0, self._search.over(choice.taken))
+        return _Candidate(self, choice, free, self._uncounted, over)
 
     def searched(self, choice: EditChoice, free: int = 0) -> _Candidate:
         """What a search from a choice finds that is faster, or packed closer to the capacity."""
@@ -221,13 +224,15 @@ class _Fitting:
         """A choice that fits among those that take more gaps than the load alone needs."""
         for part in _TIGHT:
             free = int(part * self.capacity)
-            choices = self._work.choose_deeper(self.capacity - free, self._slots)[:_IMPROVED]
-            best = _fastest_packed(map(self.searched, choices), _PACKED_TIGHT)
+            reserve = self._uncounted + free
+            choices = self._work.choose_deeper(self.capacity, self._slots, reserve)[:_IMPROVED]
+            found = [self.searched(choice, free) for choice in choices]
+            best = _fastest_packed(found, _PACKED_TIGHT)
             if best is not None:
                 return best
         lowest = [
             EditChoice(None, taken, taken.step_seconds(self.capacity, self._slots))
-            for taken in self._work.lowest()
+            for taken in self._work.lowest(self._uncounted)
         ]
         found = [*map(self.searched, lowest), *map(self.candidate, lowest)]
         return _fastest_packed(found, _PACKED_TIGHT)
@@ -286,13 +291,15 @@ class _Fitting:
         """What a search from a choice that does not fit finds, once it is known where more was live
         than had been counted, and by how much its packing was not what was predicted; None where
         that is not packed within the capacity either, or a step takes `best_s` seconds then."""
-        taken, free = candidate.choice.taken, candidate.free
+        taken, free, uncounted = candidate.choice.taken, candidate.free, candidate.uncounted
         for _ in range(_REPAIRS):
             live = int(found.load.max(initial=0)) - self.capacity
             wrong = found.over - max(self._search.over(taken), live)
             more = np.where(found.load > self.capacity, found.load - taken.load + free, 0)
-            self._uncounted = np.maximum(self._uncounted, more)
-            taken = taken.with_load(np.maximum(more, 0))
+            more = np.maximum(more, 0)
+            uncounted = uncounted + more
+            self._uncounted = np.maximum(self._uncounted, uncounted)
+            taken = taken.with_load(more)
             chosen = self._search.improved(taken, self.capacity - max(0, wrong))
             if self.has_packed(chosen) or chosen.step_time_s >= best_s:
                 return None
