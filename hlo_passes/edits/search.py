@@ -29,6 +29,15 @@ _LIKELY = (0.5, 0.9, 0.1)
 # How often gaps of a selection are given back, and others taken, in search of a better one.
 _TIMES = 200
 
+# Of modules with more ticks each time takes longer, and there is more than a search to be done:
+# with twice as many it is an eighth of that.
+_TICKS = 4096
+
+
+def affordable(times: int, ticks: int) -> int:
+    """How often something is done in a module of so many ticks that is done `times` in others."""
+    return int(times * min(1.0, (_TICKS / max(1, ticks)) ** 3))
+
 
 class EditSearch:
     """Selections of one module's gaps.
@@ -41,6 +50,7 @@ class EditSearch:
     def __init__(self, work: Work, capacity: int, slots: int | None) -> None:
         self._work, self._capacity, self._slots = work, capacity, slots
         load = work.posed.arena.load
+        self._times = affordable(_TIMES, len(load))
         self._choices, self._starts = work.choices(load, work.smallest, may_stay=False)
 
     @cached_property
@@ -70,7 +80,7 @@ class EditSearch:
         better, capacity = taken.copied(), self._capacity
         terms = [(terms.link_price, terms.link_s) for terms in self._work.terms()]
         within = capacity if packed is None else packed
-        better.improve(capacity, within, terms, self._work.smallest, self._slots, _TIMES)
+        better.improve(capacity, within, terms, self._work.smallest, self._slots, self._times)
         return EditChoice(None, better, better.step_seconds(capacity, self._slots))
 
     def over(self, taken: EditState) -> int:

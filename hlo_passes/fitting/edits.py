@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, work_on
-from hlo_passes.edits.search import EditSearch
+from hlo_passes.edits.search import EditSearch, affordable
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem, streamed_load
@@ -270,7 +270,7 @@ class _Fitting:
         and so on, the dearest first."""
         chosen, taken = best.chosen, best.chosen.taken.with_load(-best.free)
         parts = deque([taken.dearest])
-        left = _GIVEN_BACK
+        left = affordable(_GIVEN_BACK, len(self._work.load))
         while parts and left:
             now = taken.taken
             part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
