@@ -99,11 +99,26 @@ def compiled_for(target: str, f: Callable[..., Any], budget: int) -> Any:
 
 
 @pytest.mark.parametrize("f", [counted, scanned, until, prompted, tied, nested, carried, branched])
+def test_on_cpu_what_a_loop_reads_is_there_for_all_of_it(f: Callable[..., Any]):
+    with pytest.raises(MemoryBudgetError) as refused:
+        compiled_for("cpu", f, COUNT * WEIGHT * 7 // 8)
+    assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
+
+
+@pytest.mark.parametrize("f", [counted, scanned, until, tied, nested, carried, branched])
 def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any]):
+    def before(of: tuple[list[jax.Array], list[jax.Array]], x: jax.Array) -> Any:
+        return f(of[0], net(of[1], x))
+
     weights, x = arguments()
-    step = memplan.jit(f, hbm=COUNT * WEIGHT // 2)
-    found = step(*step.place(weights, x))
-    expected = jax.jit(f)(weights, x)
+    of = weights, [w / 2 for w in weights]
+    step = memplan.jit(before, hbm=(COUNT + 3) * WEIGHT)
+    compiled = step.lower(*step.place(of, x)).compile()
+    assert compiled.device_bytes <= (COUNT + 3) * WEIGHT
+    assert compiled.plan is not None
+    assert compiled.plan.transfers
+    found = step(*step.place(of, x))
+    expected = jax.jit(before)(of, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
