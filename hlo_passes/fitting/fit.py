@@ -60,7 +60,8 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
         solutions.append(_streamed(*orders[-1], budget, slots))
         if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
             return solutions[-1]
-    is_possible = functools.cache(lambda: _is_within_reach(posed, budget, slots))
+    fits = any(f is not None for f in solutions)
+    is_possible = functools.cache(lambda: fits or _is_within_reach(posed, budget, slots))
     solutions.append(fit_with_edits(orders, budget, slots, is_possible))
     found = (f for f in solutions if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
