@@ -350,7 +350,7 @@ def test_a_state_on_the_host_is_stored_as_it_lies():
 
     params, x = shapes()
     state = {"p": params, "m": shapes(jnp.float32)[0]}
-    step = memplan.jit(train, machine="v5e", hbm="5400KiB", donate_argnums=0)
+    step = memplan.jit(train, machine="v5e", hbm="3600KiB", donate_argnums=0)
     compiled = step.lower(state, x).compile()
     assert sum(len(loop.stored) for loop in compiled.streams) >= 8
     assert not moved_on_the_host(compiled.module)
