@@ -105,7 +105,7 @@ def test_on_cpu_what_a_loop_reads_is_there_for_all_of_it(f: Callable[..., Any]):
     assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
 
 
-@pytest.mark.parametrize("f", [counted, scanned, until, tied, nested, carried, branched])
+@pytest.mark.parametrize("f", [counted, scanned, until, prompted, tied, nested, carried, branched])
 def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any]):
     def before(of: tuple[list[jax.Array], list[jax.Array]], x: jax.Array) -> Any:
         return f(of[0], net(of[1], x))

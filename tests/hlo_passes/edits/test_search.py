@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from hlo_passes.edits.search import affordable
+import pytest
+
+from hlo_passes.edits import search
+from hlo_passes.edits.choice import work_on
+from hlo_passes.edits.search import EditSearch
+from tests.hlo_passes.fitting.test_edits import SIZE, posed
 
 
-def test_all_of_a_search_takes_no_longer_in_larger_modules():
-    ticks = [1 << k for k in range(22)]
-    turns = [affordable(200, n) for n in ticks]
-    assert turns[0] == 200
-    assert turns[-1] == 0
-    assert max(n * n * t for n, t in zip(ticks, turns, strict=True)) == 4096 * 4096 * 200
+def test_a_module_that_is_too_large_for_a_search_keeps_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    work = work_on(posed())
+    (slow, *_) = work.lowest(0)
+    capacity = int(work.load.max()) - SIZE // 4
+    searched = EditSearch(work, capacity, None).improved(slow)
+    assert searched.step_time_s < slow.step_seconds(capacity, None)
+    monkeypatch.setattr(search, "_TICKS", 1)
+    assert EditSearch(work, capacity, None).improved(slow).taken.all == slow.all
