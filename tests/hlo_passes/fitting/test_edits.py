@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +11,14 @@ import pytest
 
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.edits import choice as edit_choice
+from hlo_passes.edits import search
 from hlo_passes.edits.choice import Work
 from hlo_passes.edits.greedy import DEAREST, Terms
 from hlo_passes.edits.search import EditSearch
 from hlo_passes.fitting import edits as edit_fitting
 from hlo_passes.fitting import fit as fitting
 from hlo_passes.fitting.repacking import excess_of
-from hlo_passes.fitting.solution import edited, placed
+from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.orders import reorder
@@ -52,6 +54,13 @@ BODY = """
 
 def posed() -> Problem:
     return problem.pose(entry(BODY), FAST, ())
+
+
+def trained() -> edit_fitting._Fitting:
+    """A training step within 70 % of what it takes."""
+    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
+    budget = int(0.7 * memory_usage(of.module, "cpu").total_bytes)
+    return edit_fitting._Fitting(of, Edits(), budget, None)
 
 
 def test_what_is_too_large_is_made_smaller(monkeypatch: pytest.MonkeyPatch):
@@ -203,7 +212,7 @@ def test_a_choice_that_packs_too_large_is_repaired_where_it_is(monkeypatch: pyte
 
     monkeypatch.setattr(Work, "choose", once)
     monkeypatch.setattr(Work, "choose_deeper", lambda *_: [])
-    monkeypatch.setattr(Work, "lowest", lambda _: iter(()))
+    monkeypatch.setattr(Work, "lowest", lambda *_: iter(()))
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: [])
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
@@ -251,10 +260,76 @@ def test_what_is_live_where_it_was_not_counted_is_cut_there(monkeypatch: pytest.
     assert len(packed) <= edit_fitting._STAGES[0][1]
 
 
+def test_what_is_seen_live_again_after_a_repair_adds_up(monkeypatch: pytest.MonkeyPatch):
+    fitted = trained()
+    tick, more = int(Work(fitted._posed).load.argmax()), fitted.capacity // 64
+    packed: list[npt.NDArray[np.int64]] = []
+
+    def over(chosen: edit_choice.EditChoice, _: int) -> edit_fitting._Excess:
+        packed.append(chosen.taken.load)
+        seen = chosen.taken.load.copy()
+        seen[tick] = fitted.capacity + more * len(packed)
+        return edit_fitting._Excess(more, seen)
+
+    monkeypatch.setattr(fitted, "_packed", over)
+    candidate = fitted.candidate(fitted.choices(0)[0])
+    assert fitted.packed_or_repaired(candidate, None) is None
+    assert len(packed) > 1
+    counted, bytes_ = 0, 0
+    for n, load in enumerate(packed[: edit_fitting._REPAIRS], 1):
+        bytes_ = fitted.capacity + more * n - int(load[tick])
+        assert bytes_ > 0
+        counted += bytes_
+    assert fitted._uncounted[tick] == counted > bytes_
+
+
+def test_what_was_seen_live_counts_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch):
+    fitted = trained()
+    fitted._uncounted = np.full_like(fitted._uncounted, 123)
+    reserves: list[int] = []
+
+    def none(*given: object) -> list[edit_choice.EditChoice]:
+        reserve = given[-1]
+        assert isinstance(reserve, np.ndarray)
+        reserves.append(int(reserve.min()))
+        return []
+
+    monkeypatch.setattr(Work, "choose_deeper", none)
+    monkeypatch.setattr(Work, "lowest", none)
+    assert fitted.tight() is None
+    free = [int(part * fitted.capacity) for part in edit_fitting._TIGHT]
+    assert reserves == [*(123 + f for f in free), 123]
+
+
+def test_little_is_given_back_in_a_large_module(monkeypatch: pytest.MonkeyPatch):
+    fitted = edit_fitting._Fitting(posed(), Edits(), 10**9, None)
+    taken = next(fitted._work.lowest(0))  # More than has to go.
+    chosen = edit_choice.EditChoice(None, taken, taken.step_seconds(fitted.capacity, None))
+    best = edit_fitting._Packed(fitted, cast("Solution", None), chosen, 0)
+    packed: list[int] = []
+    monkeypatch.setattr(fitted, "_packed", lambda *_: packed.append(1))
+    fitted.given_back(best)
+    assert packed
+    packed.clear()
+    monkeypatch.setattr(search, "_TICKS", 1)
+    assert fitted.given_back(best) is best
+    assert not packed
+
+
+def test_what_streams_alone_is_possible_without_a_look_at_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[bool] = []
+    monkeypatch.setattr(fitting, "_is_hidden", lambda *_: False)
+    monkeypatch.setattr(fitting, "_is_within_reach", lambda *_: pytest.fail("it was looked at"))
+    monkeypatch.setattr(fitting, "fit_with_edits", lambda *given: asked.append(given[-1]()))
+    assert fitting.fit(posed(), 10**9, None) is not None
+    assert asked == [True]
+
+
 def test_the_load_of_an_edited_module_is_that_at_the_ticks_before():
-    of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
-    budget = int(0.7 * memory_usage(of.module, "cpu").total_bytes)
-    fitted = edit_fitting._Fitting(of, Edits(), budget, None)
+    fitted = trained()
+    of = fitted._posed
     assert (fitted._load_of(of) == Work(of).load).all()
     chosen = fitted.choices(0)[0]
     again = edited(of, Work(of).edits(chosen.taken))
