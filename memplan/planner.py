@@ -133,6 +133,7 @@ class Planner:
         self._lowering = placing.lowering
         self._captured: dict[Any, tuple[Program, Module]] = {}
         self._estimates: dict[Hashable, int] = {}
+        self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
 
     @functools.cached_property
     def _recomputing(self) -> tuple[Planner, ...]:
@@ -167,6 +168,7 @@ class Planner:
         found: list[Candidate] = []
         failed: list[Exception] = []
         for planner in (self, *self._recomputing):
+            planner._planned.clear()
             for inside, nested in planner._inside(budget):
                 again_s = (
                     0.0 if planner is self else planner._plain_s(options) - self._plain_s(options)
@@ -350,7 +352,23 @@ class Planner:
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """Plans with these stacks on the host; of the other arguments as many as must be, or none
-        where a step waits long for them and is faster so."""
+        where a step waits long for them and is faster so. Where no stack is there, all rings are
+        one: that is planned once."""
+        if not self._placing.streams.rings(hosting):
+            hosting = replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
+        if hosting not in self._planned:
+            try:
+                self._planned[hosting] = self._faster_placed(hosting, budget, options)
+            except MemoryBudgetError as error:
+                self._planned[hosting] = error
+        found = self._planned[hosting]
+        if isinstance(found, MemoryBudgetError):
+            raise found
+        return found
+
+    def _faster_placed(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
         candidate = self._plan_with_fewer(hosting, budget, options)
         unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
         fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget

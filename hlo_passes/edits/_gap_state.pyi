@@ -80,8 +80,13 @@ class State:
         """Predicts the seconds of a step; infinity where its load exceeds `capacity`, or its
         fetches have no room (-1: any number of `slots`). O(transfers · log + ticks)."""
 
-    def packed_bytes(self, capacity: int, slots: int, /) -> int:
-        """Predicts what packing takes; 2**63 - 1 where nothing is scheduled. O(n log n)."""
+    def fitted(
+        self, capacity: int, slots: int, /
+    ) -> tuple[int, float, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """See `EditState.fitted`: bytes and seconds; of each eviction the temporary, or -1 less its
+        number among those whatever is taken, and the ticks at which it is issued and waited for; of
+        each fetch the temporary, or -1 less the number of the weight, the tick of its first reader,
+        and that at which it is issued. With none, 2**63 - 1 bytes. A few times O(n log n)."""
 
     def dearest(self) -> list[_Gap]: ...
     def give_back(self, capacity: int, among: Sequence[_Gap], /) -> None: ...

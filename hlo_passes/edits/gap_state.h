@@ -146,6 +146,7 @@ class GapState {
   // The same gaps, with memory of the caller's that has what this one's has.
   GapState(const GapState& other, int64_t* load, double* costs);
 
+  const Catalog& catalog() const { return *catalog_; }
   const std::vector<Tick>& accesses(int64_t n) const { return accesses_[n]; }
   const std::vector<Gap>& taken(int64_t n) const { return taken_[n]; }
   int64_t count() const { return static_cast<int64_t>(taken_.size()); }
@@ -167,32 +168,16 @@ class GapState {
   void Take(int64_t capacity, const Terms& terms, int64_t smallest, Noise* noise = nullptr);
 
   // Searches for gaps with which a step takes less: some of those that are taken are given back,
-  // others are taken on other terms, and what is faster is kept. A large neighbourhood search
-  // (Shaw, "Using constraint programming and local search methods to solve vehicle routing
-  // problems", 1998). So many times, the same each time, and longer where what the compiler would
-  // pack is above `packed` bytes, which counts as slower.
+  // others are taken on other terms, or a few anyhow, and what is faster is kept. A large
+  // neighbourhood search (Shaw, "Using constraint programming and local search methods to solve
+  // vehicle routing problems", 1998). So many times, the same each time, and longer where what the
+  // compiler would pack is above `packed` bytes, which counts as slower, and is not come back to.
   void Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms, int64_t smallest,
                int64_t slots, int64_t times);
 
   // Predicts the seconds of a step whose transfers have so many bytes, and at most so many slots
   // (-1: any number); infinity where it does not fit.
   double StepSeconds(int64_t capacity, int64_t slots) const;
-
-  // Predicts the bytes that the compiler's packing of the arena takes; the largest number there is
-  // where nothing is scheduled.
-  int64_t PackedBytes(int64_t capacity, int64_t slots) const;
-
-  // Every gap that is taken, the dearest first.
-  std::vector<GapKey> Dearest() const;
-
-  // Keeps those temporaries after all whose bytes are not needed to be within `capacity`; what was
-  // made again or held for them alone no longer is.
-  void GiveBack(int64_t capacity, const std::vector<GapKey>& among);
-
- private:
-  // What a temporary is to the clones before a tick: one of them makes it, for the program or for
-  // later; for others of them only; it is there already, for them only, and for the last time.
-  enum class Role : uint8_t { kNone, kMade, kPassing, kWaiting };
 
   // What moves, and when; of each eviction and fetch the temporary, or -1 less its number among those
   // whatever is taken, and behind these among what clones read of weights.
@@ -205,6 +190,29 @@ class GapState {
     std::vector<std::pair<Tick, int64_t>> for_clones;  // Before which tick, and the weight.
     std::vector<double> clock;
   };
+
+  // A schedule's seconds, and its packing.
+  struct Fitted {
+    Moves moves;
+    double seconds;
+    Packed packed;
+  };
+
+  // As in `placement`: what moves gets fewer bytes until all is packed within `packed`. No schedule
+  // is looked at that takes `enough` seconds; with none, the packing is the largest there is.
+  Fitted Tightened(int64_t capacity, int64_t packed, int64_t slots, double enough) const;
+
+  // Every gap that is taken, the dearest first.
+  std::vector<GapKey> Dearest() const;
+
+  // Keeps those temporaries after all whose bytes are not needed to be within `capacity`; what was
+  // made again or held for them alone no longer is.
+  void GiveBack(int64_t capacity, const std::vector<GapKey>& among);
+
+ private:
+  // What a temporary is to the clones before a tick: one of them makes it, for the program or for
+  // later; for others of them only; it is there already, for them only, and for the last time.
+  enum class Role : uint8_t { kNone, kMade, kPassing, kWaiting };
 
   // What is made again before one tick, in order: the elements that one maker makes for it, and
   // those (made here or waiting) that it is the last to read.
@@ -268,8 +276,9 @@ class GapState {
   bool Schedule(int64_t capacity, int64_t slots, Moves* moves) const;
   bool Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* moves) const;
   double StepSeconds(const Moves& moves) const;
-  int64_t PackedBytes(const Moves& moves) const;
-  double Score(int64_t capacity, int64_t packed, int64_t slots, double enough) const;
+  std::vector<GapKey> AllGaps(int64_t smallest) const;
+  void ChangeFew(const std::vector<GapKey>& gaps, Noise* noise);
+  static double Score(const Fitted& found, int64_t capacity);
   bool SiblingsMadeAt(int64_t n, Tick tick) const;
   Tick SiblingTick(int64_t n, Tick start, Tick end, int64_t capacity) const;
   void ForgetUnread();

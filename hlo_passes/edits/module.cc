@@ -382,12 +382,33 @@ PyObject* StepSeconds(PyObject* self, PyObject* args) {
   return PyFloat_FromDouble(seconds);
 }
 
-PyObject* PackedBytesOf(PyObject* self, PyObject* args) {
+PyObject* Fitted(PyObject* self, PyObject* args) {
   long long capacity, slots;
   if (!PyArg_ParseTuple(args, "LL", &capacity, &slots)) return nullptr;
-  int64_t bytes = 0;
-  if (!Caught([&] { bytes = Of(self).PackedBytes(capacity, slots); })) return nullptr;
-  return PyLong_FromLongLong(bytes);
+  GapState::Fitted found;
+  const bool is_good = Caught([&] {
+    found = Of(self).Tightened(capacity, capacity, slots, std::numeric_limits<double>::infinity());
+  });
+  if (!is_good) return nullptr;
+  const GapState::Moves& moves = found.moves;
+  const Traffic& traffic = Of(self).catalog().traffic;
+  const auto weight = [&](int64_t number) {
+    const auto fixed = static_cast<int64_t>(traffic.fetches.size());
+    return number < fixed ? traffic.weights[number] : moves.for_clones[number - fixed].second;
+  };
+  PyObject* departures = List(moves.departures.size(), [&](size_t k) {
+    return Py_BuildValue("LLL", static_cast<long long>(moves.evicted[k]),
+                         static_cast<long long>(moves.departures[k].start),
+                         static_cast<long long>(moves.departures[k].done));
+  });
+  PyObject* fetches = List(moves.fetches.size(), [&](size_t k) {
+    const int64_t of = moves.fetched[k];
+    return Py_BuildValue("LLL", static_cast<long long>(of < 0 ? -1 - weight(-1 - of) : of),
+                         static_cast<long long>(moves.fetches[k].first),
+                         static_cast<long long>(moves.starts[k]));
+  });
+  return Py_BuildValue("LdNN", static_cast<long long>(found.packed.bytes), found.seconds, departures,
+                       fetches);
 }
 
 PyObject* Dearest(PyObject* self, PyObject*) {
@@ -445,7 +466,7 @@ PyMethodDef state_methods[] = {
     {"take", Take, METH_VARARGS, nullptr},
     {"improve", Improve, METH_VARARGS, nullptr},
     {"step_seconds", StepSeconds, METH_VARARGS, nullptr},
-    {"packed_bytes", PackedBytesOf, METH_VARARGS, nullptr},
+    {"fitted", Fitted, METH_VARARGS, nullptr},
     {"dearest", Dearest, METH_NOARGS, nullptr},
     {"give_back", GiveBack, METH_VARARGS, nullptr},
     {"gaps", Gaps, METH_NOARGS, nullptr},

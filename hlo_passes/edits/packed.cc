@@ -18,6 +18,9 @@ namespace {
 
 constexpr int64_t kContextBytes = 4;
 
+// How often a schedule gets fewer bytes.
+constexpr int64_t kTightened = 3;
+
 // XLA's heap counts time in its own events: what is made at one moment, then what ends there. What
 // is joined ends what lay there, and is made.
 void CountInEvents(const std::vector<int64_t>& joined, std::vector<Rectangle>* found) {
@@ -44,7 +47,7 @@ class GapState::Sketch {
   Sketch(const GapState& state, const Moves& moves)
       : state_(state), catalog_(*state.catalog_), moves_(moves) {}
 
-  int64_t PackedBytes() {
+  Packed Pack(int64_t within) {
     SetTimes();
     AddClones();
     AddTransfers();
@@ -55,10 +58,12 @@ class GapState::Sketch {
     const Shared& shared = catalog_.shared;
     if (shared.in_order) {
       const int64_t tables = shared.table * clone_count_;
-      return tables + memplan::PackedBytes(found, shared.alignment, {Order::kStart});
+      Packed packed = memplan::Pack(found, shared.alignment, {Order::kStart}, within - tables);
+      packed.bytes += tables;
+      return packed;
     }
     CountInEvents(joined_, &found);
-    return memplan::PackedBytes(found, shared.alignment, {Order::kSpatial, Order::kTemporal});
+    return memplan::Pack(found, shared.alignment, {Order::kSpatial, Order::kTemporal}, within);
   }
 
  private:
@@ -287,14 +292,26 @@ class GapState::Sketch {
   std::vector<int64_t> joined_;  // When something else is written into bytes that are taken.
 };
 
-int64_t GapState::PackedBytes(int64_t capacity, int64_t slots) const {
-  Moves moves;
-  if (!Schedule(capacity, slots, &moves)) return std::numeric_limits<int64_t>::max();
-  return PackedBytes(moves);
-}
-
-int64_t GapState::PackedBytes(const Moves& moves) const {
-  return Sketch(*this, moves).PackedBytes();
+GapState::Fitted GapState::Tightened(int64_t capacity, int64_t packed, int64_t slots,
+                                     double enough) const {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const int64_t least = MostLoad(0, ticks_);
+  Fitted best{{}, std::numeric_limits<double>::infinity(), {kMost, kMost}};
+  for (int64_t tightened = 0; tightened <= kTightened; ++tightened) {
+    Moves moves;
+    if (!Schedule(capacity, slots, &moves)) break;
+    const double seconds = StepSeconds(moves);
+    if (tightened == 0) best.seconds = seconds;
+    if (seconds >= enough) break;
+    const Packed now = Sketch(*this, moves).Pack(packed);
+    if (now.over < best.packed.over) best = {std::move(moves), seconds, now};
+    if (now.over == 0 || capacity <= least || tightened == kTightened) break;
+    // Steps double, and the last one leaves transfers no bytes but those they need.
+    const int64_t spare = (capacity - least) >> (kTightened - 1 - tightened);
+    const int64_t step = std::max(now.bytes - packed, spare);
+    capacity = std::max(least, capacity - step);
+  }
+  return best;
 }
 
 }  // namespace memplan

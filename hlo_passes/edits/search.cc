@@ -13,17 +13,23 @@ namespace {
 constexpr double kNoise = 1.0;
 
 // A step counts as slower by this factor where its packing is above the capacity, and by this much
-// more where it is twice the capacity.
+// more where what lies there reaches above it by as much again, all in all: where layers are alike,
+// each that comes within it counts.
 constexpr double kPackedOver = 2.0, kOver = 8.0;
 
 // How much longer a search goes on where what it finds is not packed within the capacity.
-constexpr int64_t kLonger = 10;
+constexpr int64_t kLonger = 5;
 
 // By which share of the capacity a search brings the load below that at most.
 constexpr double kLower = 0.25;
 
 // How often all gaps are gone through; what is computed again may hold others longer.
 constexpr int kRounds = 4;
+
+// How often a search changes a few gaps, whatever the load needs, and how many of them at most:
+// mostly it gives some back, and in half of the cases takes others.
+constexpr double kFew = 0.5, kGives = 0.8, kTakes = 0.5;
+constexpr int64_t kMostChanged = 4;
 
 constexpr double kDearest = 3.0;
 
@@ -107,24 +113,35 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
 void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms,
                        int64_t smallest, int64_t slots, int64_t times) {
   Noise noise(packed);  // Another search for another aim.
-  double best = Score(capacity, packed, slots, kInfinity);
-  const auto is_over = [&] { return best > StepSeconds(capacity, slots); };
+  const std::vector<GapKey> gaps = AllGaps(smallest);
+  const Fitted first = Tightened(capacity, packed, slots, kInfinity);
+  double best = Score(first, capacity);
+  bool is_over = first.packed.over > 0;
   int64_t last = 0;  // When something better was found.
-  for (int64_t k = 0; k < times || (k < kLonger * times && k < last + times && is_over()); ++k) {
+  for (int64_t k = 0; k < times || (k < kLonger * times && k < last + times && is_over); ++k) {
     std::vector<int64_t> load(load_, load_ + ticks_);
     std::vector<double> costs(costs_, costs_ + ticks_);
     GapState other(*this, load.data(), costs.data());
-    other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
     const Terms& now = terms[noise.Below(static_cast<int64_t>(terms.size()))];
-    // Where less is live, less is broken up.
-    const double lower = noise.Uniform() < 0.5 ? 0.0 : noise.Uniform() * kLower;
-    const auto aim = static_cast<int64_t>((1.0 - lower) * static_cast<double>(capacity));
-    other.Take(aim, now, smallest, &noise);
-    other.Take(capacity, {kDearest, kInfinity}, smallest);
-    other.GiveBack(aim, other.Dearest());
-    const double score = other.Score(capacity, packed, slots, best);
-    if (score >= best) continue;
+    if (noise.Uniform() < kFew) {
+      other.ChangeFew(gaps, &noise);
+      other.Take(capacity, now, smallest, &noise);
+      other.Take(capacity, {kDearest, kInfinity}, smallest);
+    } else {
+      other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
+      // Where less is live, less is broken up.
+      const double lower = noise.Uniform() < 0.5 ? 0.0 : noise.Uniform() * kLower;
+      const auto aim = static_cast<int64_t>((1.0 - lower) * static_cast<double>(capacity));
+      other.Take(aim, now, smallest, &noise);
+      other.Take(capacity, {kDearest, kInfinity}, smallest);
+      other.GiveBack(aim, other.Dearest());
+    }
+    const Fitted found = other.Tightened(capacity, packed, slots, best);
+    const double score = Score(found, capacity);
+    // What is packed within the bytes is not given up any more.
+    if (score >= best || (found.packed.over > 0 && !is_over)) continue;
     best = score;
+    is_over = found.packed.over > 0;
     last = k;
     std::copy(load.begin(), load.end(), load_);
     std::copy(costs.begin(), costs.end(), costs_);
@@ -132,6 +149,50 @@ void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms
     taken_ = std::move(other.taken_);
     clones_ = std::move(other.clones_);
     on_the_way_ = std::move(other.on_the_way_);
+  }
+}
+
+// The program's own, of temporaries of at least so many bytes.
+std::vector<GapKey> GapState::AllGaps(int64_t smallest) const {
+  std::vector<GapKey> found;
+  for (int64_t n = 0; n < count(); ++n) {
+    const Temporary& t = catalog_->temporaries[n];
+    if (t.obstacle || t.size < smallest || t.size == 0) continue;
+    const std::vector<Tick>& accesses = catalog_->accesses[n];
+    for (size_t k = 0; k + 1 < accesses.size(); ++k) {
+      if (accesses[k + 1] > accesses[k] + 1) found.emplace_back(n, accesses[k]);
+    }
+  }
+  return found;
+}
+
+// Gives a few gaps back, whether or not the load needs them, and takes a few others: what a packing
+// needs is not known of the load.
+void GapState::ChangeFew(const std::vector<GapKey>& gaps, Noise* noise) {
+  const auto few = [noise](const std::vector<GapKey>& all) {
+    std::set<GapKey> found;
+    for (int64_t k = all.empty() ? -1 : noise->Below(kMostChanged); k >= 0; --k) {
+      found.insert(all[noise->Below(static_cast<int64_t>(all.size()))]);
+    }
+    return std::vector<GapKey>(found.begin(), found.end());
+  };
+  const std::vector<GapKey> taken = Dearest();
+  const bool gives = !taken.empty() && noise->Uniform() < kGives;
+  if (gives) GiveBack(std::numeric_limits<int64_t>::max(), few(taken));
+  if (gives && noise->Uniform() >= kTakes) return;
+  const bool can_evict = catalog_->traffic.can_evict;
+  for (const auto& [n, start] : few(gaps)) {
+    // By now that may be a shorter one, or none.
+    const std::vector<Tick>& accesses = accesses_[n];
+    const auto at = std::find(accesses.begin(), accesses.end(), start);
+    if (at == accesses.end() || at + 1 == accesses.end() || *(at + 1) == start + 1) continue;
+    if (IsTaken(n, start)) continue;
+    const bool can_repeat = catalog_->temporaries[n].repeatable && depth_ > 0;
+    if (can_repeat && (!can_evict || noise->Uniform() < 0.5)) {
+      Recompute(n, start, 0, kInfinity);
+    } else if (can_evict) {
+      Evict(n, start);
+    }
   }
 }
 
@@ -153,18 +214,12 @@ std::vector<GapKey> GapState::Some(Noise* noise) const {
   return found;
 }
 
-// Seconds of a step, and more where the arena is packed above `packed`; those of the step alone where
-// they are no fewer than `enough`.
-double GapState::Score(int64_t capacity, int64_t packed, int64_t slots,
-                       double enough) const {
-  Moves moves;
-  if (!Schedule(capacity, slots, &moves)) return kInfinity;
-  const double seconds = StepSeconds(moves);
-  if (seconds >= enough) return seconds;
-  const int64_t over = PackedBytes(moves) - packed;
-  if (over <= 0) return seconds;
-  const double share = static_cast<double>(over) / static_cast<double>(std::max<int64_t>(1, capacity));
-  return seconds * (kPackedOver + kOver * share);
+// Seconds of a step, and more where its arena is packed above the bytes it was to have.
+double GapState::Score(const Fitted& found, int64_t capacity) {
+  if (found.packed.over == 0) return found.seconds;
+  const double share = static_cast<double>(found.packed.over) /
+                       static_cast<double>(std::max<int64_t>(1, capacity));
+  return found.seconds * (kPackedOver + kOver * share);
 }
 
 std::vector<GapKey> GapState::Dearest() const {

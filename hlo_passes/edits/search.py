@@ -85,7 +85,7 @@ class EditSearch:
 
     def over(self, taken: EditState) -> int:
         """By how many bytes its packing is above the capacity, as far as that is known."""
-        return taken.packed_bytes(self._capacity, self._slots) - self._capacity
+        return taken.fitted(self._capacity, self._slots).packed - self._capacity
 
     def _carried_out(
         self, relaxation: Relaxation, likely: float, reserve: npt.NDArray[np.int64] | int

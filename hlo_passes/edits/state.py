@@ -32,6 +32,25 @@ class Taken(NamedTuple):
     end: LogicalTime
 
 
+class Fitted(NamedTuple):
+    """A selection's transfers, in ticks of the module without edits.
+
+    Attributes:
+      packed: bytes of the packed arena, above its base.
+      step_time_s: predicted.
+      departures: of each eviction, by the number of its temporary, or -1 less its own among those
+        that leave whatever is taken, the ticks at which it is issued and waited for.
+      starts: of each fetch the number of its temporary, or -1 less that of the movable, with the
+        tick of its first reader; and the tick at which it is issued, in this order. What runs again
+        in front of a reader of the same may have one of its own.
+    """
+
+    packed: int
+    step_time_s: float
+    departures: Mapping[int, tuple[LogicalTime, LogicalTime]]
+    starts: Sequence[tuple[tuple[int, LogicalTime], LogicalTime]]
+
+
 def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
     """What all states of the entry of a module have in common: its temporaries, and what moves
     whatever is taken."""
@@ -208,10 +227,18 @@ class EditState:
         transfers either."""
         return self._state.step_seconds(capacity, -1 if slots is None else slots)
 
-    def packed_bytes(self, capacity: int, slots: int | None) -> int:
-        """Predicts what the compiler's packing of the arena takes: a guess, for what it goes by is
-        known only of the module that is written."""
-        return self._state.packed_bytes(capacity, -1 if slots is None else slots)
+    def fitted(self, capacity: int, slots: int | None) -> Fitted:
+        """Schedules the transfers, with fewer bytes for them until the compiler's packing of the
+        arena is within `capacity`, as far as it is known: what it goes by is known only of the
+        module that is written."""
+        found = self._state.fitted(capacity, -1 if slots is None else slots)
+        packed, step_s, departures, fetches = found
+        return Fitted(
+            packed,
+            step_s,
+            {of: (start, done) for of, start, done in departures},
+            [((of, first), start) for of, first, start in fetches],
+        )
 
     @property
     def dearest(self) -> list[tuple[int, LogicalTime]]:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from hlo_passes.edits.choice import EditChoice, work_on
 from hlo_passes.edits.search import EditSearch, affordable
+from hlo_passes.fitting.predicted import as_predicted, first_ticks
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem, streamed_load
@@ -90,8 +91,10 @@ def fit_with_edits(
         return None
     if best.step_time_s > fastest_s * _NEAR:
         better = best.fitting.improved(best)
-        # Where what is predicted of packing leads nowhere, the packing itself has to tell.
-        best = best.fitting.given_back(best) if better is best else better
+        # Where what is predicted of packing does not lead there, the packing itself has to tell.
+        if better is best or better.step_time_s > fastest_s * _FAR:
+            better = best.fitting.given_back(better)
+        best = better
     return best.solution
 
 
@@ -258,6 +261,9 @@ class _Fitting:
             predicted = self.capacity + self._search.over(chosen.taken)
             if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
                 break
+            if self.has_packed(chosen):
+                break
+            self._tried.add(chosen.taken.all)
             found = self._packed(chosen, 0)
             if isinstance(found, Solution):
                 best, taken = _Packed(self, found, chosen, 0), chosen.taken
@@ -318,16 +324,22 @@ class _Fitting:
         """
         edits = self._work.edits(chosen.taken)
         again = edited(self._posed, edits)
-        choice = placed(again, self._budget, self._slots, free)
+        choice = self._as_predicted(chosen, again) or placed(again, self._budget, self._slots, free)
         if not isinstance(choice, placement.Choice):
             return _Excess(choice, self._load_of(again))
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.taken, self.capacity)
         return Solution(again, choice, done, self._posed, decisions)
 
+    def _as_predicted(self, chosen: EditChoice, again: Problem) -> placement.Choice | None:
+        """With the transfers as they were scheduled when its packing was predicted, if that comes
+        within the capacity."""
+        found = chosen.taken.fitted(self.capacity, self._slots)
+        if found.packed > self.capacity:
+            return None
+        return as_predicted(found, self._work.temporaries, self._posed, again, self._budget)
+
     def _load_of(self, again: Problem) -> npt.NDArray[np.int64]:
         """The load of the edited module at the ticks of the one that was edited: what runs again
         counts where it is needed."""
-        names = {i.name: tick for tick, i in enumerate(again.ticks.instructions)}
-        ends = [names[i.name] for i in self._posed.ticks.instructions]
-        return np.maximum.reduceat(streamed_load(again), [0, *(end + 1 for end in ends[:-1])])
+        return np.maximum.reduceat(streamed_load(again), first_ticks(self._posed, again)[:-1])

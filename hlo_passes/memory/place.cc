@@ -58,11 +58,13 @@ int64_t Placer::Put(int64_t size, std::vector<Interval>* lives) {
   return offset;
 }
 
-int64_t PackedBytes(const std::vector<Rectangle>& rectangles, int64_t alignment,
-                    const std::vector<Order>& orders) {
+Packed Pack(const std::vector<Rectangle>& rectangles, int64_t alignment,
+            const std::vector<Order>& orders, int64_t within) {
   int64_t moments = 1;
   for (const Rectangle& r : rectangles) moments = std::max(moments, r.end);
-  int64_t best = rectangles.empty() ? 0 : std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  Packed best{kMost, kMost};
+  if (rectangles.empty()) best = {0, 0};
   std::vector<size_t> order(rectangles.size());
   std::vector<Interval> live(1);
   for (const Order by : orders) {
@@ -75,13 +77,15 @@ int64_t PackedBytes(const std::vector<Rectangle>& rectangles, int64_t alignment,
     };
     std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
     Placer placer(moments, alignment, false);
-    int64_t total = 0;
+    Packed now{0, 0};
     for (const size_t k : order) {
       const Rectangle& r = rectangles[k];
       live.assign(1, {r.start, r.end});
-      total = std::max(total, placer.Put(r.size, &live) + r.size);
+      const int64_t top = placer.Put(r.size, &live) + r.size;
+      now.bytes = std::max(now.bytes, top);
+      now.over += std::max<int64_t>(0, top - within);
     }
-    best = std::min(best, total);
+    best = {std::min(best.bytes, now.bytes), std::min(best.over, now.over)};
   }
   return best;
 }

@@ -33,10 +33,15 @@ struct Rectangle {
 // In which order: see `assignment.assign_offsets`.
 enum class Order { kSpatial, kTemporal, kStart };
 
-// The bytes that the best of several orders takes, in each of which the smallest gap that fits is
-// taken. O(n log n) and unions of intervals, as long as there are holes.
-int64_t PackedBytes(const std::vector<Rectangle>& rectangles, int64_t alignment,
-                    const std::vector<Order>& orders);
+// What a packing takes, and by how much each rectangle reaches above some limit, in all.
+struct Packed {
+  int64_t bytes, over;
+};
+
+// The least of several orders, in each of which the smallest gap that fits is taken. O(n log n) and
+// unions of intervals, as long as there are holes.
+Packed Pack(const std::vector<Rectangle>& rectangles, int64_t alignment,
+            const std::vector<Order>& orders, int64_t within);
 
 }  // namespace memplan
 

@@ -186,6 +186,39 @@ def fit_or_excess(
     return max(0, load - capacity_beside(problem, budget, stay))
 
 
+def scheduled(
+    problem: Problem,
+    budget: int,
+    departures: Sequence[Departure],
+    jobs: Sequence[Fetch],
+    starts: Sequence[int],
+) -> Choice | None:
+    """Streams everything as it was scheduled; None where the arena does not fit when it is packed.
+
+    Args:
+      departures: of each of ``problem.evictions``.
+      jobs, starts: in the order of their first reads.
+    """
+    held = [
+        # What lies in bytes that end with it cannot be held for its copy.
+        Departure(max(d.start, e.written), max(d.done, e.free) if e.holder else e.free)
+        for d, e in zip(departures, problem.evictions, strict=True)
+    ]
+    starts = [
+        start if job.eviction is None else max(start, held[job.eviction].done)
+        for job, start in zip(jobs, starts, strict=True)
+    ]
+    if any(start > job.reads.start for job, start in zip(jobs, starts, strict=True)):
+        return None
+    fetched = problem.fetched_until(jobs, held)
+    packing = problem.arena_until(held).pack(fetched, starts)
+    if packing.total - problem.arena.base > capacity_beside(problem, budget, frozenset()):
+        return None
+    step_s = step_seconds(problem, fetched, starts, held)
+    keeps = len(fetched) < len(fetches(problem.movables))
+    return Choice(frozenset(), keeps, fetched, tuple(starts), tuple(held), step_s, packing)
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """A schedule to be made, with `capacity` bytes for fetches and the temporaries among

@@ -7,6 +7,9 @@ import pytest
 from hlo_passes.edits import search
 from hlo_passes.edits.choice import work_on
 from hlo_passes.edits.search import EditSearch
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.placing import problem
+from tests import corpus
 from tests.hlo_passes.fitting.test_edits import SIZE, posed
 
 
@@ -20,3 +23,17 @@ def test_a_module_that_is_too_large_for_a_search_keeps_what_was_chosen(
     assert searched.step_time_s < slow.step_seconds(capacity, None)
     monkeypatch.setattr(search, "_TICKS", 1)
     assert EditSearch(work, capacity, None).improved(slow).taken.all == slow.all
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8])
+def test_what_is_packed_within_the_capacity_is_not_given_up(share: float):
+    """Faster ones are, as far as it is predicted, packed above it."""
+    work = work_on(problem.pose(corpus.read("llama_train.h200"), load_machine("h200"), ()))
+    capacity = int(share * work.load.max())
+    searching = EditSearch(work, capacity, None)
+    fits = [taken for taken in work.lowest(0) if searching.over(taken) <= 0]
+    assert fits
+    for taken in fits:
+        found = searching.improved(taken)
+        assert found.step_time_s < taken.step_seconds(capacity, None)
+        assert searching.over(found.taken) <= 0

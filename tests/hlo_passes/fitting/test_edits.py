@@ -81,6 +81,7 @@ def test_what_is_too_large_is_made_smaller(monkeypatch: pytest.MonkeyPatch):
     # One value less than all has to go; and the words that XLA holds for copies.
     capacity = int(of.arena.load.max()) - SIZE + 2048
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     budget = of.fixed_bytes + of.arena.base + capacity
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
@@ -157,6 +158,7 @@ def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
         return placed(to, budget, slots, free)
 
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     monkeypatch.setattr(Work, "choose", lambda *_: [])
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: [])
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
@@ -215,6 +217,7 @@ def test_a_choice_that_packs_too_large_is_repaired_where_it_is(monkeypatch: pyte
     monkeypatch.setattr(Work, "lowest", lambda *_: iter(()))
     monkeypatch.setattr(EditSearch, "rounded", lambda *_: [])
     monkeypatch.setattr(edit_fitting, "placed", wasteful)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     assert len(found.edited.evictions) + len(found.edited.recomputes) > 1
@@ -252,6 +255,7 @@ def test_what_is_live_where_it_was_not_counted_is_cut_there(monkeypatch: pytest.
 
     assert live(plain.posed) + more > capacity
     monkeypatch.setattr(edit_fitting, "placed", uncounted)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     monkeypatch.setattr(edit_fitting._Fitting, "_load_of", seen)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
@@ -361,6 +365,7 @@ def test_a_packing_that_is_slower_than_the_best_does_not_take_its_place(
         return found
 
     monkeypatch.setattr(edit_fitting, "placed", slower)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     monkeypatch.setattr(edit_fitting._Fitting, "improved", lambda _, best: best)
     monkeypatch.setattr(edit_fitting._Fitting, "given_back", lambda _, best: best)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
@@ -374,6 +379,7 @@ def test_where_not_even_the_least_comes_near_little_is_tried(monkeypatch: pytest
     of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())
     budget = int(0.4 * memory_usage(of.module, "cpu").total_bytes)
     monkeypatch.setattr(edit_fitting, "placed", lambda *_: 10**6)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     parts: list[float] = []
     choices = edit_fitting._Fitting.choices
 
@@ -398,6 +404,7 @@ def test_effort_ends_where_nothing_is_ever_packed(monkeypatch: pytest.MonkeyPatc
         return 10**6
 
     monkeypatch.setattr(edit_fitting, "placed", never)
+    monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
     assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True) is None
     assert 1 < len(packed) < 60
 

@@ -1,0 +1,63 @@
+"""Transfers are those with which a selection's packing was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hlo_passes.edits.choice import Work
+from hlo_passes.edits.state import Fitted
+from hlo_passes.fitting.predicted import as_predicted, first_ticks
+from hlo_passes.fitting.solution import edited
+from hlo_passes.placing.problem import Problem
+from hlo_passes.plan import LiveRange
+from tests.hlo_passes.fitting.test_edits import SIZE, posed
+
+
+@pytest.fixture
+def chosen() -> tuple[Work, Fitted, Problem, int]:
+    """A module with something taken, its transfers, the module with it, and a budget for it."""
+    of = posed()
+    work = Work(of)
+    capacity = int(work.load.max()) - SIZE // 4
+    (choice, *_) = work.choose(capacity)
+    predicted = choice.taken.fitted(capacity, None)
+    again = edited(of, work.edits(choice.taken))
+    assert predicted.packed <= capacity
+    assert again.evictions
+    return work, predicted, again, of.fixed_bytes + of.arena.base + capacity
+
+
+def test_what_is_scheduled_is_what_was_predicted(chosen: tuple[Work, Fitted, Problem, int]):
+    work, predicted, again, budget = chosen
+    found = as_predicted(predicted, work.temporaries, work.posed, again, budget)
+    assert found is not None
+    assert found.step_time_s == pytest.approx(predicted.step_time_s)
+    first = first_ticks(work.posed, again)
+    names = [t.name for t in work.temporaries]
+    starts = {(names[of], first[start]) for (of, _), start in predicted.starts}
+    assert {(f.buffer, s) for f, s in zip(found.fetches, found.starts, strict=True)} == starts
+    departures = dict(zip((e.buffer for e in again.evictions), found.departures, strict=True))
+    for of, (start, done) in predicted.departures.items():
+        assert departures[names[of]] == (first[start], first[done])
+
+
+def test_what_does_not_fit_or_moves_otherwise_is_none(chosen: tuple[Work, Fitted, Problem, int]):
+    work, predicted, again, budget = chosen
+    none_leaves, none_comes = predicted._replace(departures={}), predicted._replace(starts=[])
+    for of, bytes_ in ((none_leaves, budget), (none_comes, budget), (predicted, budget // 2)):
+        assert as_predicted(of, work.temporaries, work.posed, again, bytes_) is None
+
+
+def test_a_copy_that_is_kept_comes_once(chosen: tuple[Work, Fitted, Problem, int]):
+    work, predicted, again, budget = chosen
+    (movable, *others) = again.movables
+    (first, *_) = movable.reads
+    later = LiveRange(first.end + 1, first.end + 2)
+    twice = replace(again, movables=(replace(movable, reads=(first, later)), *others))
+    found = as_predicted(predicted, work.temporaries, work.posed, twice, 2 * budget)
+    assert found is not None
+    (kept,) = (f.reads for f in found.fetches if f.buffer == movable.buffer)
+    assert kept == (first.start, later.end)
+    assert found.keeps
