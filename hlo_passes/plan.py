@@ -361,7 +361,7 @@ class Eviction:
     Attributes:
       buffer: HLO name of the instruction of the entry whose result it is: an array.
       after: HLO name of the last instruction that reads it on the device, `buffer` itself
-        when none does.
+        when none does; an element of a tuple then stands right behind what makes that.
       refetches: in the order of the schedule; the copy in the host's memory serves them all.
     """
 

@@ -138,8 +138,8 @@ void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms
     }
     const Fitted found = other.Tightened(capacity, packed, slots, best);
     const double score = Score(found, capacity);
-    // What is packed within the bytes is not given up any more.
-    if (score >= best || (found.packed.over > 0 && !is_over)) continue;
+    // What is packed within the bytes at first is not given up.
+    if (score >= best || (found.packed.over > 0 && first.packed.over == 0)) continue;
     best = score;
     is_over = found.packed.over > 0;
     last = k;

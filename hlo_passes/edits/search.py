@@ -71,16 +71,18 @@ class EditSearch:
             if (seconds := taken.step_seconds(self._capacity, self._slots)) < np.inf:
                 yield EditChoice(None, taken, seconds)
 
-    def improved(self, taken: EditState, packed: int | None = None) -> EditChoice:
+    def improved(self, taken: EditState, packed: int | None = None, longer: int = 1) -> EditChoice:
         """What a search from a selection finds that is faster, or packed within the capacity.
 
         Args:
           packed: bytes within which it is to be packed; those of the capacity, if not said.
+          longer: by which factor.
         """
         better, capacity = taken.copied(), self._capacity
         terms = [(terms.link_price, terms.link_s) for terms in self._work.terms()]
         within = capacity if packed is None else packed
-        better.improve(capacity, within, terms, self._work.smallest, self._slots, self._times)
+        times = longer * self._times
+        better.improve(capacity, within, terms, self._work.smallest, self._slots, times)
         return EditChoice(None, better, better.step_seconds(capacity, self._slots))
 
     def over(self, taken: EditState) -> int:

@@ -198,6 +198,7 @@ class _Writer:
     def _eviction(self, t: Temporary) -> Eviction | None:
         if not self._refetches[t.number]:
             return None
-        gone = max(min(self._taken[t.number]), self._tick_of_name[t.name])
+        gone = min(self._taken[t.number])
+        after = t.name if gone == t.written else self._names[gone]
         refetches = sorted(self._refetches[t.number], key=lambda r: self._tick_of_name[r.before])
-        return Eviction(t.name, self._names[gone], tuple(refetches))
+        return Eviction(t.name, after, tuple(refetches))

@@ -60,6 +60,9 @@ _GIVEN_BACK = 24
 _ROUNDS = 6
 _WORTH_IT = 1.002
 
+# How much longer is searched where what is packed takes far longer than the fastest.
+_LONGER = 5
+
 # Where none of them is packed within the budget: parts of the arena that are left free, and how
 # many choices are packed that were made for far less, for each of them.
 _TIGHT = (0, 1 / 32, 1 / 16)
@@ -89,8 +92,11 @@ def fit_with_edits(
         best, fastest_s = next(filter(None, (fitting.tight() for fitting in by_peak)), None), 0.0
     if best is None:
         return None
+    if best.step_time_s > fastest_s * _FAR:
+        near = [f.searched(*f.nearest, _LONGER) for f in tried if f.nearest is not None]
+        best = _fastest_packed(near, len(near), best) or best
     if best.step_time_s > fastest_s * _NEAR:
-        better = best.fitting.improved(best)
+        better = best.fitting.improved(best, fastest_s)
         # Where what is predicted of packing does not lead there, the packing itself has to tell.
         if better is best or better.step_time_s > fastest_s * _FAR:
             better = best.fitting.given_back(better)
@@ -195,6 +201,9 @@ class _Fitting:
         self._search = EditSearch(self._work, self.capacity, slots)
         self._tried: set[frozenset[object]] = set()
         self._uncounted = np.zeros_like(self._work.load)
+        # Of what was found above the capacity what is the closest to it, and what was left free.
+        self.nearest: tuple[EditChoice, int] | None = None
+        self._nearest = np.iinfo(np.int64).max
 
     @property
     def peak(self) -> int:
@@ -219,9 +228,12 @@ class _Fitting:
         over = max(0, self._search.over(choice.taken))
         return _Candidate(self, choice, free, self._uncounted, over)
 
-    def searched(self, choice: EditChoice, free: int = 0) -> _Candidate:
+    def searched(self, choice: EditChoice, free: int = 0, longer: int = 1) -> _Candidate:
         """What a search from a choice finds that is faster, or packed closer to the capacity."""
-        return self.candidate(self._search.improved(choice.taken), free)
+        found = self.candidate(self._search.improved(choice.taken, longer=longer), free)
+        if 0 < found.over < self._nearest:
+            self.nearest, self._nearest = (found.choice, free), found.over
+        return found
 
     def tight(self) -> _Packed | None:
         """A choice that fits among those that take more gaps than the load alone needs."""
@@ -252,12 +264,18 @@ class _Fitting:
             return _Packed(self, found, chosen, free)
         return self._repaired(candidate, found, np.inf if best is None else best.step_time_s)
 
-    def improved(self, best: _Packed) -> _Packed:
+    def improved(self, best: _Packed, fastest_s: float) -> _Packed:
         """What a search from a choice that is packed finds that is faster and packed as well. What
-        was left free for its packing may be used as far as the next one fits."""
+        was left free for its packing may be used as far as the next one fits.
+
+        Args:
+          fastest_s: seconds of the fastest that is known, packed or not; where `best` takes far
+            longer, it is searched for longer.
+        """
         taken, within = best.chosen.taken.with_load(-best.free), self.capacity
         for _ in range(_ROUNDS):
-            chosen = self._search.improved(taken, within)
+            longer = _LONGER if best.step_time_s > fastest_s * _FAR else 1
+            chosen = self._search.improved(taken, within, longer)
             predicted = self.capacity + self._search.over(chosen.taken)
             if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
                 break

@@ -61,17 +61,17 @@ def as_predicted(
         budget,
         [departures[e.buffer] for e in after.evictions],
         [fetch for fetch, _ in jobs],
-        # In the order of their first readers, in which clones may stand otherwise.
-        list(accumulate((start for _, start in jobs if start is not None), max)),
+        [start for _, start in jobs if start is not None],
     )
     return found if found is not None and not excess_of(after, found, budget) else None
 
 
 def first_ticks(before: Problem, after: Problem) -> list[LogicalTime]:
     """Of each tick of a module, and of its end, that of the edited one at which what runs again in
-    front of it begins."""
+    front of it begins. An element of a tuple may have come to stand before that."""
     tick_of = {i.name: tick for tick, i in enumerate(after.ticks.instructions)}
-    return [0, *(tick_of[i.name] + 1 for i in before.ticks.instructions)]
+    ends = (tick_of[i.name] + 1 for i in before.ticks.instructions)
+    return [0, *accumulate(ends, max)]
 
 
 def _jobs(

@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, count
+from itertools import accumulate, combinations, count
 from typing import NamedTuple
 
 import numpy as np
@@ -204,10 +204,9 @@ def scheduled(
         Departure(max(d.start, e.written), max(d.done, e.free) if e.holder else e.free)
         for d, e in zip(departures, problem.evictions, strict=True)
     ]
-    starts = [
-        start if job.eviction is None else max(start, held[job.eviction].done)
-        for job, start in zip(jobs, starts, strict=True)
-    ]
+    done = (0 if job.eviction is None else held[job.eviction].done for job in jobs)
+    # In the order of their first readers.
+    starts = list(accumulate(map(max, starts, done), max))
     if any(start > job.reads.start for job, start in zip(jobs, starts, strict=True)):
         return None
     fetched = problem.fetched_until(jobs, held)

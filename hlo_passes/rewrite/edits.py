@@ -58,6 +58,8 @@ class _Editor:
         # What stands right in front of an instruction, and right behind it.
         self._before: defaultdict[str, list[_Proto]] = defaultdict(list)
         self._behind: defaultdict[str, list[_Proto]] = defaultdict(list)
+        # Elements of tuples, by name, that leave as soon as they are there: right behind the maker.
+        self._elements: dict[str, _Proto] = {}
         # (reader, what it read) → what it reads instead.
         self._instead: dict[tuple[str, str], int] = {}
         self._clones: list[_Proto] = []
@@ -77,9 +79,12 @@ class _Editor:
             ]
         ordered: list[_Proto] = []
         for i in self._ordered():
+            if i.name in self._elements:
+                continue
             ordered += self._before.pop(i.name, ())
-            ordered.append(i)
-            ordered += self._behind.pop(i.name, ())
+            for now in (i, *(e for e in self._elements.values() if e.operand_ids[0] == i.id)):
+                ordered.append(now)
+                ordered += self._behind.pop(now.name, ())
         copies = [_copied(i) for i in ordered]
         del self._entry.instructions[:]
         self._entry.instructions.extend(copies)
@@ -117,6 +122,8 @@ class _Editor:
     def _evict(self, eviction: Eviction) -> None:
         source = self._named(eviction.buffer)
         name = source.name
+        if eviction.after == name and source.opcode == "get-tuple-element":
+            self._elements[name] = source
         start, done = self._copy(source, HOST_MEMORY_SPACE, name, f"{name}.evict")
         self._behind[self._named(eviction.after).name] += [start, done]
         for n, refetch in enumerate(eviction.refetches):

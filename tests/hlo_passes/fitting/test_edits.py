@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hlo_passes.edits import search
 from hlo_passes.edits.choice import Work
 from hlo_passes.edits.greedy import DEAREST, Terms
 from hlo_passes.edits.search import EditSearch
+from hlo_passes.edits.state import EditState
 from hlo_passes.fitting import edits as edit_fitting
 from hlo_passes.fitting import fit as fitting
 from hlo_passes.fitting.repacking import excess_of
@@ -178,9 +180,11 @@ def test_a_choice_that_is_packed_is_improved_as_far_as_the_next_one_is_packed(
     improved = edit_fitting._Fitting.improved
     begun: list[edit_fitting._Packed] = []
 
-    def watched(self: edit_fitting._Fitting, best: edit_fitting._Packed) -> edit_fitting._Packed:
+    def watched(
+        self: edit_fitting._Fitting, best: edit_fitting._Packed, fastest_s: float
+    ) -> edit_fitting._Packed:
         begun.append(best)
-        return improved(self, best)
+        return improved(self, best, fastest_s)
 
     monkeypatch.setattr(edit_fitting._Fitting, "improved", watched)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
@@ -305,6 +309,45 @@ def test_what_was_seen_live_counts_where_nothing_else_fits(monkeypatch: pytest.M
     assert reserves == [*(123 + f for f in free), 123]
 
 
+def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_near(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    of = posed()
+    budget = of.fixed_bytes + of.arena.base + int(of.arena.load.max()) - SIZE // 4
+    first, improved = edit_fitting._first_that_packs, EditSearch.improved
+    longer: list[tuple[bool, int]] = []
+
+    def far(tried: Sequence[edit_fitting._Fitting], *given: Any) -> Any:
+        (fitting,) = tried
+        found, _ = first(tried, *given)
+        longer.clear()
+        nothing = fitting._work.state(fitting._work.load)
+        above = edit_choice.EditChoice(None, nothing, 1e-9)
+        monkeypatch.setattr(fitting._search, "improved", lambda *_, **__: above)
+        fitting.searched(above, 7)
+        assert fitting.nearest == (above, 7)
+        monkeypatch.undo()
+        monkeypatch.setattr(EditSearch, "improved", watched)
+        return found, 1e-9
+
+    def watched(
+        self: EditSearch,
+        taken: EditState,
+        packed: int | None = None,
+        longer_: int = 1,
+        **given: int,
+    ) -> edit_choice.EditChoice:
+        longer.append((not taken.all, given.get("longer", longer_)))
+        return improved(self, taken, packed, longer[-1][1])
+
+    monkeypatch.setattr(edit_fitting, "_first_that_packs", far)
+    assert edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True) is not None
+    (near, *others) = longer
+    assert near == (True, edit_fitting._LONGER)
+    assert others
+    assert {often for _, often in others} == {edit_fitting._LONGER}
+
+
 def test_little_is_given_back_in_a_large_module(monkeypatch: pytest.MonkeyPatch):
     fitted = edit_fitting._Fitting(posed(), Edits(), 10**9, None)
     taken = next(fitted._work.lowest(0))  # More than has to go.
@@ -366,7 +409,7 @@ def test_a_packing_that_is_slower_than_the_best_does_not_take_its_place(
 
     monkeypatch.setattr(edit_fitting, "placed", slower)
     monkeypatch.setattr(edit_fitting, "as_predicted", lambda *_: None)
-    monkeypatch.setattr(edit_fitting._Fitting, "improved", lambda _, best: best)
+    monkeypatch.setattr(edit_fitting._Fitting, "improved", lambda _, best, *__: best)
     monkeypatch.setattr(edit_fitting._Fitting, "given_back", lambda _, best: best)
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert capacity > 0
