@@ -171,7 +171,8 @@ class GapState {
   // others are taken on other terms, or a few anyhow, and what is faster is kept. A large
   // neighbourhood search (Shaw, "Using constraint programming and local search methods to solve
   // vehicle routing problems", 1998). So many times, the same each time, and longer where what the
-  // compiler would pack is above `packed` bytes, which counts as slower, and is not come back to.
+  // compiler would pack is above `packed` bytes, which counts as slower; where it is within them at
+  // first, it stays so.
   void Improve(int64_t capacity, int64_t packed, const std::vector<Terms>& terms, int64_t smallest,
                int64_t slots, int64_t times);
 

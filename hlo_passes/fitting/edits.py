@@ -93,7 +93,8 @@ def fit_with_edits(
     if best is None:
         return None
     if best.step_time_s > fastest_s * _FAR:
-        near = [f.searched(*f.nearest, _LONGER) for f in tried if f.nearest is not None]
+        nearest = [f.nearest for f in tried if f.nearest is not None]
+        near = [c.fitting.searched(c.choice, c.free, _LONGER) for c in nearest]
         best = _fastest_packed(near, len(near), best) or best
     if best.step_time_s > fastest_s * _NEAR:
         better = best.fitting.improved(best, fastest_s)
@@ -201,9 +202,8 @@ class _Fitting:
         self._search = EditSearch(self._work, self.capacity, slots)
         self._tried: set[frozenset[object]] = set()
         self._uncounted = np.zeros_like(self._work.load)
-        # Of what was found above the capacity what is the closest to it, and what was left free.
-        self.nearest: tuple[EditChoice, int] | None = None
-        self._nearest = np.iinfo(np.int64).max
+        # Of what was found above the capacity what is the closest to it.
+        self.nearest: _Candidate | None = None
 
     @property
     def peak(self) -> int:
@@ -231,8 +231,8 @@ class _Fitting:
     def searched(self, choice: EditChoice, free: int = 0, longer: int = 1) -> _Candidate:
         """What a search from a choice finds that is faster, or packed closer to the capacity."""
         found = self.candidate(self._search.improved(choice.taken, longer=longer), free)
-        if 0 < found.over < self._nearest:
-            self.nearest, self._nearest = (found.choice, free), found.over
+        if found.over and (self.nearest is None or found.over < self.nearest.over):
+            self.nearest = found
         return found
 
     def tight(self) -> _Packed | None:

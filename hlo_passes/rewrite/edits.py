@@ -58,8 +58,9 @@ class _Editor:
         # What stands right in front of an instruction, and right behind it.
         self._before: defaultdict[str, list[_Proto]] = defaultdict(list)
         self._behind: defaultdict[str, list[_Proto]] = defaultdict(list)
-        # Elements of tuples, by name, that leave as soon as they are there: right behind the maker.
-        self._elements: dict[str, _Proto] = {}
+        # Elements that leave as soon as they are there, by the id of what makes the tuple: they
+        # stand right behind that.
+        self._elements: defaultdict[int, list[_Proto]] = defaultdict(list)
         # (reader, what it read) → what it reads instead.
         self._instead: dict[tuple[str, str], int] = {}
         self._clones: list[_Proto] = []
@@ -78,11 +79,12 @@ class _Editor:
                 self._instead.get((reader, names[o]), o) if o in names else o for o in operands
             ]
         ordered: list[_Proto] = []
+        moved = {e.id for elements in self._elements.values() for e in elements}
         for i in self._ordered():
-            if i.name in self._elements:
+            if i.id in moved:
                 continue
-            ordered += self._before.pop(i.name, ())
-            for now in (i, *(e for e in self._elements.values() if e.operand_ids[0] == i.id)):
+            for now in (i, *self._elements.get(i.id, ())):
+                ordered += self._before.pop(now.name, ())
                 ordered.append(now)
                 ordered += self._behind.pop(now.name, ())
         copies = [_copied(i) for i in ordered]
@@ -123,7 +125,7 @@ class _Editor:
         source = self._named(eviction.buffer)
         name = source.name
         if eviction.after == name and source.opcode == "get-tuple-element":
-            self._elements[name] = source
+            self._elements[source.operand_ids[0]].append(source)
         start, done = self._copy(source, HOST_MEMORY_SPACE, name, f"{name}.evict")
         self._behind[self._named(eviction.after).name] += [start, done]
         for n, refetch in enumerate(eviction.refetches):

@@ -431,24 +431,25 @@ def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
 def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    planned: list[Hosting] = []
-    plan_with = planner.Planner._plan_with
+    planned: list[tuple[planner.Planner, Hosting]] = []
+    plan_with_fewer = planner.Planner._plan_with_fewer
 
     def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> planner.Candidate:
-        planned.append(hosting)
-        return plan_with(self, hosting, *rest)
+        planned.append((self, hosting))
+        return plan_with_fewer(self, hosting, *rest)
 
     def kept(_: Any, everything: Hosting, *_rest: Any) -> frozenset[Any]:
         return everything.arguments | everything.results
 
     monkeypatch.setattr(planner, "choose_kept", kept)
+    monkeypatch.setattr(planner, "_SLOW", 0.0)
     monkeypatch.setattr(planner.Candidate, "is_hidden", False)
-    monkeypatch.setattr(planner.Planner, "_plan_with", watched)
+    monkeypatch.setattr(planner.Planner, "_plan_with_fewer", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=2 * xla_total(forward, *args)).lower(*args).plan()
     assert planned
     assert len(set(planned)) == len(planned)
-    assert {hosting.depth for hosting in planned} == {planner._RINGS[0][0]}
+    assert {hosting.depth for _, hosting in planned} == {planner._RINGS[0][0]}
 
 
 @pytest.mark.gpu

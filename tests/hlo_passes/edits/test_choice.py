@@ -220,6 +220,35 @@ def test_what_else_a_fusion_makes_needs_room_where_its_reader_writes_over_an_ope
     assert (before_edits(of, again, Work(again).load) == taken.load).all()
 
 
+def test_an_element_that_is_read_out_late_leaves_as_soon_as_it_is_made():
+    of = posed(
+        """
+  %x = f32[64]{0} parameter(0)
+  %f = (f32[64]{0}, f32[64]{0}) fusion(%x), kind=kLoop, calls=%two
+  %g = f32[64]{0} get-tuple-element(%f), index=0
+  %b = f32[192]{0} concatenate(%g, %g, %g), dimensions={0}
+  %c = f32[64]{0} slice(%b), slice={[64:128]}
+  %h = f32[64]{0} get-tuple-element(%f), index=1
+  %d = f32[64]{0} multiply(%c, %h)
+  ROOT %r = f32[1]{0} slice(%d), slice={[0:1]}
+""",
+        FAST_LINK,
+        TWO,
+    )
+    work = Work(of)
+    taken = work.select(0, Terms(DEAREST, math.inf, 0))
+    done = work.edits(taken)
+    assert Eviction("h", "h", (Refetch("d", ("d",)),)) in done.evictions
+    module = edits.apply(of.module, done)
+    by_name = {i.name: i for i in module.entry.instructions}
+    names = list(by_name)
+    assert names.index("f") < names.index("h") < names.index("h.evict-start") < names.index("b")
+    verify.verify_equivalent(of.module, module)
+    again = problem.pose(module, FAST_LINK, ())
+    (leaving,) = (e for e in again.evictions if e.buffer == "h")
+    assert leaving.free <= again.ticks.tick_of[by_name["b"].id]
+
+
 MACHINES = st.sampled_from([FAST_LINK, SLOW_LINK])
 
 

@@ -324,8 +324,9 @@ def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_
         nothing = fitting._work.state(fitting._work.load)
         above = edit_choice.EditChoice(None, nothing, 1e-9)
         monkeypatch.setattr(fitting._search, "improved", lambda *_, **__: above)
-        fitting.searched(above, 7)
-        assert fitting.nearest == (above, 7)
+        found_near = fitting.searched(above, 7)
+        assert found_near.over
+        assert fitting.nearest is found_near
         monkeypatch.undo()
         monkeypatch.setattr(EditSearch, "improved", watched)
         return found, 1e-9

@@ -9,7 +9,8 @@ import pytest
 from hlo_passes.edits.choice import Work
 from hlo_passes.edits.state import Fitted
 from hlo_passes.fitting.predicted import as_predicted, first_ticks
-from hlo_passes.fitting.solution import edited
+from hlo_passes.fitting.solution import edited, placed
+from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import LiveRange
 from tests.hlo_passes.fitting.test_edits import SIZE, posed
@@ -61,3 +62,36 @@ def test_a_copy_that_is_kept_comes_once(chosen: tuple[Work, Fitted, Problem, int
     (kept,) = (f.reads for f in found.fetches if f.buffer == movable.buffer)
     assert kept == (first.start, later.end)
     assert found.keeps
+
+
+def test_what_ends_with_the_bytes_that_it_lies_in_leaves_until_then(
+    chosen: tuple[Work, Fitted, Problem, int],
+):
+    work, predicted, again, budget = chosen
+    late = {of: (start, done + 1) for of, (start, done) in predicted.departures.items()}
+    predicted = predicted._replace(departures=late)
+    held = as_predicted(predicted, work.temporaries, work.posed, again, budget)
+    assert held is not None
+    assert any(d.done > e.free for d, e in zip(held.departures, again.evictions, strict=True))
+    apart = replace(again, evictions=tuple(replace(e, holder="") for e in again.evictions))
+    found = as_predicted(predicted, work.temporaries, work.posed, apart, budget)
+    assert found is not None
+    assert [d.done for d in found.departures] == [e.free for e in apart.evictions]
+
+
+def test_fetches_are_issued_in_the_order_of_their_readers():
+    of = posed()
+    work = Work(of)
+    taken = next(work.lowest(0))
+    again = edited(of, work.edits(taken))
+    budget = of.fixed_bytes + of.arena.base + 2 * int(work.load.max())
+    usual = placed(again, budget, None)
+    assert isinstance(usual, placement.Choice)
+    jobs = usual.fetches
+    done = [usual.departures[job.eviction].done for job in jobs if job.eviction is not None]
+    k = next(k for k in range(1, len(jobs)) if done[k] < jobs[k - 1].reads.start)
+    reads = jobs[k - 1].reads.start
+    starts = [*usual.starts[: k - 1], reads, 0, *usual.starts[k + 1 :]]
+    found = placement.scheduled(again, budget, usual.departures, jobs, starts)
+    assert found is not None
+    assert found.starts[k - 1] == found.starts[k] == reads
