@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 
 from hlo_passes.ir import Module
+from hlo_passes.normalize.post_order import in_post_order
 
 # The lower half of an instruction's id numbers it within its computation (the upper half).
 _LOCAL_BITS = 32
@@ -20,7 +21,7 @@ _LOCAL_BITS = 32
 
 def settle_names(module: Module) -> Module:
     """Names constants after their place, and numbers all instructions in the order of their
-    schedule, or as they are listed in computations that have none.
+    schedule, or as they are listed in computations that have none; lists them as XLA will.
 
     Other names are XLA's, the same in each compilation and in its dumps.
 
@@ -40,10 +41,11 @@ def settle_names(module: Module) -> Module:
             i.operand_ids[:] = [new[o] for o in i.operand_ids[:]]
             i.control_predecessor_ids[:] = [new[p] for p in i.control_predecessor_ids[:]]
         computation.root_id = new[computation.root_id]
-        computation.instructions.sort(key=lambda i: i.id)
-        for i in computation.instructions:
+        for i in sorted(computation.instructions, key=lambda i: i.id):
             if i.opcode == "constant":
                 i.name = next(names)
+        place = {i.id: n for n, i in enumerate(in_post_order(computation.instructions))}
+        computation.instructions.sort(key=lambda i: place[i.id])
     for sequence in proto.schedule.sequences.values():
         sequence.instruction_ids[:] = [new[i] for i in sequence.instruction_ids[:]]
     return Module(proto)

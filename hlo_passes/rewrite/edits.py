@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from hlo_passes.analysis.marks import EVICTION_ATTRIBUTE, RECOMPUTE_ATTRIBUTE
 from hlo_passes.errors import PlanMismatchError
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
+from hlo_passes.normalize.post_order import in_post_order
 from hlo_passes.plan import Edits, Eviction
 from hlo_passes.proto import hlo_pb2
 
@@ -89,7 +90,7 @@ class _Editor:
                 ordered += self._behind.pop(now.name, ())
         copies = [_copied(i) for i in ordered]
         del self._entry.instructions[:]
-        self._entry.instructions.extend(copies)
+        self._entry.instructions.extend(in_post_order(copies))
         ids = self._proto.schedule.sequences[self._entry.id].instruction_ids
         ids[:] = [i.id for i in copies]
         return Module(self._proto, self._module)

@@ -24,6 +24,7 @@ from hlo_passes.analysis.marks import TRANSFER_ATTRIBUTE
 from hlo_passes.analysis.stores import stored_copies
 from hlo_passes.errors import PlanMismatchError
 from hlo_passes.ir import Module
+from hlo_passes.normalize.post_order import in_post_order
 from hlo_passes.plan import Plan, Transfer
 from hlo_passes.proto import hlo_pb2
 
@@ -142,7 +143,7 @@ class _Editor:
             copy.CopyFrom(instruction)
             ordered.append(copy)
         del self.entry.instructions[:]
-        self.entry.instructions.extend(ordered)
+        self.entry.instructions.extend(in_post_order(ordered))
         ids = self.proto.schedule.sequences[self.entry.id].instruction_ids
         ids[:] = [i.id for i in ordered]
         return Module(self.proto, self.module)

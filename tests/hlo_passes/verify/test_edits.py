@@ -18,6 +18,7 @@ from hlo_passes.verify import verify_equivalent
 from tests import corpus
 from tests.hlo_passes.streamed import entry
 from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.verify.relisting import relisted
 
 FUSED = """
 %fused {
@@ -57,7 +58,7 @@ def changed(edits: Edits, change: Change, module: Module = MODULE) -> str:
     verify_equivalent(module, edited)
     proto = edited.to_proto()
     change(proto)
-    return rejection(module, Module(proto))
+    return rejection(module, relisted(proto))
 
 
 def named(proto: hlo_pb2.HloModuleProto, name: str) -> hlo_pb2.HloInstructionProto:
