@@ -30,8 +30,14 @@ def test_contenders_are_compared_and_one_may_fail(problem: bench.Problem) -> Non
         assert by["memplan xla"]["off"] < 2e-2
     forward, backward = (row["by"]["xla"]["rate"] for row in rows)
     assert backward == pytest.approx(2.5 * forward)
-    (table,) = bench.EXPERIMENT.tables(rows)
-    assert "WRONG" not in [cells[-1] for cells in table.rows]
+    forward_table, backward_table = bench.EXPERIMENT.tables(rows)
+    for table in (forward_table, backward_table):
+        ((name, *rates, share, _),) = table.rows
+        assert name == problem.name
+        assert len(rates) == 2  # What never runs has no column; below the table stands why.
+        assert "broken: AssertionError" in table.note
+        assert float(share) == pytest.approx(1.0)
+        assert {"–", "WRONG"}.isdisjoint(rates)
 
 
 def row(problem: bench.Problem, phase: str) -> Row:
@@ -44,10 +50,10 @@ def test_wrong_numbers_are_told() -> None:
     found = [*bench.contenders(problem), ("wrong", lambda q, k, v: q * float("nan"))]
     with mock.patch.object(bench, "contenders", side_effect=lambda problem: iter(found)):
         rows = [row(problem, phase) for phase in ("forward", "backward")]
-    (table,) = bench.EXPERIMENT.tables(rows)
-    told = [cells for cells in table.rows if cells[-1] == "WRONG"]
-    assert [cells[2] for cells in told] == ["wrong", "wrong"]
-    assert all(cells[-2] == "inf" for cells in told)
+    for table in bench.EXPERIMENT.tables(rows):
+        (cells,) = table.rows
+        told = [c.heading for c, cell in zip(table.columns, cells, strict=True) if cell == "WRONG"]
+        assert told == ["wrong, TFLOP/s"]
 
 
 def test_flops_are_of_the_pairs_that_see_each_other() -> None:
@@ -66,4 +72,4 @@ def test_decode_is_beside_a_copy(shape: Any) -> None:
     (table,) = bench.EXPERIMENT.tables([copy, found])
     (cells,) = table.rows
     share = found["by"]["memplan xla"]["rate"] / copied
-    assert f"{share:.1%}" in cells
+    assert cells[-2] == f"{share:.2f}"
