@@ -31,6 +31,9 @@ ShapeIndex = tuple[int, ...]
 
 DEVICE_MEMORY_SPACE = 0
 
+ON_CHIP_MEMORY_SPACE = 1
+"""XLA's memory space number of a TPU's memory on the chip, VMEM."""
+
 HOST_MEMORY_SPACE = 5
 """XLA's memory space number of pinned host memory (xla/layout.h, Layout::kHostMemorySpace)."""
 
@@ -332,18 +335,33 @@ class InputOutputAlias:
     parameter_index: ShapeIndex
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What executables of the same program say of a module's instructions, by their names.
+
+    Attributes:
+      cycles: clock cycles that one takes.
+      on_chip: the parts of results that XLA holds in memory of the chip and nowhere else; None
+        where that is not known.
+    """
+
+    cycles: Mapping[str, int] = field(default_factory=dict[str, int])
+    on_chip: frozenset[tuple[str, ShapeIndex]] | None = None
+
+
 class Module:
     """A frozen view of a serialized ``HloModuleProto``.
 
     Args:
       proto: the message. The module takes it over: do not write to it afterwards.
       original: a module from which this one differs in the entry computation, its schedule
-        and further computations only: its views of the others are taken over, and its cycles.
+        and further computations only: its views of the others are taken over, and what was
+        learned of it.
       assigned: XLA's buffer assignment of this very module, where it came with one.
 
     Attributes:
-      cycles: clock cycles that an executable of the same program takes for an instruction, by
-        its name (`with_cycles`); nothing of a module as it was read.
+      learned: what executables of the same program say of it (`with_learned`); nothing of a module
+        as it was read.
 
     Raises:
       MalformedModuleError: when ids, operands, the schedule or the root do not fit
@@ -359,7 +377,7 @@ class Module:
     ) -> None:
         self._proto = proto
         self.assigned = assigned
-        self.cycles: Mapping[str, int] = original.cycles if original is not None else {}
+        self.learned = original.learned if original is not None else Learned()
         self._sequences = {
             cid: tuple(seq.instruction_ids)
             for cid, seq in proto.schedule.sequences.items()
@@ -545,12 +563,12 @@ class Module:
         data = proto.SerializeToString(deterministic=True)
         return hashlib.sha256(data).hexdigest()[:16]
 
-    def with_cycles(self, cycles: Mapping[str, int]) -> Module:
-        """Returns the same module with other `cycles`; they are no part of its content."""
+    def with_learned(self, learned: Learned) -> Module:
+        """Returns the same module with other `learned`; that is no part of its content."""
         module = copy.copy(self)
         # What was found of this one (`memoized`) may rest on its own.
         vars(module).pop("_found", None)
-        module.cycles = cycles
+        module.learned = learned
         return module
 
     def source_line(self, instruction: Instruction) -> str:

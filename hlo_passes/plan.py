@@ -58,6 +58,10 @@ class LiveRange(NamedTuple):
         return self.start < other.end and other.start < self.end
 
 
+ON_CHIP = "on_chip"
+"""The allocation of what XLA is known to hold on the chip: none of the device's bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """An arena in a tier, of `size` bytes, in which slots have offsets."""

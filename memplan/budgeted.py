@@ -27,7 +27,7 @@ from hlo_passes.errors import (
     PlanMismatchError,
     StalePlanError,
 )
-from hlo_passes.ir import Module
+from hlo_passes.ir import ON_CHIP_MEMORY_SPACE, Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan import __version__
@@ -40,8 +40,11 @@ from memplan.paths import dotted
 from memplan.placing import Placing
 from memplan.planner import Candidate, Planner
 
-# XLA's later passes may end above what was planned; then the difference is taken off.
-_MAX_ROUNDS = 3
+# XLA's later passes may end above what was planned; then that, and more, is left free. How they
+# pack is chaotic, and what was far off says little of the next plan: no more than this part of the
+# budget is left free before the last round.
+_MAX_ROUNDS = 4
+_LEFT_FREE = 1 / 8
 
 # Without them XLA:CPU makes one library call of products that feed each other: all the weights that
 # it reads have to be there at once, and a plan can move none of them.
@@ -58,9 +61,6 @@ _IDLE_ROUNDS = 2
 
 # By what part of a budget XLA may stay below what is predicted, because it packs better.
 _NEAR = 1 / 64
-
-# XLA's number of the memory on a TPU's chip.
-_VMEM = 1
 
 # How often a least budget that does not work is raised, at first by `_NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
@@ -93,7 +93,7 @@ class Budgeted:
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
             return self._first(
-                None, lambda tried: self._plan_with_credit(room, 0, 1, tried)[0].plan
+                None, lambda tried: self._plan_with_credit(room, 0, 0, tried)[0].plan
             )
 
     def within(self, budget: int) -> Plan:
@@ -229,7 +229,7 @@ class Budgeted:
         """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
         and on TPU what is in VMEM."""
         tiers = self._lowering.target.machine.tiers
-        on_chip = sum(t.capacity_bytes for t in tiers if t.memory_space == _VMEM)
+        on_chip = sum(t.capacity_bytes for t in tiers if t.memory_space == ON_CHIP_MEMORY_SPACE)
         return max(on_chip, int(room * _NEAR))
 
     def _least_budget(
@@ -293,9 +293,13 @@ class Budgeted:
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
-        for _ in range(_MAX_ROUNDS):
-            caution = 2 ** len(compiled)
-            candidate, overhead = self._plan_with_credit(room, overhead, caution, options)
+        for n in range(_MAX_ROUNDS):
+            left_free = 2 ** len(compiled) * overhead
+            if n < _MAX_ROUNDS - 1:
+                most = int(_LEFT_FREE * room)
+                overhead, left_free = min(overhead, most), min(left_free, most)
+            left_free = max(left_free, overhead)
+            candidate, overhead = self._plan_with_credit(room, overhead, left_free, options)
             if candidate.plan.fingerprint in compiled:
                 break  # There is no other one.
             try:
@@ -383,7 +387,7 @@ class Budgeted:
     # --- plans ----------------------------------------------------------------------------
 
     def _plan_with_credit(
-        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+        self, room: int, overhead: int, left_free: int, options: Mapping[str, Any] | None
     ) -> tuple[Candidate, int]:
         """As `_plan_below`; what that refuses may fit all the same, for XLA was seen to take less
         than predicted. Returns the overhead that it plans with, too.
@@ -392,7 +396,7 @@ class Budgeted:
         programs need less than a tenth of the HBM that is predicted, or none.
         """
         try:
-            return self._plan_below(room, overhead, caution, options), overhead
+            return self._plan_below(room, overhead, left_free, options), overhead
         except MemoryBudgetError:
             if overhead:
                 raise
@@ -405,7 +409,7 @@ class Budgeted:
                 raise
             if device_bytes(own, 0) <= room:
                 return unmoved, -credit
-            return self._plan_below(room, -credit, caution, options), -credit
+            return self._plan_below(room, -credit, -credit, options), -credit
 
     def _unmoved(self, options: Mapping[str, Any] | None) -> Candidate | None:
         """The program as XLA has it, if the planner finds that it fits the device."""
@@ -417,19 +421,19 @@ class Budgeted:
         return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
 
     def _plan_below(
-        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
+        self, room: int, overhead: int, left_free: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """Plans for bytes that XLA was seen to exceed by `overhead`, or to stay below by as much
         where it is negative.
 
-        Another plan breaks up XLA's arena in another way: where there is room for it,
-        `caution` times of what was seen is left free, so that one more compilation is enough; and
-        where there is none for what was seen, as much as the planner can.
+        Another plan breaks up XLA's arena in another way: where there is room for it, `left_free`
+        bytes are left free, so that one more compilation is enough; and where there is none for
+        what was seen, as much as the planner can.
         """
         errors: list[MemoryBudgetError] = []
-        for left_free in dict.fromkeys((max(caution * overhead, overhead), overhead)):
+        for free in dict.fromkeys((left_free, overhead)):
             try:
-                return self.planner.plan(room - left_free, options)
+                return self.planner.plan(room - free, options)
             except MemoryBudgetError as error:
                 errors.append(error)
         least = min(error.least for error in errors)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from hlo_passes import pipeline
+from hlo_passes.analysis.learned import held_on_chip, with_learned
 from hlo_passes.equations import Path
 from hlo_passes.errors import (
     HostResultsError,
@@ -27,7 +28,7 @@ from hlo_passes.errors import (
     MemplanError,
     OrderedEffectsError,
 )
-from hlo_passes.ir import Module
+from hlo_passes.ir import Module, ShapeIndex
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.rewrite import inject
@@ -133,6 +134,7 @@ class Planner:
         self._lowering = placing.lowering
         self._captured: dict[Any, tuple[Program, Module]] = {}
         self._estimates: dict[Hashable, int] = {}
+        self._on_chip: dict[Hashable, frozenset[ShapeIndex]] = {}
         self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
 
     @functools.cached_property
@@ -140,7 +142,7 @@ class Planner:
         """With what scans leave for others computed again, the more the later."""
         found = tuple(map(Planner, self._placing.recomputing()))
         for planner in found:
-            planner._estimates = self._estimates
+            planner._estimates, planner._on_chip = self._estimates, self._on_chip
         return found
 
     def plan(self, budget: int, options: Mapping[str, Any] | None) -> Candidate:
@@ -269,10 +271,12 @@ class Planner:
         return self._as_candidate(self._placing.placed(hosting), plan, hosting)
 
     def compiled(self, executable: Executable) -> None:
-        """Takes note of what XLA made of this program: how long its kernels take, where it says
-        so, which is for TPU."""
+        """Takes note of what XLA made of this program: how long its kernels take, and what it holds
+        on the chip, where it says so, which is for TPU."""
         if self._lowering.target.platform == "tpu":
-            self._estimates |= cost.estimates(read_module(executable))
+            final = read_module(executable)
+            self._estimates |= cost.estimates(final)
+            self._on_chip |= held_on_chip(final)
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
@@ -519,7 +523,7 @@ class Planner:
             self._captured[key] = program, module
         program, module = self._captured[key]
         # The same one as before, if nothing was learnt since: what was found of it is kept with it.
-        self._captured[key] = program, cost.with_estimates(module, self._estimates)
+        self._captured[key] = program, with_learned(module, self._estimates, self._on_chip)
         return self._captured[key]
 
 

@@ -26,8 +26,16 @@ from typing import Literal
 from hlo_passes.analysis.aliasing import in_place_pairs, is_in_place
 from hlo_passes.analysis.async_chains import ASYNC_LINKS, AsyncChain, async_chains
 from hlo_passes.analysis.call_graph import call_graph
+from hlo_passes.analysis.learned import is_on_chip
 from hlo_passes.errors import MalformedModuleError
-from hlo_passes.ir import Computation, Instruction, Module, Shape, ShapeIndex
+from hlo_passes.ir import (
+    ON_CHIP_MEMORY_SPACE,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    ShapeIndex,
+)
 from hlo_passes.memoize import memoized
 
 BufferKind = Literal["parameter", "constant", "output", "temp", "tuple"]
@@ -472,7 +480,7 @@ def _collect(module: Module, walk: _Walk) -> Dataflow:
                 group,
                 _kind(module, group, shapes, live_out),
                 max(map(_size, shapes)),
-                shapes[0].memory_space,
+                _space(module, group, shapes[0]),
                 live_out,
             )
         )
@@ -543,6 +551,15 @@ def _kind(
     if any([i.opcode == "constant" for i in definers]):
         return "constant"
     return "output" if live_out else "temp"
+
+
+def _space(module: Module, values: Sequence[Value], shape: Shape) -> int:
+    """What is worked on in place, or handed from a loop to the next, is where its shape says."""
+    i = values[0].instruction
+    if len(values) == 1 and i.computation_id == module.entry.id:
+        if is_on_chip(i, values[0].index, module.learned):
+            return ON_CHIP_MEMORY_SPACE
+    return shape.memory_space
 
 
 def _size(shape: Shape) -> int:

@@ -83,7 +83,7 @@ class EditSearch:
         within = capacity if packed is None else packed
         times = longer * self._times
         better.improve(capacity, within, terms, self._work.smallest, self._slots, times)
-        return EditChoice(None, better, better.step_seconds(capacity, self._slots))
+        return EditChoice(None, better, better.fitted(capacity, self._slots).step_time_s)
 
     def over(self, taken: EditState) -> int:
         """By how many bytes its packing is above the capacity, as far as that is known."""

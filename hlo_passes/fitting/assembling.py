@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -18,6 +18,7 @@ from hlo_passes.placing import budget_bound, fences, placement, tiers
 from hlo_passes.placing.issued import issue
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import (
+    ON_CHIP,
     Allocation,
     BodyPlan,
     LiveRange,
@@ -191,6 +192,8 @@ def _assemble(
     for resident in residents:
         if resident.kind in ("output", "constant"):
             hold(resident.name, f"{resident.kind}s", resident.size, resident.live_range)
+    for resident, offset in posed.on_chip:
+        slots.append(Slot(resident.name, ON_CHIP, offset, resident.size, resident.live_range))
     held = {slot.buffer: slot for slot in slots}
     slots += [
         Slot(g.name, held[g.owner].allocation, held[g.owner].offset, g.size, g.live_range)
@@ -224,6 +227,7 @@ def _assemble(
                 Allocation(f"{tier}_temp", tier, max((s.offset + s.size for s in of), default=0))
                 for tier, of in away_slots.items()
             ),
+            *_on_chip(posed),
         ),
         slots=tuple(slots),
         transfers=transfers,
@@ -238,6 +242,12 @@ def _assemble(
         provenance={"planner": "weights", "keeps": repr(choice.keeps)},
     )
     return replace(plan, prediction=_timed(posed, plan))
+
+
+def _on_chip(posed: Problem) -> Iterator[Allocation]:
+    tier = posed.machine.on_chip_memory
+    if posed.on_chip and tier is not None:
+        yield Allocation(ON_CHIP, tier.name, max(o + r.size for r, o in posed.on_chip))
 
 
 def _lower_bound_s(kept: Problem, budget: int) -> float:

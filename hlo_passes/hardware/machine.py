@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
+from hlo_passes.ir import ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -175,6 +176,11 @@ class Machine:
     def device_memory(self) -> Tier:
         """The tier of memory space 0: ``hbm``, or ``dram`` on a CPU."""
         return self.tiers[0]
+
+    @property
+    def on_chip_memory(self) -> Tier | None:
+        """The tier of memory space 1: a TPU's ``vmem``."""
+        return next((t for t in self.tiers if t.memory_space == ON_CHIP_MEMORY_SPACE), None)
 
     def tier(self, name: str) -> Tier:
         """Returns a tier by name.

@@ -145,7 +145,7 @@ def with_body(module: Module, body: Body, program: Module) -> Module:
     for c in added:
         if c.id in edited.schedule.sequences:
             proto.schedule.sequences[c.id].CopyFrom(edited.schedule.sequences[c.id])
-    return Module(proto).with_cycles(module.cycles)
+    return Module(proto).with_learned(module.learned)
 
 
 def _elements(body: Computation) -> list[Instruction] | None:
@@ -228,7 +228,7 @@ def _as_program(module: Module, body: Computation) -> Module:
             entry = proto.input_output_alias.entries.add()
             entry.output_shape_index[:] = [n]
             entry.parameter_number = numbers[k]
-    return Module(proto).with_cycles(module.cycles)
+    return Module(proto).with_learned(module.learned)
 
 
 def _argument(module: Module, caller: Instruction, element: int) -> int | None:

@@ -254,4 +254,4 @@ def drop_copies(module: Module, copies: Sequence[Instruction]) -> Module:
             del computation.instructions[n]
         for i in computation.instructions:
             i.operand_ids[:] = [source.get(o, o) for o in i.operand_ids]
-    return Module(proto).with_cycles(module.cycles)
+    return Module(proto).with_learned(module.learned)

@@ -105,4 +105,4 @@ def _write(
         del computation.instructions[:]
         computation.instructions.extend(ordered)
         proto.schedule.sequences[computation.id].instruction_ids[:] = sequence
-    return Module(proto).with_cycles(module.cycles)
+    return Module(proto).with_learned(module.learned)

@@ -43,7 +43,7 @@ def divide_views(module: Module) -> Module:
     for computation in proto.computations:
         if computation.id in again:
             _divide(proto, computation, again[computation.id], names)
-    return Module(proto).with_cycles(module.cycles)
+    return Module(proto).with_learned(module.learned)
 
 
 def _read_again(

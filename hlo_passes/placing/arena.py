@@ -27,9 +27,9 @@ from hlo_passes.placing.prefetch import Fetch
 from hlo_passes.placing.ticks import Resident
 from hlo_passes.plan import LiveRange, LogicalTime
 
-# Bytes below which the TPU compiler can well hold a temporary in VMEM (16 to 128 MiB). What
-# it does not hold there lies apart from the fetches here, so that it does not break up
-# their ring in the model where it does not on the machine.
+# Bytes below which the TPU compiler can well hold a temporary in VMEM (16 to 128 MiB), where it is
+# not known which it does. What it does not hold there lies apart from the fetches here, so that it
+# does not break up their ring in the model where it does not on the machine.
 _SMALL_TEMPORARY = 4 << 20
 
 # On TPU nothing begins within a row of a tile; what is this small pads its shapes alike.
@@ -54,6 +54,7 @@ class Arena:
         each instruction more takes `table`.
       load: int64[ticks], bytes of the other temporaries, which share the rest with fetches.
       in_order: offsets are given in the order of the starts.
+      smallest: bytes below which a temporary lies in the base.
     """
 
     machine: Machine
@@ -64,6 +65,7 @@ class Arena:
     table: int
     load: npt.NDArray[np.int64]
     in_order: bool
+    smallest: int
 
     @classmethod
     def of(
@@ -72,20 +74,24 @@ class Arena:
         ticks: int,
         machine: Machine,
         tables: int | None = None,
+        *,
+        knows_chip: bool = False,
     ) -> Arena:
         """Sets aside what does not depend on the fetches.
 
         Args:
           tables: bytes of the compiler's tables, where it has nothing to add to them, nor moves
             anything to VMEM any more; None before that.
+          knows_chip: what XLA will hold in VMEM is not among the temporaries.
         """
         in_order = machine.platform == "tpu"
         small: dict[int, int] = {}
         base = tables or 0
         table = _TPU_TABLE_BYTES if in_order and tables is None else 0
+        smallest = _SMALL_TEMPORARY if table and not knows_chip else 0
         if in_order and tables is None:
             base = tables = table * ticks
-            indices = [k for k, t in enumerate(temporaries) if t.size < _SMALL_TEMPORARY]
+            indices = [k for k, t in enumerate(temporaries) if t.size < smallest]
             packing = assign_offsets(
                 [temporaries[k].size for k in indices],
                 [temporaries[k].live_range for k in indices],
@@ -95,7 +101,7 @@ class Arena:
             small = {k: base + o for k, o in zip(indices, packing.offsets, strict=True)}
             base += -(-packing.total // _ROW_BYTES) * _ROW_BYTES
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
-        return cls(machine, temporaries, small, base, tables or 0, table, load, in_order)
+        return cls(machine, temporaries, small, base, tables or 0, table, load, in_order, smallest)
 
     def until(self, ends: Mapping[str, LogicalTime]) -> Arena:
         """Returns the arena with some of its temporaries, by name, held longer."""
@@ -108,11 +114,6 @@ class Arena:
                 t = replace(t, live_range=LiveRange(t.live_range.start, end))
             held.append(t)
         return replace(self, temporaries=tuple(held), load=load)
-
-    @property
-    def smallest(self) -> int:
-        """Bytes below which a temporary lies in the base."""
-        return _SMALL_TEMPORARY if self.in_order else 0
 
     @property
     def alignment(self) -> int:

@@ -25,10 +25,11 @@ from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
 from hlo_passes.hardware.machine import Link, Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape
+from hlo_passes.memory.assignment import assign_offsets
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.placing.arena import Arena, live_load
 from hlo_passes.placing.prefetch import Fetch
-from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, entry_ticks
+from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
@@ -115,6 +116,7 @@ class Problem:
       link: from the host tier to the device's.
       link_floor_s: seconds for which other transfers than the movables' occupy it.
       in_place: numbers of the arguments on the host that are read where they are (CPU).
+      on_chip: what XLA is known to hold on the chip, and where; no bytes of the device's.
     """
 
     module: Module
@@ -133,6 +135,7 @@ class Problem:
     link: Link
     link_floor_s: float = 0.0
     in_place: frozenset[int] = frozenset()
+    on_chip: tuple[tuple[Resident, int], ...] = ()
 
     def staying(self, stay: Collection[str]) -> Problem:
         """Returns the problem in which some arguments are on the device, and what takes their
@@ -231,10 +234,20 @@ def pose(
     on_cpu = machine.platform == "cpu"
     ranges = compute_live_ranges(analyze_dataflow(module))
     ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
-    temporaries = tuple(r for r in ticks.residents if r.kind in ("temp", "workspace") and r.size)
+    on_chip = _on_chip(ticks, machine)
+    held = {id(r) for r, _ in on_chip}
+    kinds = ("temp", "workspace", "on_chip")
+    temporaries = tuple(
+        replace(r, kind="temp") if r.kind == "on_chip" else r
+        for r in ticks.residents
+        if r.kind in kinds and r.size and id(r) not in held
+    )
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
-    arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine))
+    knows_chip = module.learned.on_chip is not None
+    arena = Arena.of(
+        temporaries, ticks.end, machine, _tables(ranges, machine), knows_chip=knows_chip
+    )
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
@@ -264,6 +277,7 @@ def pose(
         link,
         link_floor_s(module, machine).get(queue_of(link), 0.0),
         sliced,
+        on_chip,
     )
 
 
@@ -274,6 +288,18 @@ def resident(problem: Problem, parameters: Collection[int]) -> Problem:
     more = sum(shapes[n].byte_size for n in parameters)
     boundary = replace(problem.boundary, arguments=problem.boundary.arguments + more)
     return replace(left, boundary=boundary)
+
+
+def _on_chip(ticks: EntryTicks, machine: Machine) -> tuple[tuple[Resident, int], ...]:
+    """What XLA holds on the chip, as far as there is room for it, and offsets there."""
+    held = [r for r in ticks.residents if r.kind == "on_chip" and r.size]
+    if not held:
+        return ()
+    tier = machine.on_chip_memory
+    capacity = 0 if tier is None else tier.capacity_bytes
+    packing = assign_offsets([r.size for r in held], [r.live_range for r in held])
+    placed = zip(held, packing.offsets, strict=True)
+    return tuple((r, offset) for r, offset in placed if offset + r.size <= capacity)
 
 
 def _tables(ranges: LiveRanges, machine: Machine) -> int | None:

@@ -25,7 +25,7 @@ from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.live_ranges import LiveRanges
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.stores import steady_parameters, stored_copies
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
+from hlo_passes.ir import DEVICE_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE, Instruction, Module
 from hlo_passes.memory.allocations import HeapRange, find_allocations
 from hlo_passes.memory.assignment import assign_offsets, peak_load
 from hlo_passes.plan import LiveRange, LogicalTime
@@ -94,14 +94,14 @@ class Resident:
         ``"temp"`` and ``"workspace"`` share the arena that ``temp_size_in_bytes`` counts; a
         ``"colocated"`` is a temporary that takes no bytes of its own: it lies in those of the
         output `owner` before that is there, or of the donated argument `owner` after that has
-        been read.
+        been read; an ``"on_chip"`` is one that XLA is known to hold there (`learned`).
       owner: of what is colocated, the name of the buffer that it lies in.
     """
 
     name: str
     size: int
     live_range: LiveRange
-    kind: Literal["parameter", "constant", "output", "temp", "workspace", "colocated"]
+    kind: Literal["parameter", "constant", "output", "temp", "workspace", "colocated", "on_chip"]
     owner: str = ""
 
 
@@ -278,6 +278,9 @@ class _View:
         allocations = find_allocations(self.ranges, target, apart=frozenset(self.moved))
         hosts = set(allocations.reused.values())
         for b in self.dataflow.buffers:
+            is_there = b.values[0].shape.memory_space == DEVICE_MEMORY_SPACE
+            if is_there and b.memory_space == ON_CHIP_MEMORY_SPACE:
+                yield Resident(self._name(b), b.size, self._ticks_of(b.values), "on_chip")
             if b.memory_space != DEVICE_MEMORY_SPACE or b.size == 0:
                 continue
             if b.id in allocations.reused:

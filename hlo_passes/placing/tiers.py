@@ -34,9 +34,8 @@ import numpy.typing as npt
 
 from hlo_passes.errors import TierCapacityError
 from hlo_passes.hardware.machine import Machine, Tier
+from hlo_passes.ir import ON_CHIP_MEMORY_SPACE
 from hlo_passes.plan import LiveRange
-
-_ON_CHIP_MEMORY_SPACE = 1
 
 _NODES = 20_000
 """How many steps the branch and bound takes at most; some 0.1 s."""
@@ -103,7 +102,7 @@ def off_device_tiers(machine: Machine) -> tuple[Tier, ...]:
     return tuple(
         tier
         for tier in machine.tiers[1:]
-        if tier.memory_space != _ON_CHIP_MEMORY_SPACE
+        if tier.memory_space != ON_CHIP_MEMORY_SPACE
         and {(near, tier.name), (tier.name, near)} <= linked
     )
 

@@ -44,6 +44,7 @@ from typing import Any
 from hlo_passes.analysis.async_chains import wrapped_by
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.flops import MatrixWork, matrix_work
+from hlo_passes.analysis.learned import known_by
 from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
@@ -86,33 +87,12 @@ def estimates(executable: Module) -> Mapping[Hashable, int]:
     """Returns the cycles of the instructions for which XLA wrote them, by what they can be
     known by in another module of the same program. O(instructions)."""
     found = {
-        _known_by(i): _estimated_cycles(i)
+        known_by(i): _estimated_cycles(i)
         for computation in executable.computations.values()
         if not computation.is_fusion
         for i in computation.instructions
     }
     return {known_by: cycles for known_by, cycles in found.items() if cycles}
-
-
-def with_estimates(module: Module, known: Mapping[Hashable, int]) -> Module:
-    """Returns `module` with the cycles of its instructions that are known; itself if it has them.
-
-    Args:
-      module: as the hook sees it.
-      known: of `estimates`, of executables of the same program, arguments perhaps in other
-        memory.
-
-    O(instructions).
-    """
-    known_by_name = {i.name: known.get(_known_by(i), 0) for i in module.instructions.values()}
-    cycles = {name: n for name, n in known_by_name.items() if n}
-    return module if cycles == module.cycles else module.with_cycles(cycles)
-
-
-def _known_by(instruction: Instruction) -> Hashable:
-    """Name, opcode, types and dimensions: one of another shape is another one."""
-    shapes = tuple((s.dtype, s.dimensions) for _, s in instruction.shape.leaves())
-    return instruction.name, instruction.opcode, shapes
 
 
 @dataclass
@@ -175,10 +155,10 @@ class _Costs:
         return max(known_s, exchange_s, self._roofline(instruction))
 
     def _known_cycles(self, instruction: Instruction) -> int:
-        if not self.module.cycles:
+        if not self.module.learned.cycles:
             return 0
         original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
-        return self.module.cycles.get(original or instruction.name, 0)
+        return self.module.learned.cycles.get(original or instruction.name, 0)
 
     def _called(self, instruction: Instruction) -> Iterable[float]:
         called = (self.module.computations[i] for i in instruction.called_computation_ids)

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import ON_CHIP_MEMORY_SPACE
 from hlo_passes.simulator.timeline import ComputeSpan, Timeline, TransferId, TransferSpan
-
-ON_CHIP_MEMORY_SPACE = 1
 
 Engine = Literal["compute", "link in", "link out", "on-chip copies", "interconnect", "memory"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hlo_passes.errors import PlanMismatchError, VerificationError
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
-from hlo_passes.plan import Plan, Slot, Transfer
+from hlo_passes.plan import ON_CHIP, Plan, Slot, Transfer
 from hlo_passes.verify.hlo import RUNNING, check_scheduled, describe
 from hlo_passes.verify.memory import Memory, Version
 from hlo_passes.verify.order import check_order
@@ -324,6 +324,14 @@ def _check_capacity(
             f"it computes in tier {device}, the machine in {machine.device_memory.name}",
             f"machine {machine.name}",
         )
+    chip = machine.on_chip_memory
+    for a in plan.allocations:
+        if a.name == ON_CHIP and (chip is None or a.tier != chip.name):
+            raise VerificationError(
+                f"what is held on the chip is in tier {a.tier}",
+                f"machine {machine.name}",
+                f"Expected {'no such allocation' if chip is None else chip.name}.",
+            )
     placed: defaultdict[str, int] = defaultdict(int)
     for p in plan.placements:
         placed[p.tier] += p.size

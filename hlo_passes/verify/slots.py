@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from hlo_passes.errors import VerificationError
 from hlo_passes.ir import Module
-from hlo_passes.plan import LogicalTime, Plan, Slot
+from hlo_passes.plan import ON_CHIP, LogicalTime, Plan, Slot
 from hlo_passes.verify.hlo import describe
 from hlo_passes.verify.replay import Replay, Value
 
@@ -211,7 +211,7 @@ def _fitting_slot(module: Module, value: Value, tiers: Mapping[str, str], tier: 
         start, end = slot.live_range
         if slot.size < value.size:
             hint = f"expected {value.size} bytes, found {slot.size}"
-        elif tiers[slot.allocation] != tier:
+        elif tiers[slot.allocation] != tier and (t is not None or slot.allocation != ON_CHIP):
             hint = f"expected tier {tier}, found {tiers[slot.allocation]}"
         # A copy in host memory may be left later: the one that takes its place says when.
         elif t is not None and t.kind == "prefetch" and slot.live_range != (t.start, t.end):

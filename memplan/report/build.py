@@ -24,7 +24,13 @@ from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.hardware.machine import Machine
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, HOST_MEMORY_SPACE, Instruction, Module
+from hlo_passes.ir import (
+    DEVICE_MEMORY_SPACE,
+    HOST_MEMORY_SPACE,
+    ON_CHIP_MEMORY_SPACE,
+    Instruction,
+    Module,
+)
 from hlo_passes.loops.host_transfers import Nest, nests
 from hlo_passes.memory.allocations import HeapRange, find_allocations
 from hlo_passes.memory.usage import measure_memory
@@ -57,9 +63,8 @@ HELD_LIMIT = 20
 """How many of the buffers at a peak a view names."""
 
 # Of memory spaces, where no machine names its tiers.
-_TIER_NAMES = {0: "hbm", 1: "vmem", HOST_MEMORY_SPACE: "host"}
+_TIER_NAMES = {0: "hbm", ON_CHIP_MEMORY_SPACE: "vmem", HOST_MEMORY_SPACE: "host"}
 
-ON_CHIP_MEMORY_SPACE = 1
 
 _KINDS: dict[str, BandKind] = {
     "parameter": "arguments",

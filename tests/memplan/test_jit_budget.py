@@ -215,9 +215,30 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
+    monkeypatch.setattr(budgeted, "_LEFT_FREE", 1.0)
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     overhead = HALF + 1 - compiled.plan.prediction.total_bytes
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
+
+
+def test_what_was_far_off_takes_an_eighth_until_the_last_round(monkeypatch: pytest.MonkeyPatch):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+    fitting: list[planner.Candidate] = []
+
+    def watched(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+        asked.append(budget)
+        fitting.append(plan(self, HALF - len(asked), options))
+        return fitting[-1]
+
+    def reported(*_: Any) -> int:
+        return HALF if len(asked) == 4 else fitting[-1].plan.prediction.total_bytes + HALF // 3
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(budgeted, "device_bytes", reported)
+    memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    eighth = HALF - HALF // 8
+    assert asked == [HALF, eighth, eighth, HALF - HALF // 3]
 
 
 def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytest.MonkeyPatch):
@@ -479,6 +500,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         return plan(self, budget, options)
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
+    monkeypatch.setattr(budgeted, "_LEFT_FREE", 1.0)
     reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:

@@ -249,6 +249,24 @@ def test_on_tpu_plans_are_made_with_xlas_own_estimates():
     assert before.compute_s < 0.9 * after.compute_s
 
 
+@pytest.mark.tpu
+def test_on_tpu_what_an_executable_holds_on_the_chip_is_not_counted():
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    lowered = memplan.jit(jax.grad(loss), hbm="240MiB", machine="v5e").lower(weights, x)
+    unseen, compiled = lowered.plan(), lowered.compile()
+    assert compiled.plan is not None
+    # The same temporaries, of which what is on the chip is only known of an executable.
+    assert unseen.moved_bytes > compiled.plan.moved_bytes
+    reported = compiled.device_bytes
+    assert compiled.plan.prediction.total_bytes == pytest.approx(reported, rel=0.01)
+
+
 def run(script: str) -> subprocess.CompletedProcess[str]:
     """Runs a plain script, in which nothing says which devices there are."""
     ours = ("JAX_", "TPU_", "TF_", "XLA_", "ALLOW_")

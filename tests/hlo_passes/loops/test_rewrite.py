@@ -9,6 +9,7 @@ import pytest
 
 from hlo_passes.errors import LoopMismatchError, PlanFormatError
 from hlo_passes.hardware.machine import load_machine
+from hlo_passes.ir import Learned
 from hlo_passes.loops.rewrite import LOOP_TRANSFER_ATTRIBUTE, rewrite_loops
 from hlo_passes.loops.schedule import schedule_loops
 from hlo_passes.pipeline import plan_module, rewrite_module
@@ -45,8 +46,8 @@ def test_a_loop_record_of_another_kind():
 
 
 def test_what_xla_estimates_goes_with_the_module():
-    lent = MODULE.with_cycles({"f0.done": 7})
-    assert rewrite_loops(lent, LOOPS, MACHINE).cycles == lent.cycles
+    lent = MODULE.with_learned(Learned({"f0.done": 7}))
+    assert rewrite_loops(lent, LOOPS, MACHINE).learned == lent.learned
 
 
 def test_both_halves_are_tagged():

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from hlo_passes.analysis.learned import with_learned
 from hlo_passes.hardware.machine import Interconnect, load_machine
-from hlo_passes.ir import Module
+from hlo_passes.ir import Learned, Module
 from hlo_passes.normalize.barriers import remove_barriers
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import estimates, instruction_costs, step_seconds, with_estimates
+from hlo_passes.simulator.cost import estimates, instruction_costs, step_seconds
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
 
@@ -126,7 +127,7 @@ def test_an_estimate_of_nothing_is_none():
 
 
 def with_cycles_of(lines: Sequence[str], cycles: int) -> Module:
-    return with_estimates(module_of(entry(*lines)), estimates(module_of(estimated(cycles))))
+    return with_learned(module_of(entry(*lines)), estimates(module_of(estimated(cycles))), {})
 
 
 @pytest.mark.parametrize(("cycles", "seconds"), [(9500, 9.5), (1500, 8.0)])
@@ -161,12 +162,13 @@ def test_what_is_lent_goes_with_the_module_and_is_no_part_of_it():
     lines = ["a = f32[100] parameter(0)", "ROOT n = f32[100] negate(a)"]
     plain, module = module_of(entry(*lines)), with_cycles_of(lines, 9500)
     assert module.fingerprint == plain.fingerprint
-    assert Module(module.to_proto(), module).cycles == {"n": 9500}
+    assert Module(module.to_proto(), module).learned == Learned({"n": 9500})
     assert instruction_costs(plain, toy_machine())[plain.entry.root.id] == pytest.approx(8.0)
-    assert not plain.cycles
+    assert plain.learned == Learned()
     # What is found once of a module is not what was found of another.
     assert remove_barriers(plain) is plain
-    assert remove_barriers(plain.with_cycles({"n": 9500})).cycles == {"n": 9500}
+    lent = Learned({"n": 9500})
+    assert remove_barriers(plain.with_learned(lent)).learned == lent
 
 
 SUM = """HloModule m, is_scheduled=true
