@@ -137,7 +137,7 @@ class Budgeted:
         name = self._lowering.traced.fun_name
         for _ in range(_MAX_ROUNDS):
             try:
-                executable = self._compile_planned(candidate, options)
+                executable, _ = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError):
                 continue  # XLA does not promise to schedule a module in the same way again.
             total = device_bytes(executable, candidate.hosted_on_cpu)
@@ -293,17 +293,28 @@ class Budgeted:
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
+        surer: Candidate | None = None
         for n in range(_MAX_ROUNDS):
-            left_free = 2 ** len(compiled) * overhead
-            if n < _MAX_ROUNDS - 1:
-                most = int(_LEFT_FREE * room)
-                overhead, left_free = min(overhead, most), min(left_free, most)
-            left_free = max(left_free, overhead)
-            candidate, overhead = self._plan_with_credit(room, overhead, left_free, options)
-            if candidate.plan.fingerprint in compiled:
-                break  # There is no other one.
+            is_last = n == _MAX_ROUNDS - 1
+            most = room if is_last else int(_LEFT_FREE * room)
+            least, left_free = min(overhead, most), overhead
+            if not is_last:
+                left_free = max(least, min(2 ** len(compiled) * overhead, most))
             try:
-                executable = self._compile_planned(candidate, options)
+                candidate, least = self._plan_with_credit(room, least, left_free, options)
+            except MemoryBudgetError:
+                if surer is None:
+                    raise
+                candidate, surer = surer, None
+            if n == 0 and (faster := self._faster(candidate, room, options)) is not None:
+                surer, candidate = candidate, faster
+            if candidate.plan.fingerprint in compiled:
+                if left_free == most:
+                    continue  # The last round may leave more.
+                break  # There is no other one.
+            overhead = min(overhead, least) if least < 0 else overhead
+            try:
+                executable, rewritten = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError) as error:
                 # XLA does not promise to schedule a module in the same way again.
                 self.planner.forget()
@@ -318,10 +329,29 @@ class Budgeted:
             if total <= room:
                 return _Kept(executable, candidate, total, tuple(rounds), options, seen)
             self.planner.compiled(executable)
+            if self.planner.knows_chip:
+                # The next plan is made with what is known now: what that does not explain is left.
+                known = rewritten is not None
+                predicted = self.planner.explained(rewritten, executable) if known else total
             overhead = max(overhead, total - predicted)
         if mismatch is not None and not seen:
             raise mismatch
         raise self._shortage().asked_for(room, min(seen.values()))
+
+    def _faster(
+        self, candidate: Candidate, room: int, options: Mapping[str, Any]
+    ) -> Candidate | None:
+        """A faster plan that counts what XLA was seen to hold on the chip, less what it stayed below
+        that, if there is one: with another plan it holds other things there, and takes what is
+        predicted so as often."""
+        if not self.planner.knows_chip or candidate.plan.prediction.slowdown <= _WAITS:
+            return None
+        for more in dict.fromkeys((self._credit(room, options), 0)):
+            with suppress(MemoryBudgetError):
+                other = self.planner.plan(room + more, options, counts_chip=True)
+                if other.is_faster_than(candidate):
+                    return other
+        return None
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
@@ -338,7 +368,7 @@ class Budgeted:
                 faster = self.planner.plan(aim, options)
                 if not faster.is_faster_than(kept.candidate):
                     break
-                executable = self._compile_planned(faster, options)
+                executable, _ = self._compile_planned(faster, options)
             except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
                 break
             total = device_bytes(executable, faster.hosted_on_cpu)
@@ -355,7 +385,8 @@ class Budgeted:
 
     def _compile_planned(
         self, candidate: Candidate, options: Mapping[str, Any] | None
-    ) -> Executable:
+    ) -> tuple[Executable, Module | None]:
+        """The executable of a plan, and the module that was written; None where jax had it."""
         self._lowering.report(
             "compiling with a plan", candidate.plan.budget_bytes, candidate.step_time_s
         )
@@ -373,7 +404,7 @@ class Budgeted:
 
             custom_calls.register()
         try:
-            return inject.compile_with(
+            executable = inject.compile_with(
                 self._lowering.target.platform,
                 candidate.program.stablehlo,
                 f"{candidate.plan.fingerprint}-{__version__}",
@@ -383,6 +414,7 @@ class Budgeted:
         except jax.errors.JaxRuntimeError as error:
             note(error, rewritten)
             raise
+        return executable, rewritten[-1] if rewritten else None
 
     # --- plans ----------------------------------------------------------------------------
 
@@ -392,36 +424,49 @@ class Budgeted:
         """As `_plan_below`; what that refuses may fit all the same, for XLA was seen to take less
         than predicted. Returns the overhead that it plans with, too.
 
-        The planner sees temporaries that XLA:TPU will hold in VMEM, and cannot tell which: small
-        programs need less than a tenth of the HBM that is predicted, or none.
+        What XLA:TPU will hold in VMEM depends on the plan: small programs need less than a tenth of
+        the HBM that is predicted without it, or none.
         """
         try:
             return self._plan_below(room, overhead, left_free, options), overhead
         except MemoryBudgetError:
             if overhead:
                 raise
-            own = self._as_xla_has_it(room, options)
-            unmoved = self._unmoved(options) if own is not None else None
-            credit = 0
-            if own is not None and unmoved is not None:
-                credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
-            if own is None or unmoved is None or credit <= room * _NEAR:
+            credit = self._credit(room, options)
+            if not credit:
                 raise
-            if device_bytes(own, 0) <= room:
-                return unmoved, -credit
-            return self._plan_below(room, -credit, -credit, options), -credit
+            below = self._plan_below(room, -credit, -credit, options, counts_chip=True)
+            return below, -credit
 
-    def _unmoved(self, options: Mapping[str, Any] | None) -> Candidate | None:
+    def _credit(self, room: int, options: Mapping[str, Any] | None) -> int:
+        """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
+        that it holds on the chip; 0 where that is next to nothing, or not known."""
+        own = self._as_xla_has_it(room, options)
+        unmoved = self._unmoved(options, counts_chip=True) if own is not None else None
+        if own is None or unmoved is None:
+            return 0
+        credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
+        return credit if credit > room * _NEAR else 0
+
+    def _unmoved(
+        self, options: Mapping[str, Any] | None, *, counts_chip: bool = False
+    ) -> Candidate | None:
         """The program as XLA has it, if the planner finds that it fits the device."""
         capacity = self._lowering.target.machine.device_memory.capacity_bytes
         try:
-            candidate = self.planner.plan(capacity, options)
+            candidate = self.planner.plan(capacity, options, counts_chip=counts_chip)
         except MemoryBudgetError:
             return None
         return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
 
     def _plan_below(
-        self, room: int, overhead: int, left_free: int, options: Mapping[str, Any] | None
+        self,
+        room: int,
+        overhead: int,
+        left_free: int,
+        options: Mapping[str, Any] | None,
+        *,
+        counts_chip: bool = False,
     ) -> Candidate:
         """Plans for bytes that XLA was seen to exceed by `overhead`, or to stay below by as much
         where it is negative.
@@ -433,13 +478,13 @@ class Budgeted:
         errors: list[MemoryBudgetError] = []
         for free in dict.fromkeys((left_free, overhead)):
             try:
-                return self.planner.plan(room - free, options)
+                return self.planner.plan(room - free, options, counts_chip=counts_chip)
             except MemoryBudgetError as error:
                 errors.append(error)
         least = min(error.least for error in errors)
         if room - overhead < least < room:
             with suppress(MemoryBudgetError):
-                return self.planner.plan(least, options)
+                return self.planner.plan(least, options, counts_chip=counts_chip)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(room, error.least + overhead)

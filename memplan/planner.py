@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from hlo_passes.errors import (
     OrderedEffectsError,
 )
 from hlo_passes.ir import Module, ShapeIndex
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.rewrite import inject
@@ -126,6 +127,24 @@ def _worded(ring: tuple[int, float] | None) -> str:
     return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
 
 
+@dataclass
+class _Known:
+    """What executables of a program said of its instructions; see `learned`.
+
+    Attributes:
+      counts_chip: whether what they hold on the chip is counted all the same.
+    """
+
+    cycles: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    on_chip: dict[Hashable, frozenset[ShapeIndex]] = field(
+        default_factory=dict[Hashable, frozenset[ShapeIndex]]
+    )
+    counts_chip: bool = False
+
+    def said_of(self, module: Module) -> Module:
+        return with_learned(module, self.cycles, {} if self.counts_chip else self.on_chip)
+
+
 class Planner:
     """Plans one program; what XLA has shown once is kept."""
 
@@ -133,8 +152,7 @@ class Planner:
         self._placing = placing
         self._lowering = placing.lowering
         self._captured: dict[Any, tuple[Program, Module]] = {}
-        self._estimates: dict[Hashable, int] = {}
-        self._on_chip: dict[Hashable, frozenset[ShapeIndex]] = {}
+        self._known = _Known()
         self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
 
     @functools.cached_property
@@ -142,10 +160,12 @@ class Planner:
         """With what scans leave for others computed again, the more the later."""
         found = tuple(map(Planner, self._placing.recomputing()))
         for planner in found:
-            planner._estimates, planner._on_chip = self._estimates, self._on_chip
+            planner._known = self._known
         return found
 
-    def plan(self, budget: int, options: Mapping[str, Any] | None) -> Candidate:
+    def plan(
+        self, budget: int, options: Mapping[str, Any] | None, *, counts_chip: bool = False
+    ) -> Candidate:
         """Returns the fastest plan found for `budget` bytes, or for all that the device has.
 
         A ring that fails is dropped: where the checker or XLA refuses what was made of it, the log
@@ -153,6 +173,7 @@ class Planner:
 
         Args:
           options: XLA options, beside those given to ``jit``.
+          counts_chip: whether what XLA was seen to hold on the chip is counted all the same.
 
         Raises:
           MemoryBudgetError: when none was found.
@@ -165,6 +186,7 @@ class Planner:
         if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
+        self._known.counts_chip = counts_chip
         best: Candidate | None = None
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
@@ -275,8 +297,19 @@ class Planner:
         on the chip, where it says so, which is for TPU."""
         if self._lowering.target.platform == "tpu":
             final = read_module(executable)
-            self._estimates |= cost.estimates(final)
-            self._on_chip |= held_on_chip(final)
+            self._known.cycles |= cost.estimates(final)
+            self._known.on_chip |= held_on_chip(final)
+
+    @property
+    def knows_chip(self) -> bool:
+        """Whether XLA was seen to hold anything on the chip."""
+        return any(self._known.on_chip.values())
+
+    def explained(self, rewritten: Module, executable: Executable) -> int:
+        """The bytes that are predicted of a module, now that its executable says what XLA holds on
+        the chip."""
+        known = with_learned(rewritten, {}, held_on_chip(read_module(executable)))
+        return memory_usage(known, "tpu").total_bytes
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
@@ -523,7 +556,7 @@ class Planner:
             self._captured[key] = program, module
         program, module = self._captured[key]
         # The same one as before, if nothing was learnt since: what was found of it is kept with it.
-        self._captured[key] = program, with_learned(module, self._estimates, self._on_chip)
+        self._captured[key] = program, self._known.said_of(module)
         return self._captured[key]
 
 

@@ -26,7 +26,6 @@ from typing import Literal
 from hlo_passes.analysis.aliasing import in_place_pairs, is_in_place
 from hlo_passes.analysis.async_chains import ASYNC_LINKS, AsyncChain, async_chains
 from hlo_passes.analysis.call_graph import call_graph
-from hlo_passes.analysis.learned import is_on_chip
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import (
     ON_CHIP_MEMORY_SPACE,
@@ -557,7 +556,7 @@ def _space(module: Module, values: Sequence[Value], shape: Shape) -> int:
     """What is worked on in place, or handed from a loop to the next, is where its shape says."""
     i = values[0].instruction
     if len(values) == 1 and i.computation_id == module.entry.id:
-        if is_on_chip(i, values[0].index, module.learned):
+        if (i.name, values[0].index) in (module.learned.on_chip or ()):
             return ON_CHIP_MEMORY_SPACE
     return shape.memory_space
 

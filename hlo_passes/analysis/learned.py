@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.ir import (
     DEVICE_MEMORY_SPACE,
     ON_CHIP_MEMORY_SPACE,
@@ -86,12 +85,3 @@ def with_learned(
     )
     learned = Learned({name: n for name, n in taken.items() if n}, held if on_chip else None)
     return module if learned == module.learned else module.with_learned(learned)
-
-
-def is_on_chip(instruction: Instruction, index: ShapeIndex, learned: Learned) -> bool:
-    """Whether XLA is known to hold a part of a result in VMEM alone; of one that runs again what
-    it holds of the first."""
-    if not learned.on_chip:
-        return False
-    original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
-    return (original or instruction.name, index) in learned.on_chip

@@ -7,6 +7,7 @@ import pytest
 
 import memplan.budgeted as budgeted
 import memplan.cli as cli
+import memplan.planner as planner
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.reading.reader import read_module
 from memplan.placing import Placing
@@ -67,8 +68,9 @@ def refused(capsys):
 
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are for the budget that is asked for, whatever XLA leaves of it."""
+    """Plans are for the budget that is asked for, whatever XLA leaves of it, or holds elsewhere."""
     monkeypatch.setattr(budgeted, "_IDLE", 1.0)
+    monkeypatch.setattr(planner, "held_on_chip", lambda _: {})
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     plan = planner.Planner.plan
     asked: list[int] = []
 
-    def watched(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         asked.append(budget)
         return plan(self, HALF - len(asked), options)
 
@@ -226,7 +226,7 @@ def test_what_was_far_off_takes_an_eighth_until_the_last_round(monkeypatch: pyte
     asked: list[int] = []
     fitting: list[planner.Candidate] = []
 
-    def watched(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         asked.append(budget)
         fitting.append(plan(self, HALF - len(asked), options))
         return fitting[-1]
@@ -241,11 +241,91 @@ def test_what_was_far_off_takes_an_eighth_until_the_last_round(monkeypatch: pyte
     assert asked == [HALF, eighth, eighth, HALF - HALF // 3]
 
 
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+    steps: list[float] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        found = plan(self, HALF, options)
+        slower = 1 if counts_chip == is_faster else 2
+        prediction = found.plan.prediction
+        prediction = dataclasses.replace(prediction, step_time_s=slower * prediction.step_time_s)
+        steps.append(prediction.step_time_s)
+        made = dataclasses.replace(found.plan, prediction=prediction)
+        return dataclasses.replace(found, plan=made)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF)
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked[:2] == [False, True]
+    assert compiled.plan.prediction.step_time_s == pytest.approx(min(steps))
+
+
+def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.MonkeyPatch):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        if len(asked) > 2:
+            raise no_plan(budget, HALF)
+        found = plan(self, HALF - len(asked), options)
+        prediction = found.plan.prediction
+        slower = 1 if counts_chip else 2
+        prediction = dataclasses.replace(prediction, step_time_s=slower * prediction.step_time_s)
+        return dataclasses.replace(
+            found, plan=dataclasses.replace(found.plan, prediction=prediction)
+        )
+
+    compilations = itertools.count()
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) == 0))
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked[:2] == [False, True]
+    assert compiled.plan.budget_bytes == HALF - 1
+    assert len(compiled.rounds) == 2
+
+
+def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(budget)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
+    monkeypatch.setattr(budgeted.Budgeted, "_faster", lambda *_: None)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 2))
+    memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [HALF, HALF - 200]
+
+
 def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytest.MonkeyPatch):
     plan, least = planner.Planner.plan, int(0.9 * HALF)
     reported = iter([int(1.5 * HALF), HALF])
 
-    def refuses(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def refuses(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         if budget < least:
             raise no_plan(budget, least)
         return plan(self, budget, options)
@@ -303,7 +383,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
     """The planner refuses less than HALF, and XLA reports this part of what it is."""
     plan, exact = planner.Planner.plan, executable.device_bytes
 
-    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         if budget < HALF:
             raise no_plan(budget, HALF)
         return plan(self, budget, options)
@@ -446,7 +526,7 @@ def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
     plan = planner.Planner.plan
     failed: list[int] = []
 
-    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         if budget < HALF:
             failed.append(budget)
             raise no_plan(budget, 3 * HALF)
@@ -493,7 +573,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
     plan = planner.Planner.plan
     asked: list[int] = []
 
-    def fails(self: planner.Planner, budget: int, options: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         asked.append(budget)
         if len(asked) in (2, 3):
             raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))

@@ -45,10 +45,14 @@ def series(own: int) -> dict[int, Any]:
 
 
 def test_what_xla_holds_in_vmem_is_used(series: dict[int, Any]):
-    budget, compiled = next(iter(series.items()))
-    first, *_, last = (int(said.split()[-1]) for said in compiled.rounds)
-    assert first < last == compiled.device_bytes <= budget
-    assert compiled.plan.prediction.total_bytes > budget
+    for budget, compiled in series.items():
+        # Without it a fifth more was predicted, and more moved.
+        assert len(compiled.rounds) == 1
+        assert compiled.plan.prediction.total_bytes == pytest.approx(
+            compiled.device_bytes, rel=0.01
+        )
+        assert 0.9 * budget < compiled.device_bytes <= budget
+        assert compiled.plan.prediction.slowdown < 1.15
 
 
 def test_less_memory_is_no_faster(series: dict[int, Any]):
