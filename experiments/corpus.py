@@ -275,10 +275,10 @@ def planning() -> Generator[list[float]]:
         finally:
             xla_s += time.process_time() - begin
 
-    def counting(*args: Any) -> Candidate:
+    def counting(*args: Any, **options: Any) -> Candidate:
         begin = time.process_time() - xla_s
         try:
-            return plan(*args)
+            return plan(*args, **options)
         finally:
             found.append(time.process_time() - xla_s - begin)
 

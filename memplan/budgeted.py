@@ -341,9 +341,9 @@ class Budgeted:
     def _faster(
         self, candidate: Candidate, room: int, options: Mapping[str, Any]
     ) -> Candidate | None:
-        """A faster plan that counts what XLA was seen to hold on the chip, less what it stayed below
-        that, if there is one: with another plan it holds other things there, and takes what is
-        predicted so as often."""
+        """A faster plan that counts what XLA was seen to hold on the chip, less what it stayed
+        below that, if there is one: with another plan it holds other things there, and takes what
+        is predicted so as often."""
         if not self.planner.knows_chip or candidate.plan.prediction.slowdown <= _WAITS:
             return None
         for more in dict.fromkeys((self._credit(room, options), 0)):
