@@ -468,16 +468,6 @@ class Module:
                 f"the schedule and the computation differ in instruction ids {wrong}",
                 "Every instruction of a scheduled computation stands in its sequence once.",
             )
-        place = {id_: n for n, id_ in enumerate(sequence or ())}
-        for id_ in place:
-            late = [o for o in local[id_].operand_ids if place[o] >= place[id_]]
-            if late:
-                raise MalformedModuleError(
-                    where,
-                    f"%{local[id_].name} uses %{local[late[0]].name}, "
-                    "which does not come before it",
-                    "What an instruction uses stands before it in the schedule.",
-                )
         self.instructions.update(local)
         ordered = tuple(local[i] for i in sequence) if sequence else tuple(local.values())
         return Computation(

@@ -129,3 +129,13 @@ def check_scheduled(module: Module) -> None:
             f"module {module.name}",
             "Give the module as it is after XLA's scheduler.",
         )
+    for computation in module.computations.values():
+        ran: set[int] = set()
+        for i in computation.instructions:
+            if late := [o for o in i.operand_ids if o not in ran]:
+                raise VerificationError(
+                    f"%{i.name} is scheduled before what it needs, "
+                    f"%{module.instructions[late[0]].name}",
+                    describe(module, i),
+                )
+            ran.add(i.id)

@@ -139,14 +139,6 @@ def test_parts_that_do_not_fit_together() -> None:
             Module(proto)
 
 
-def test_a_schedule_in_which_something_is_used_before_it_is_there():
-    proto = read_module(TEXT).to_proto()
-    sequence = proto.schedule.sequences[proto.entry_computation_id]
-    sequence.instruction_ids[:] = [*reversed(sequence.instruction_ids)]
-    with pytest.raises(MalformedModuleError, match="%y uses %x, which does not come before it"):
-        Module(proto)
-
-
 @pytest.mark.parametrize(
     "line",
     [
