@@ -123,6 +123,7 @@ def serialized(message: Message) -> bytes:
 
 
 def check_scheduled(module: Module) -> None:
+    """Checks that there is a schedule, and that it is an order in which instructions can run."""
     if not module.is_scheduled:
         raise VerificationError(
             "the module has no schedule, so there is no order to check against",
@@ -132,10 +133,11 @@ def check_scheduled(module: Module) -> None:
     for computation in module.computations.values():
         ran: set[int] = set()
         for i in computation.instructions:
-            if late := [o for o in i.operand_ids if o not in ran]:
-                raise VerificationError(
-                    f"%{i.name} is scheduled before what it needs, "
-                    f"%{module.instructions[late[0]].name}",
-                    describe(module, i),
-                )
+            for needed in (*i.operand_ids, *i.control_predecessor_ids):
+                if needed not in ran:
+                    raise VerificationError(
+                        f"%{i.name} is scheduled before what it needs, "
+                        f"%{module.instructions[needed].name}",
+                        describe(module, i),
+                    )
             ran.add(i.id)
