@@ -27,7 +27,7 @@ from hlo_passes.errors import (
     PlanMismatchError,
     StalePlanError,
 )
-from hlo_passes.ir import ON_CHIP_MEMORY_SPACE, Module
+from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan import __version__
@@ -40,11 +40,8 @@ from memplan.paths import dotted
 from memplan.placing import Placing
 from memplan.planner import Candidate, Planner
 
-# XLA's later passes may end above what was planned; then that, and more, is left free. How they
-# pack is chaotic, and what was far off says little of the next plan: no more than this part of the
-# budget is left free before the last round.
-_MAX_ROUNDS = 4
-_LEFT_FREE = 1 / 8
+# XLA's later passes may end above what was planned; then the difference is taken off.
+_MAX_ROUNDS = 3
 
 # Without them XLA:CPU makes one library call of products that feed each other: all the weights that
 # it reads have to be there at once, and a plan can move none of them.
@@ -92,9 +89,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(
-                None, lambda tried: self._plan_with_credit(room, 0, 0, tried)[0].plan
-            )
+            return self._first(None, lambda tried: self._plans(room, tried)[0].plan)
 
     def within(self, budget: int) -> Plan:
         """Plans for a budget, and compiles nothing further than XLA's scheduler.
@@ -228,9 +223,8 @@ class Budgeted:
     def _unseen(self, room: int) -> int:
         """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
         and on TPU what is in VMEM."""
-        tiers = self._lowering.target.machine.tiers
-        on_chip = sum(t.capacity_bytes for t in tiers if t.memory_space == ON_CHIP_MEMORY_SPACE)
-        return max(on_chip, int(room * _NEAR))
+        chip = self._lowering.target.machine.on_chip_memory
+        return max(chip.capacity_bytes if chip is not None else 0, int(room * _NEAR))
 
     def _least_budget(
         self, refusal: MemoryBudgetError, budget: int, options: Mapping[str, Any] | None
@@ -293,26 +287,19 @@ class Budgeted:
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
-        surer: Candidate | None = None
-        for n in range(_MAX_ROUNDS):
-            is_last = n == _MAX_ROUNDS - 1
-            most = room if is_last else int(_LEFT_FREE * room)
-            least, left_free = min(overhead, most), overhead
-            if not is_last:
-                left_free = max(least, min(2 ** len(compiled) * overhead, most))
-            try:
-                candidate, least = self._plan_with_credit(room, least, left_free, options)
-            except MemoryBudgetError:
-                if surer is None:
-                    raise
-                candidate, surer = surer, None
-            if n == 0 and (faster := self._faster(candidate, room, options)) is not None:
-                surer, candidate = candidate, faster
+        surer: list[Candidate] = []
+        for _ in range(_MAX_ROUNDS):
+            if not compiled:
+                candidate, *surer = self._plans(room, options)
+            else:
+                try:
+                    candidate = self._plan_below(room, overhead, 2 ** len(compiled), options)
+                except MemoryBudgetError:
+                    if not surer:
+                        raise
+                    candidate = surer.pop()
             if candidate.plan.fingerprint in compiled:
-                if left_free == most:
-                    continue  # The last round may leave more.
                 break  # There is no other one.
-            overhead = min(overhead, least) if least < 0 else overhead
             try:
                 executable, rewritten = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError) as error:
@@ -337,21 +324,6 @@ class Budgeted:
         if mismatch is not None and not seen:
             raise mismatch
         raise self._shortage().asked_for(room, min(seen.values()))
-
-    def _faster(
-        self, candidate: Candidate, room: int, options: Mapping[str, Any]
-    ) -> Candidate | None:
-        """A faster plan that counts what XLA was seen to hold on the chip, less what it stayed
-        below that, if there is one: with another plan it holds other things there, and takes what
-        is predicted so as often."""
-        if not self.planner.knows_chip or candidate.plan.prediction.slowdown <= _WAITS:
-            return None
-        for more in dict.fromkeys((self._credit(room, options), 0)):
-            with suppress(MemoryBudgetError):
-                other = self.planner.plan(room + more, options, counts_chip=True)
-                if other.is_faster_than(candidate):
-                    return other
-        return None
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
@@ -418,25 +390,39 @@ class Budgeted:
 
     # --- plans ----------------------------------------------------------------------------
 
-    def _plan_with_credit(
-        self, room: int, overhead: int, left_free: int, options: Mapping[str, Any] | None
-    ) -> tuple[Candidate, int]:
-        """As `_plan_below`; what that refuses may fit all the same, for XLA was seen to take less
-        than predicted. Returns the overhead that it plans with, too.
+    def _plans(self, room: int, options: Mapping[str, Any] | None) -> list[Candidate]:
+        """Plans to compile for so many bytes, the fastest first, the surer one behind it.
 
-        What XLA:TPU will hold in VMEM depends on the plan: small programs need less than a tenth of
-        the HBM that is predicted without it, or none.
+        What XLA:TPU holds on the chip depends on the plan. Where one that leaves out what it was
+        seen to hold there waits, or there is none, another one that counts all of it, less what XLA
+        stayed below that, may be faster and within the budget: small programs need less than a
+        tenth of the HBM that is predicted so, or none.
+
+        Raises:
+          MemoryBudgetError: when there is none.
         """
+        found: list[Candidate] = []
+        errors: list[MemoryBudgetError] = []
         try:
-            return self._plan_below(room, overhead, left_free, options), overhead
-        except MemoryBudgetError:
-            if overhead:
-                raise
-            credit = self._credit(room, options)
-            if not credit:
-                raise
-            below = self._plan_below(room, -credit, -credit, options, counts_chip=True)
-            return below, -credit
+            found.append(self._plan_below(room, 0, 1, options))
+        except MemoryBudgetError as error:
+            errors.append(error)
+        knows_chip = self.planner.knows_chip
+        if found and (not knows_chip or found[0].plan.prediction.slowdown <= _WAITS):
+            return found
+        for credit in dict.fromkeys((self._credit(room, options), 0)):
+            if not credit and not knows_chip:
+                break  # It would be the same.
+            try:
+                other = self.planner.plan(room + credit, options, counts_chip=True)
+            except MemoryBudgetError as error:
+                errors.append(error.asked_for(room, error.least - credit))
+                continue
+            if not found or other.is_faster_than(found[0]):
+                return [other, *found]
+        if not found:
+            raise min(errors, key=lambda e: e.least)
+        return found
 
     def _credit(self, room: int, options: Mapping[str, Any] | None) -> int:
         """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
@@ -460,31 +446,24 @@ class Budgeted:
         return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
 
     def _plan_below(
-        self,
-        room: int,
-        overhead: int,
-        left_free: int,
-        options: Mapping[str, Any] | None,
-        *,
-        counts_chip: bool = False,
+        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
     ) -> Candidate:
-        """Plans for bytes that XLA was seen to exceed by `overhead`, or to stay below by as much
-        where it is negative.
+        """Plans for bytes that XLA was seen to exceed by `overhead`.
 
-        Another plan breaks up XLA's arena in another way: where there is room for it, `left_free`
-        bytes are left free, so that one more compilation is enough; and where there is none for
-        what was seen, as much as the planner can.
+        Another plan breaks up XLA's arena in another way: where there is room for it,
+        `caution` times of what was seen is left free, so that one more compilation is enough; and
+        where there is none for what was seen, as much as the planner can.
         """
         errors: list[MemoryBudgetError] = []
-        for free in dict.fromkeys((left_free, overhead)):
+        for left_free in dict.fromkeys((caution * overhead, overhead)):
             try:
-                return self.planner.plan(room - free, options, counts_chip=counts_chip)
+                return self.planner.plan(room - left_free, options)
             except MemoryBudgetError as error:
                 errors.append(error)
         least = min(error.least for error in errors)
         if room - overhead < least < room:
             with suppress(MemoryBudgetError):
-                return self.planner.plan(least, options, counts_chip=counts_chip)
+                return self.planner.plan(least, options)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(room, error.least + overhead)

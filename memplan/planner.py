@@ -151,7 +151,8 @@ class Planner:
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
         self._lowering = placing.lowering
-        self._captured: dict[Any, tuple[Program, Module]] = {}
+        # The module as it was shown last, with what is on the chip counted and left out.
+        self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
         self._known = _Known()
         self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
 
@@ -278,8 +279,7 @@ class Planner:
         this program XLA may have said how long kernels take that those of another are compared
         with."""
         plain = self._placing.asked
-        self._capture(plain, options)
-        _, module = self._captured[_key(plain, options)]
+        _, module = self._capture(plain, options)
         return cost.step_seconds(module, self._lowering.target.machine)
 
     def resident(self, options: Mapping[str, Any] | None) -> Candidate:
@@ -553,11 +553,12 @@ class Planner:
             module = inject.capture(
                 self._lowering.target.platform, program.stablehlo, program.compiler(options)
             )
-            self._captured[key] = program, module
-        program, module = self._captured[key]
+            self._captured[key] = program, dict.fromkeys((False, True), module)
+        program, shown = self._captured[key]
         # The same one as before, if nothing was learnt since: what was found of it is kept with it.
-        self._captured[key] = program, self._known.said_of(module)
-        return self._captured[key]
+        counts_chip = self._known.counts_chip and self.knows_chip
+        module = shown[counts_chip] = self._known.said_of(shown[counts_chip])
+        return program, module
 
 
 def _key(hosting: Hosting, options: Mapping[str, Any] | None) -> Hashable:

@@ -215,30 +215,17 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
-    monkeypatch.setattr(budgeted, "_LEFT_FREE", 1.0)
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     overhead = HALF + 1 - compiled.plan.prediction.total_bytes
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
-def test_what_was_far_off_takes_an_eighth_until_the_last_round(monkeypatch: pytest.MonkeyPatch):
-    plan = planner.Planner.plan
-    asked: list[int] = []
-    fitting: list[planner.Candidate] = []
-
-    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
-        asked.append(budget)
-        fitting.append(plan(self, HALF - len(asked), options))
-        return fitting[-1]
-
-    def reported(*_: Any) -> int:
-        return HALF if len(asked) == 4 else fitting[-1].plan.prediction.total_bytes + HALF // 3
-
-    monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(budgeted, "device_bytes", reported)
-    memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    eighth = HALF - HALF // 8
-    assert asked == [HALF, eighth, eighth, HALF - HALF // 3]
+def slowed(candidate: planner.Candidate, factor: int) -> planner.Candidate:
+    """The same, whose step is said to take longer."""
+    prediction = candidate.plan.prediction
+    prediction = dataclasses.replace(prediction, step_time_s=factor * prediction.step_time_s)
+    plan = dataclasses.replace(candidate.plan, prediction=prediction)
+    return dataclasses.replace(candidate, plan=plan)
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
@@ -253,13 +240,9 @@ def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
     ) -> planner.Candidate:
         asked.append(counts_chip)
-        found = plan(self, HALF, options)
-        slower = 1 if counts_chip == is_faster else 2
-        prediction = found.plan.prediction
-        prediction = dataclasses.replace(prediction, step_time_s=slower * prediction.step_time_s)
-        steps.append(prediction.step_time_s)
-        made = dataclasses.replace(found.plan, prediction=prediction)
-        return dataclasses.replace(found, plan=made)
+        found = slowed(plan(self, HALF, options), 1 if counts_chip == is_faster else 2)
+        steps.append(found.step_time_s)
+        return found
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(planner.Planner, "knows_chip", True)
@@ -280,13 +263,7 @@ def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.
         asked.append(counts_chip)
         if len(asked) > 2:
             raise no_plan(budget, HALF)
-        found = plan(self, HALF - len(asked), options)
-        prediction = found.plan.prediction
-        slower = 1 if counts_chip else 2
-        prediction = dataclasses.replace(prediction, step_time_s=slower * prediction.step_time_s)
-        return dataclasses.replace(
-            found, plan=dataclasses.replace(found.plan, prediction=prediction)
-        )
+        return slowed(plan(self, HALF - len(asked), options), 1 if counts_chip else 2)
 
     compilations = itertools.count()
     monkeypatch.setattr(planner.Planner, "plan", watched)
@@ -309,13 +286,14 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
     ) -> planner.Candidate:
+        if counts_chip:
+            raise no_plan(budget, HALF)
         asked.append(budget)
         return plan(self, HALF - len(asked), options)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(planner.Planner, "knows_chip", True)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
-    monkeypatch.setattr(budgeted.Budgeted, "_faster", lambda *_: None)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 2))
     memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert asked == [HALF, HALF - 200]
@@ -580,7 +558,6 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         return plan(self, budget, options)
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
-    monkeypatch.setattr(budgeted, "_LEFT_FREE", 1.0)
     reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
     with pytest.raises(MemoryBudgetError) as raised:
