@@ -41,7 +41,7 @@ from memplan.placing import Placing
 from memplan.planner import Candidate, Planner
 
 # XLA's later passes may end above what was planned; then the difference is taken off.
-_MAX_ROUNDS = 3
+_MAX_ROUNDS = 4
 
 # Without them XLA:CPU makes one library call of products that feed each other: all the weights that
 # it reads have to be there at once, and a plan can move none of them.
@@ -282,7 +282,7 @@ class Budgeted:
 
     def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
         """Plans and compiles until XLA reports no more than `room` bytes."""
-        overhead = 0
+        exceeded = overhead = 0
         seen: dict[int, int] = {}
         rounds: list[str] = []
         compiled: set[str] = set()
@@ -316,11 +316,11 @@ class Budgeted:
             if total <= room:
                 return _Kept(executable, candidate, total, tuple(rounds), options, seen)
             self.planner.compiled(executable)
-            if self.planner.knows_chip:
-                # The next plan is made with what is known now: what that does not explain is left.
-                known = rewritten is not None
-                predicted = self.planner.explained(rewritten, executable) if known else total
-            overhead = max(overhead, total - predicted)
+            exceeded = overhead = max(exceeded, total - predicted)
+            if self.planner.knows_chip and rewritten is not None and len(compiled) == 1:
+                # The next plan is made with what is known now, and at first what that does not
+                # explain is enough; but with another plan XLA may hold other things on the chip.
+                overhead = max(0, total - self.planner.explained(rewritten, executable))
         if mismatch is not None and not seen:
             raise mismatch
         raise self._shortage().asked_for(room, min(seen.values()))
@@ -451,11 +451,16 @@ class Budgeted:
         """Plans for bytes that XLA was seen to exceed by `overhead`.
 
         Another plan breaks up XLA's arena in another way: where there is room for it,
-        `caution` times of what was seen is left free, so that one more compilation is enough; and
-        where there is none for what was seen, as much as the planner can.
+        `caution` times of what was seen is left free, so that one more compilation is enough, else
+        half of that, and so on; and where there is none for what was seen, as much as the planner
+        can.
+
+        Args:
+          caution: a power of 2.
         """
         errors: list[MemoryBudgetError] = []
-        for left_free in dict.fromkeys((caution * overhead, overhead)):
+        times = (caution >> n for n in range(caution.bit_length()))
+        for left_free in dict.fromkeys(n * overhead for n in times):
             try:
                 return self.planner.plan(room - left_free, options)
             except MemoryBudgetError as error:

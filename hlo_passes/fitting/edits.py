@@ -300,11 +300,10 @@ class _Fitting:
             part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
             less = taken.copied()
             less.give_back(self.capacity, part)
-            found = None
-            # Their load has to have room, and their packing not be far from it.
-            if less.all != taken.all and self._search.over(less) <= _HOPELESS * self.capacity:
-                left -= 1
-                found = self._packed(replace(chosen, taken=less), 0)
+            if less.all == taken.all or self._search.over(less) > _HOPELESS * self.capacity:
+                continue  # Even their load has no room, or their packing.
+            left -= 1
+            found = self._packed(replace(chosen, taken=less), 0)
             if isinstance(found, Solution) and found.choice.step_time_s <= best.step_time_s:
                 chosen = replace(chosen, taken=less, step_time_s=found.choice.step_time_s)
                 best, taken = _Packed(self, found, chosen, 0), less

@@ -36,4 +36,5 @@ def test_what_is_packed_within_the_capacity_is_not_given_up(target: str, share: 
     for taken in fits:
         found = searching.improved(taken)
         assert found.step_time_s < taken.step_seconds(capacity, None)
+        assert found.step_time_s == found.taken.fitted(capacity, None).step_time_s
         assert searching.over(found.taken) <= 0

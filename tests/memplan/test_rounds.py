@@ -1,0 +1,337 @@
+"""Rounds of planning and compiling: what XLA reports of one decides what the next asks for."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+import memplan.api as memplan
+import memplan.budgeted as budgeted
+import memplan.executable as executable
+import memplan.planner as planner
+from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.rewrite import inject
+from tests.memplan.chains import HALF, activations, chain, weights, xla_total
+
+
+def no_plan(budget: int, least: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        budget=budget,
+        least=least,
+        instruction="dot",
+        op_name="dot",
+        source_line="",
+        largest=(),
+        fixed=0,
+    )
+
+
+def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
+    reported = iter([HALF + 1000, HALF])
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert len(compiled.rounds) == 2
+    assert f"XLA reports {HALF + 1000}" in compiled.rounds[0]
+    assert compiled.plan.prediction.total_bytes <= HALF - 1000
+
+
+def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
+    """Whatever is asked for, plans take the same, and XLA exceeds it twice."""
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        asked.append(budget)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    overhead = HALF + 1 - compiled.plan.prediction.total_bytes
+    assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
+
+
+def slowed(candidate: planner.Candidate, factor: int) -> planner.Candidate:
+    """The same, whose step is said to take longer."""
+    prediction = candidate.plan.prediction
+    prediction = dataclasses.replace(prediction, step_time_s=factor * prediction.step_time_s)
+    plan = dataclasses.replace(candidate.plan, prediction=prediction)
+    return dataclasses.replace(candidate, plan=plan)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+    steps: list[float] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        found = slowed(plan(self, HALF, options), 1 if counts_chip == is_faster else 2)
+        steps.append(found.step_time_s)
+        return found
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF)
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked[:2] == [False, True]
+    assert compiled.plan.prediction.step_time_s == pytest.approx(min(steps))
+
+
+def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.MonkeyPatch):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        if len(asked) > 2:
+            raise no_plan(budget, HALF)
+        return slowed(plan(self, HALF - len(asked), options), 1 if counts_chip else 2)
+
+    compilations = itertools.count()
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) == 0))
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked[:2] == [False, True]
+    assert compiled.plan.budget_bytes == HALF - 1
+    assert len(compiled.rounds) == 2
+
+
+@pytest.mark.parametrize("exceeds", [1, 2])
+def test_what_is_explained_by_what_is_on_the_chip_is_left_free_only_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch, exceeds: int
+):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        if counts_chip:
+            raise no_plan(budget, HALF)
+        asked.append(budget)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) <= exceeds))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    overhead = HALF + 1 - compiled.plan.prediction.total_bytes
+    assert overhead > 100
+    assert asked == [HALF, HALF - 2 * 100, HALF - 4 * overhead][: exceeds + 1]
+
+
+def test_where_there_is_no_room_for_all_caution_half_of_it_is_left_free(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+    rounds = itertools.count(1)
+
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        asked.append(budget)
+        if len(asked) == 3:
+            raise no_plan(budget, HALF)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(rounds) < 3))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    overhead = HALF + 1 - compiled.plan.prediction.total_bytes
+    assert asked == [HALF, *(HALF - n * overhead for n in (2, 4, 2))]
+
+
+def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytest.MonkeyPatch):
+    plan, least = planner.Planner.plan, int(0.9 * HALF)
+    reported = iter([int(1.5 * HALF), HALF])
+
+    def refuses(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        if budget < least:
+            raise no_plan(budget, least)
+        return plan(self, budget, options)
+
+    monkeypatch.setattr(planner.Planner, "plan", refuses)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert compiled.plan.budget_bytes == least
+    assert len(compiled.rounds) == 2
+
+
+def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
+    """`chain` within HALF, where XLA reports these parts of what it is."""
+    left = iter(parts)
+    exact = executable.device_bytes
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * next(left)))
+    return memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+
+
+def test_what_xla_takes_less_than_planned_is_used(monkeypatch: pytest.MonkeyPatch):
+    before = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    compiled = reporting(monkeypatch, 0.6, 0.6, 0.6)
+    assert len(before.rounds) == 1
+    assert len(compiled.rounds) > 1
+    assert compiled.plan.moved_bytes < before.plan.moved_bytes
+    assert compiled.plan.prediction.total_bytes > HALF
+    assert compiled.device_bytes * 0.6 <= HALF
+
+
+def test_a_plan_that_keeps_to_the_budget_is_not_given_up_for_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    compiled = reporting(monkeypatch, 0.6, 1.1, 1.1)
+    assert len(compiled.rounds) == 3
+    assert compiled.plan.prediction.total_bytes <= HALF
+
+
+def test_where_one_ends_above_the_budget_the_next_asks_for_less(monkeypatch: pytest.MonkeyPatch):
+    compiled = reporting(monkeypatch, 0.6, 1.1, 0.8)
+    planned = [int(said.split()[1]) for said in compiled.rounds]
+    assert planned[0] <= HALF < planned[2] < planned[1]
+    assert compiled.plan.prediction.total_bytes == planned[2]
+
+
+def test_where_little_is_left_idle_there_is_no_other_round(monkeypatch: pytest.MonkeyPatch):
+    assert len(reporting(monkeypatch, 0.97).rounds) == 1
+
+
+def test_where_no_step_waits_there_is_no_other_round(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budgeted, "_WAITS", 1e9)
+    assert len(reporting(monkeypatch, 0.6).rounds) == 1
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
+    """The planner refuses less than HALF, and XLA reports this part of what it is."""
+    plan, exact = planner.Planner.plan, executable.device_bytes
+
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        if budget < HALF:
+            raise no_plan(budget, HALF)
+        return plan(self, budget, options)
+
+    monkeypatch.setattr(planner.Planner, "plan", fails)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * part))
+
+
+def test_what_the_planner_refuses_is_kept_where_xla_takes_less(monkeypatch: pytest.MonkeyPatch):
+    refusing(monkeypatch, 0.6)
+    monkeypatch.setattr(budgeted.Budgeted, "_unseen", lambda *_: HALF)
+    budget = int(HALF * 0.7)
+    compiled = memplan.jit(chain, hbm=budget).lower(weights(), activations()).compile()
+    assert compiled.device_bytes * 0.6 <= budget
+
+
+def test_what_the_planner_refuses_is_not_compiled_where_xla_cannot_take_so_much_less(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    refusing(monkeypatch, 0.6)
+    monkeypatch.setattr(inject, "compile_with", lambda *_: pytest.fail("it was compiled"))
+    lowered = memplan.jit(chain, hbm=int(HALF * 0.7)).lower(weights(), activations())
+    with pytest.raises(MemoryBudgetError) as raised:
+        lowered.compile()
+    assert raised.value.least == HALF
+
+
+def test_the_least_is_what_xla_takes_where_that_works(monkeypatch: pytest.MonkeyPatch):
+    refusing(monkeypatch, 0.6)
+    monkeypatch.setattr(budgeted.Budgeted, "_unseen", lambda *_: HALF)
+    args = weights(), activations()
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF // 4).lower(*args).compile()
+    least = raised.value.least_budget()
+    assert HALF // 2 < least < HALF * 0.7
+    found = memplan.jit(chain, hbm=least).lower(*args).compile()
+    assert int(found.device_bytes * 0.6) <= least
+
+
+def test_rounds_that_never_end_within_the_budget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
+    reported = itertools.chain([HALF + 30, HALF + 20], itertools.repeat(HALF + 10))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    error = raised.value
+    assert (error.budget, error.least) == (HALF, HALF + 10)
+    assert error.instruction
+    assert error.largest
+
+
+def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of the ways that it tries it names the least of one."""
+    plan = planner.Planner.plan
+    failed: list[int] = []
+
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        if budget < HALF:
+            failed.append(budget)
+            raise no_plan(budget, 3 * HALF)
+        return plan(self, budget, options)
+
+    monkeypatch.setattr(planner.Planner, "plan", fails)
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF // 2).lower(weights(), activations()).compile()
+    assert failed
+    # Four times halved: 5/2 of HALF lie between the two, of which a sixteenth is left.
+    assert HALF <= raised.value.least_budget() <= HALF + 5 * HALF // 32 + 1
+
+
+def test_no_more_is_asked_for_than_xla_takes_without_a_plan(monkeypatch: pytest.MonkeyPatch):
+    def within(self: budgeted.Budgeted, budget: int, options: Any) -> Any:
+        raise no_plan(budget, budget + 1)
+
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_within", within)
+    args = weights(), activations()
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(*args).compile()
+    assert raised.value.least_budget() == xla_total(chain, *args)
+
+
+def test_nor_is_more_named_where_what_is_compiled_for_the_least_takes_more(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    args = weights(), activations()
+    takes = xla_total(chain, *args)
+    budget = takes - 1000
+
+    def within(self: budgeted.Budgeted, room: int, options: Any) -> Any:
+        raise no_plan(room, budget + 500 if room == budget else 2 * takes)
+
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_within", within)
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=budget).lower(*args).compile()
+    assert raised.value.least == takes
+
+
+def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatch):
+    """With less room other arguments are to stay, and what then fails may need more."""
+    monkeypatch.setattr(budgeted, "_FINER_OPTIONS", {})
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        asked.append(budget)
+        if len(asked) in (2, 3):
+            raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))
+        return plan(self, budget, options)
+
+    monkeypatch.setattr(planner.Planner, "plan", fails)
+    reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
+    with pytest.raises(MemoryBudgetError) as raised:
+        memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert len(asked) == 3
+    assert raised.value.least == HALF + asked[0] - asked[2]
