@@ -30,6 +30,17 @@ def whole_number(value: object) -> int | None:
         return None
 
 
+def budget_text(n: int) -> str:
+    """Writes bytes as short as `parse_bytes` reads them, and no fewer.
+
+    >>> budget_text(1081344), budget_text(1 << 30)
+    ('1.1MiB', '1GiB')
+    """
+    unit = max((u for u in ("B", "KiB", "MiB", "GiB") if _UNITS[u] <= n), key=_UNITS.__getitem__)
+    tenths = -(-10 * n // _UNITS[unit])
+    return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+
+
 def parse_bytes(text: str | int) -> int:
     """Reads an amount of memory.
 

@@ -141,6 +141,19 @@ class UnknownMachineError(MemplanError, LookupError):
         )
 
 
+class UnknownDeviceError(UnknownMachineError):
+    """No machine file describes the device that is here."""
+
+    def __init__(self, kind: str, known: Sequence[str]) -> None:
+        MemplanError.__init__(
+            self,
+            f"the device here is a {kind!r}, which no machine file describes. Name one that is "
+            f"close to it, machine= one of {', '.join(known)} (of memory memplan takes what the "
+            "device reports, where that is less); or copy one of hlo_passes/hardware/machines, put "
+            "in the numbers of yours, and give machine= its path.",
+        )
+
+
 class NotOnMachineError(MemplanError, LookupError):
     """A machine lacks the tier, link or number that was asked of it."""
 
@@ -340,7 +353,8 @@ class MemoryBudgetError(MemplanError):
         limit = f" with slots={slots}" if slots is not None else ""
         super().__init__(
             f"no plan keeps to hbm={budget} ({format_bytes(budget)}){limit}; "
-            f"the planner's estimate of the least is hbm={least} ({format_bytes(least)})\n"
+            f"the planner's estimate of the least is hbm={least} ({format_bytes(least)})"
+            f"{'; error.least_budget() compiles until one works' if find_least else ''}\n"
             + "\n".join(f"  {line}" for line in self._lines())
         )
 
@@ -369,9 +383,11 @@ class MemoryBudgetError(MemplanError):
         live.append(f"{format_bytes(self.fixed)} of arguments and outputs that stay")
         if self.small > self.needed // 16:
             live.append(f"{format_bytes(self.small)} of small temporaries and XLA's tables")
-        yield f"live there: {', '.join(live)}"
-        if (lost := self.least - self.closed - self.needed) > self.least // 16:
-            yield f"besides: {format_bytes(lost)} for how XLA packs them, and its later passes"
+        yield f"live there, {format_bytes(self.needed)} at once: {', '.join(live)}"
+        if (more := self.least - self.closed - self.needed) > self.least // 16:
+            yield f"besides: {format_bytes(more)} for how XLA packs them, and its later passes"
+        if more < -self.least // 16:
+            yield f"less {format_bytes(-more)}: XLA was seen to take that much less"
         if self.closed:
             yield (
                 f"besides: {format_bytes(self.closed)} of arrays that the function closes over: "
@@ -381,7 +397,7 @@ class MemoryBudgetError(MemplanError):
             yield f"stays on the device as a whole: {_by_reason(self.left_alone)}"
         made = sum(b.size for b in self.largest if b.source_line)
         if made > self.needed // 2:
-            yield "or less at once: a smaller batch, jax.checkpoint around what makes these"
+            yield "to need less at once: a smaller batch, jax.checkpoint around what makes these"
 
     def asked_for(
         self,

@@ -233,7 +233,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
       VerificationError: when the rewritten module does not compute the same.
     """
     on_cpu = machine.platform == "cpu"
-    link = problem.host_link(machine)
+    link = machine.host_link
     for t in plan.transfers:
         if {t.source, t.destination} != {link.source, link.destination}:
             far = next(n for n in (t.source, t.destination) if n != link.destination)

@@ -205,10 +205,6 @@ class Prediction:
     def total_bytes(self) -> int:
         return self.arguments_bytes + self.outputs_bytes + self.temp_bytes - self.alias_bytes
 
-    @property
-    def fragmentation_bytes(self) -> int:
-        return self.temp_bytes - self.lower_bound_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class LoopTransfer:

@@ -30,6 +30,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
+from hlo_passes.units import format_bytes
 from memplan.compiled import Compiled, PlacementWarning, delete
 from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
@@ -69,7 +70,7 @@ def jit(
         hardware that is not here. None for ``jax.devices()[0]``.
       offload: glob patterns of argument paths that may live on the host, for example
         ``"params.layers.*"``, also as jax spells them, ``"params['layers']*"``; by default
-        every argument that is not donated.
+        every argument, donated ones where a result takes their place.
       slots: at most so many streamed weights on the device at once.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to
@@ -99,7 +100,7 @@ def jit(
       PlanFormatError: when `plan` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SlotsError: when `slots` is no positive integer.
-      TypeError: when ``jax.jit`` has no such option.
+      TypeError: when ``jax.jit`` has no such option, or `progress` cannot be called.
       UnknownMachineError: when `machine` is in no machine file.
 
     >>> import jax.numpy as jnp
@@ -128,6 +129,8 @@ def jit(
         _given(plan),
         progress,
     )
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress= is to be called with a Progress, found {progress!r}")
     if not isinstance(machine, Machine | Topology | None):
         check_machine(machine)  # A name that does not exist is an error here.
     if fun is None:
@@ -157,6 +160,11 @@ class _PlannedFunction:
         self._warns = options.budget is not None
         # Of arguments of such a tree, which flat ones a program deletes; see `Compiled.consumed`.
         self._consumed: dict[Any, tuple[int, ...]] = {}
+
+    def __repr__(self) -> str:
+        asked = self._function.options.budget
+        within = "the memory of its device" if asked is None else format_bytes(asked)
+        return f"<memplan.jit of {getattr(self, '__qualname__', '?')} within {within}>"
 
     def __reduce__(self) -> Any:
         function = self._function
@@ -225,12 +233,16 @@ class _PlannedFunction:
 
         Returns:
           The positional arguments as a tuple; with keyword arguments, a pair of that tuple
-          and their dict. Static arguments are returned as they are.
+          and their dict. Static arguments are returned as they are, and so are arrays that are
+          there already: where those are donated, a step deletes the ones that were given here.
 
         Raises:
+          TypeError: when there are shapes among them.
           NotExecutableError: when the devices of `machine` are not here.
         """
         dynamic, leaves, lowered = self._program(args, kwargs)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise TypeError("place() moves arrays, found a ShapeDtypeStruct: plan() takes shapes")
         moved = lowered.compile().move(leaves)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), moved)
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
@@ -302,8 +314,9 @@ def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     try:
         return Plan.load(os.fspath(plan))
     except (OSError, TypeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "found something else"
         raise PlanFormatError(
-            "plan=", str(plan), f"a plan, or a file that one was saved to ({error})"
+            "plan=", str(plan), f"a plan, or a file that one was saved to ({problem})"
         ) from None
 
 

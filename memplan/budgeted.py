@@ -236,7 +236,8 @@ class Budgeted:
           MemoryBudgetError: when none was found.
         """
         with self._lock, self._telling(budget, options):
-            least, step = max(self._least_planned(refusal), self._room(budget) + 1), _NEAR
+            planned = self._least_planned(refusal, options)
+            least, step = max(planned, self._room(budget) + 1), _NEAR
             for _ in range(_LEAST_ROUNDS):
                 try:
                     kept = self._kept_to(least, options)
@@ -323,7 +324,7 @@ class Budgeted:
                 overhead = max(0, total - self.planner.explained(rewritten, executable))
         if mismatch is not None and not seen:
             raise mismatch
-        raise self._shortage().asked_for(room, min(seen.values()))
+        raise self._shortage(options).asked_for(room, min(seen.values()))
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
@@ -438,7 +439,7 @@ class Budgeted:
         self, options: Mapping[str, Any] | None, *, counts_chip: bool = False
     ) -> Candidate | None:
         """The program as XLA has it, if the planner finds that it fits the device."""
-        capacity = self._lowering.target.machine.device_memory.capacity_bytes
+        capacity = self._lowering.target.capacity_bytes
         try:
             candidate = self.planner.plan(capacity, options, counts_chip=counts_chip)
         except MemoryBudgetError:
@@ -473,24 +474,24 @@ class Budgeted:
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(room, error.least + overhead)
 
-    def _least_planned(self, error: MemoryBudgetError) -> int:
+    def _least_planned(self, error: MemoryBudgetError, options: Mapping[str, Any] | None) -> int:
         """The least budget that the planner was seen to keep to. The one that it names is that of
         one way among those that it tries, and packing takes some of it."""
         too_little, least = min(error.budget, error.least), error.least
         for _ in range(_HALVINGS):
             middle = (too_little + least) // 2
             try:
-                self.planner.plan(middle, None)
+                self.planner.plan(middle, options)
             except MemoryBudgetError:
                 too_little = middle
             else:
                 least = middle
         return least
 
-    def _shortage(self) -> MemoryBudgetError:
+    def _shortage(self, options: Mapping[str, Any]) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""
         try:
-            self.planner.plan(1, None)
+            self.planner.plan(1, options)
         except MemoryBudgetError as error:
             return error
         raise AssertionError("a plan in one byte")

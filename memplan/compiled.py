@@ -30,6 +30,8 @@ from memplan.signature import (
     memory_kind,
 )
 
+_NAMED = 3  # Arguments, in a warning.
+
 
 class PlacementWarning(UserWarning):
     """Arguments had to be moved to the tier that the plan has for them."""
@@ -268,13 +270,21 @@ class Compiled:
         away = self.displaced(leaves) if tree == self.in_tree else []
         if not away:
             return program, args, kwargs, False
-        warnings.warn(
-            f"{len(away)} arguments were moved to the tier or the layout that the plan has for "
-            "them, for this call only; move them once with place(): args = step.place(*args)",
-            PlacementWarning,
-            skip_file_prefixes=(os.path.dirname(__file__),),
-        )
+        # What jax has not seen yet, a NumPy array, it would have moved as well.
+        if arrays := [n for n in away if isinstance(leaves[n], jax.Array)]:
+            named = ", ".join(self._lowering.paths[n] for n in arrays[:_NAMED])
+            warnings.warn(
+                "moved to the memory or the layout that the plan has for them, for this call only: "
+                f"{named}{f' and {more} more' if (more := len(arrays) - _NAMED) > 0 else ''}. What "
+                "is the same in each step, move once with place(): args = step.place(*args). For "
+                "what is new in each, give NumPy arrays, or keep it on the device: offload= with "
+                "patterns of the others",
+                PlacementWarning,
+                skip_file_prefixes=(os.path.dirname(__file__),),
+            )
         args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
+        donated = [info.donated for info in self._lowering.arguments]
+        delete(leaves[n] for n in away if donated[n])  # The program takes what was moved.
         return program, args, kwargs, True
 
     def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hlo_passes.budget import budget_text
 from hlo_passes.errors import CurveError, MemoryBudgetError
 from hlo_passes.plan import Plan
 from hlo_passes.units import format_bytes, format_seconds
@@ -78,7 +79,7 @@ class Curve:
     def table(self) -> Table:
         rows = tuple(
             (
-                format_bytes(p.budget_bytes),
+                budget_text(p.budget_bytes),
                 format_bytes(p.used_bytes),
                 format_bytes(p.moved_bytes),
                 format_seconds(p.step_time_s),

@@ -22,7 +22,8 @@ from jax.sharding import (
 )
 
 from hlo_passes import xla
-from hlo_passes.hardware.machine import Machine, load_machine
+from hlo_passes.errors import UnknownDeviceError, UnknownMachineError
+from hlo_passes.hardware.machine import Machine, load_machine, machine_names
 from memplan import __version__
 from memplan.out_of_memory import is_exhausted
 from memplan.signature import as_shape, bound_sharding, on_device, on_one_device
@@ -77,6 +78,16 @@ class Target:
     def absent(self) -> Topology | None:
         """The devices, when they are not here."""
         return None if self.platform == "cpu" else self.topology
+
+    @cached_property
+    def capacity_bytes(self) -> int:
+        """Device memory: what the machine has, or what the devices that are here let programs have
+        of it (``XLA_PYTHON_CLIENT_MEM_FRACTION`` on a GPU), where that is less."""
+        capacity = self.machine.device_memory.capacity_bytes
+        if self.topology is not None or self.platform == "cpu":
+            return capacity
+        limit = (xla.devices()[0].memory_stats() or {}).get("bytes_limit", capacity)
+        return min(capacity, limit)
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -242,6 +253,13 @@ def device_bytes(executable: Executable, hosted_bytes: int) -> int:
     return total - m.alias_size_in_bytes - hosted_bytes
 
 
+def _machine_of(device: Any) -> Machine:
+    try:
+        return load_machine(device.device_kind)
+    except UnknownMachineError:
+        raise UnknownDeviceError(device.device_kind, machine_names()) from None
+
+
 def find_target(machine: str | Machine | Topology | None, shardings: Iterable[Any] = ()) -> Target:
     """Resolves the ``machine=`` option.
 
@@ -254,7 +272,8 @@ def find_target(machine: str | Machine | Topology | None, shardings: Iterable[An
         ``jax.devices()[0].device_kind``.
 
     Raises:
-      UnknownMachineError: when `machine` or the device kind is in no machine file.
+      UnknownMachineError: when `machine` is in no machine file.
+      UnknownDeviceError: when the device kind is in none.
     """
     here = xla.devices()  # Before jax looks for them itself, which is not quiet everywhere.
     if isinstance(machine, Topology):
@@ -263,7 +282,7 @@ def find_target(machine: str | Machine | Topology | None, shardings: Iterable[An
         found = next((t for t in map(_topology_of, shardings) if t is not None), None)
         if found is not None:
             return Target(found.machine, found)
-        return Target(load_machine(here[0].device_kind), None)
+        return Target(_machine_of(here[0]), None)
     if isinstance(machine, str) and ":" in machine:
         found = topology(machine)
         return Target(found.machine, found)

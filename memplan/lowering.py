@@ -124,8 +124,7 @@ class Lowering:
     @property
     def budget(self) -> int:
         """Device bytes that the user allows."""
-        asked = self.function.options.budget
-        return asked or self.target.machine.device_memory.capacity_bytes
+        return self.function.options.budget or self.target.capacity_bytes
 
     @functools.cached_property
     def signature(self) -> tuple[str, ...]:

@@ -295,7 +295,13 @@ class Placing:
     def left_alone(self) -> Mapping[str, str]:
         """Why arguments stay, by path: those that a loop takes apart but that cannot be
         streamed, and those that cannot be moved whatever reads them."""
-        stay = dict.fromkeys(self._donated, "it is donated, and no result takes its place")
+        written = self.streams.replaced_by
+        stay = {
+            n: "it is donated, and on CPU what a loop writes is counted as the device's"
+            if n in written
+            else "it is donated, and no result takes its place"
+            for n in self._donated
+        }
         if self.lowering.function.options.offload is not None:
             stay |= {n: "no pattern of offload= names it" for n in self._movable - self._may_move}
         found = stay | self.streams.left_alone

@@ -28,7 +28,7 @@ from hlo_passes.errors import (
     MemplanError,
     OrderedEffectsError,
 )
-from hlo_passes.ir import Module, ShapeIndex
+from hlo_passes.ir import Learned, Module, ShapeIndex
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
@@ -186,7 +186,7 @@ class Planner:
             raise OrderedEffectsError(self._lowering.traced.fun_name)
         if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
-        budget = min(budget, self._lowering.target.machine.device_memory.capacity_bytes)
+        budget = min(budget, self._lowering.target.capacity_bytes)
         self._known.counts_chip = counts_chip
         best: Candidate | None = None
         rest: Iterator[Candidate] = iter(())
@@ -280,10 +280,11 @@ class Planner:
         with."""
         plain = self._placing.asked
         _, module = self._capture(plain, options)
-        return cost.step_seconds(module, self._lowering.target.machine)
+        return cost.step_seconds(module.with_learned(Learned()), self._lowering.target.machine)
 
     def resident(self, options: Mapping[str, Any] | None) -> Candidate:
         """The program with all that may be on the device there, whether or not that has so much."""
+        self._known.counts_chip = False
         return self._plan_with(self._placing.asked, sys.maxsize, options)
 
     def of(self, plan: Plan) -> Candidate:
@@ -313,7 +314,7 @@ class Planner:
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
-        for planner in (self, *self._recomputing):
+        for planner in (self, *vars(self).get("_recomputing", ())):
             planner._captured.clear()
 
     def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:

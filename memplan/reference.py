@@ -82,6 +82,8 @@ def load_reference(text: str) -> Reference:
         if error.name is None or not module_name.startswith(error.name):
             raise
         raise UnknownProgramError(text, f"there is no module {error.name}") from error
+    if not path:
+        raise UnknownProgramError(text, "it names no function")
     for name in path.split("."):
         if not hasattr(found, name):
             raise UnknownProgramError(text, f"{module_name} has no {path}")

@@ -22,6 +22,7 @@ from hlo_passes.errors import (
 )
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
+from hlo_passes.units import format_bytes
 from memplan.agreeing import follow, is_shared, lead
 from memplan.budgeted import Budgeted
 from memplan.compiled import Compiled
@@ -121,6 +122,10 @@ class Lowered:
         self._lock = threading.RLock()
         self._compiled: dict[_Options, Compiled] = {}
         self._plan: Plan | None = None
+
+    def __repr__(self) -> str:
+        within = f"for {self.machine.name} within {format_bytes(self.budget)}"
+        return f"<Lowered {self.fun_name} {within}>"
 
     @property
     def placing(self) -> Placing:
@@ -271,7 +276,9 @@ class Lowered:
             return self._compiled[key]
 
     def _log(self, compiled: Compiled) -> None:
-        plan = compiled.plan
+        plan, capacity = compiled.plan, self._lowering.target.capacity_bytes
+        if self.budget > capacity:
+            _log.warning("%s: hbm=%s, and its device has %s", self.fun_name, self.budget, capacity)
         # On CPU both memories are one: what moves is only practice.
         slow = plan is not None and plan.prediction.slowdown >= _SLOW
         if not slow or self._lowering.target.platform == "cpu":

@@ -2,7 +2,7 @@
 
 A kernel's buffers are named, with slots and a live range in phases of its loop; those that are
 never needed together may share bytes. The offsets are those of memplan's own buffer assignment
-(`hlo_passes.assignment`), whose lower bound is the largest sum of what is live at once.
+(`hlo_passes.memory.assignment`), whose lower bound is the largest sum of what is live at once.
 """
 
 from __future__ import annotations

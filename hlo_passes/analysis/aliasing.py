@@ -37,10 +37,10 @@ def in_place_pairs(module: Module, instruction: Instruction) -> tuple[InPlacePai
         case "dynamic-update-slice" | "set-dimension-size":
             return (InPlacePair(0, (), ()),)
         case "scatter":
-            return _one_output_each(instruction, len(instruction.shape.tuple_shapes))
+            return _one_output_each(len(instruction.shape.tuple_shapes))
         case "all-reduce-start":
             n = len(instruction.operand_ids)
-            return _one_output_each(instruction, n if n > 1 else 0)
+            return _one_output_each(n if n > 1 else 0)
         case "collective-permute" | "collective-permute-start" if is_in_place(module, instruction):
             place = (1,) if instruction.opcode == "collective-permute-start" else ()
             parts = range(len(instruction.shape.at(place).tuple_shapes))
@@ -107,7 +107,7 @@ def _bound(module: Module, link: Instruction) -> Iterator[InPlacePair]:
                 yield InPlacePair(operand, part, output)
 
 
-def _one_output_each(instruction: Instruction, n: int) -> tuple[InPlacePair, ...]:
+def _one_output_each(n: int) -> tuple[InPlacePair, ...]:
     if n == 0:
         return (InPlacePair(0, (), ()),)
     return tuple(InPlacePair(i, (), (i,)) for i in range(n))

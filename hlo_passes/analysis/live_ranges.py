@@ -12,7 +12,7 @@ a while, then its body; the branches of a conditional one after the other; what 
 operation wraps before the link at which it has its operands (`call_graph`). Ranges are
 half-open: a value defined at t whose last reader is at u has ``LiveRange(t, u + 1)``, so
 that an operand and the result of its last reader overlap in one tick unless they share
-bytes (see `buffer_sharing`).
+bytes (see `sharing`).
 
 The rules are those of xla/hlo/utils/hlo_live_range.cc, in its module-scoped form. A range
 there is closed; add one to its end.
@@ -52,14 +52,6 @@ class LiveRanges:
     @property
     def end(self) -> LogicalTime:
         return len(self.sequence)
-
-    def of_buffer(self, buffer: Buffer) -> LiveRange:
-        """Returns the range from the first to the last moment at which `buffer` is live.
-
-        A loop's carry may be dead in between: see `of_value`.
-        """
-        ranges = [self.of_value[v.id] for v in buffer.values]
-        return LiveRange(min(r.start for r in ranges), max(r.end for r in ranges))
 
 
 @memoized

@@ -41,7 +41,7 @@ def moves(module: Module, machine: Machine, traffic: Mapping[int, Traffic]) -> M
     that starts it. O(instructions).
 
     Args:
-      traffic: of `hlo_passes.traffic`, for the same module.
+      traffic: of `analysis.traffic`, for the same module.
     """
     tiers = {t.memory_space: t.name for t in machine.tiers if t.memory_space is not None}
     linked = {(link.source, link.destination) for link in machine.links}
@@ -69,8 +69,7 @@ def moves(module: Module, machine: Machine, traffic: Mapping[int, Traffic]) -> M
 
 
 def _custom_call(start: Instruction, machine: Machine, moved: Traffic) -> Move:
-    near = machine.device_memory.name
-    far = next(link.source for link in machine.links if link.destination == near)
+    far, near = machine.host_link.source, machine.device_memory.name
     engine = _ENGINE.search(start.proto.backend_config)
     size = sum(moved.read.values())
     if engine is not None and int(engine[1]) == TO_HOST:

@@ -81,11 +81,6 @@ class Matching:
         """Id of an instruction of `before` to its partner."""
         return {a.id: b for a, b in self.pairs}
 
-    @cached_property
-    def before_of(self) -> Mapping[int, Instruction]:
-        """Id of an instruction of `after` to its partner."""
-        return {b.id: a for a, b in self.pairs}
-
     def swapped(self) -> Matching:
         """The same, seen from the other module."""
         place = {i.id: n for n, i in enumerate(self.after.instructions.values())}

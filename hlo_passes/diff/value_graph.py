@@ -145,12 +145,12 @@ def value_graph(module: Module, numbering: Numbering) -> ValueGraph:
     Time O(instructions and operands).
     """
     walk = _Walk(module, numbering)
-    walk.visit(module.entry, None, None)
+    walk.visit(module.entry, None)
     for n, value in enumerate(flat(walk.graph.flow[module.entry.root.id])):
         walk.new(walk.numbering.of("output"), "output", [(value, 0)], n + 1)
     for computation in module.computations.values():
         if computation.id not in walk.visited:
-            walk.visit(computation, None, None)
+            walk.visit(computation, None)
     return walk.graph
 
 
@@ -197,7 +197,6 @@ class _Walk:
     def visit(
         self,
         computation: Computation,
-        caller: Instruction | None,
         arguments: Sequence[tuple[Flow | None, Edges]] | None,
         kernel: Instruction | None = None,
     ) -> Flow:
@@ -274,17 +273,17 @@ class _Walk:
             case _ if opcode in _CALLS and is_new and len(called[0].parameters) == len(flows):
                 arguments = [(f, [link]) for f, link in zip(flows, links, strict=True)]
                 inside = kernel or (i if opcode == "fusion" else None)
-                root = self.visit(called[0], i, arguments, inside)
+                root = self.visit(called[0], arguments, inside)
                 links.append((self._place[called[0].root.id], _ROOT_SLOT))
                 return (tuple(flows), root) if opcode == "async-start" else root, links
             case "conditional" if is_new:
                 for n, branch in enumerate(called):
-                    self.visit(branch, i, [(flows[n + 1], [links[n + 1]])], kernel)
+                    self.visit(branch, [(flows[n + 1], [links[n + 1]])], kernel)
             case _:
                 for computation in called:
                     if computation.id not in self.visited:
                         unknown = [(None, [])] * len(computation.parameters)
-                        self.visit(computation, i, unknown, kernel)
+                        self.visit(computation, unknown, kernel)
                     # Some comparators do not read all of theirs.
                     links += [
                         (self._place[p.id], _PARAMETER_SLOT + p.parameter_number)
@@ -322,8 +321,8 @@ class _Walk:
             carried.append(n)
             state.append(self.new(label, "carried", [(value, 0)]))
         flow, _ = _shaped(i.shape, state)
-        decided = self.visit(condition, i, [(flow, links[:1])])
-        made = [*flat(self.visit(body, i, [(flow, links[:1])]))]
+        decided = self.visit(condition, [(flow, links[:1])])
+        made = [*flat(self.visit(body, [(flow, links[:1])]))]
         for n in carried:
             self.graph.values[state[n]].operands.append((made[n], 1))
         value = self.computed(self.numbering.of("while"), "while", [(v, 0) for v in flat(decided)])

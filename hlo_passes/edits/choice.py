@@ -11,7 +11,7 @@ the plan, but not packed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,18 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.edits.choice_bytes import least_bytes
-from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
+from hlo_passes.edits.choices import Choices, Gap, Weight
 from hlo_passes.edits.gaps import find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms, select
 from hlo_passes.edits.relaxation import lower_bound_s
 from hlo_passes.edits.state import EditState, catalog
 from hlo_passes.edits.writer import edits_of
 from hlo_passes.memoize import memoized
-from hlo_passes.placing.problem import Problem, streamed_load
+from hlo_passes.placing.problem import Problem, apart, streamed_load
 from hlo_passes.plan import (
     Decision,
     Edits,
-    LiveRange,
     LogicalTime,
 )
 from hlo_passes.simulator.timeline import queue_of
@@ -61,12 +60,10 @@ class EditChoice:
     """Gaps that are taken.
 
     Attributes:
-      terms: on which they were taken; None where they were searched for.
       taken: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
 
-    terms: Terms | None
     taken: EditState
     step_time_s: float
 
@@ -176,7 +173,7 @@ class Work:
                 seen.add(taken.all)
                 seconds = taken.step_seconds(capacity, slots)
                 if seconds < np.inf:
-                    yield EditChoice(terms, taken, seconds)
+                    yield EditChoice(taken, seconds)
             if not taken.all and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
 
@@ -224,9 +221,9 @@ class Work:
         """The same as numbers, and of each gap the temporary and the tick at which it starts;
         temporaries of fewer than `smallest` bytes have none.
 
-        A recipe is what the maker takes alone, and its share of that where it makes several
-        things: what must be there for it may be there for other reasons, too. So nothing that
-        can be done is cheaper than the choices say.
+        To make one again takes what the maker takes alone, and its share of that where it makes
+        several things: what must be there for it may be there for other reasons, too. So nothing
+        that can be done is cheaper than the choices say.
         """
         posed = self.posed
         made = Counter(t.maker.id for t in self.temporaries)
@@ -235,14 +232,13 @@ class Work:
         for t in self.temporaries:
             if t.obstacle or t.size < smallest:
                 continue
-            recipes: tuple[Recipe, ...] = ()
+            again_s = None
             if t.operands is not None:
-                seconds = float(posed.costs[t.written]) / made[t.maker.id]
-                recipes = (Recipe(seconds, 0, (t.maker.id,)),)
-            for start, end in pairwise(sorted({t.written, *(r.tick for r in t.reads)})):
-                if end > start + 1 and (recipes or self.posed.can_evict):
-                    can_evict = self.posed.can_evict
-                    gap = Gap(t.number, t.size, t.written + 1, start + 1, end, can_evict, recipes)
+                again_s = float(posed.costs[t.written]) / made[t.maker.id]
+            for start, end in pairwise(t.accesses):
+                can_evict = self.posed.can_evict
+                if end > start + 1 and (can_evict or again_s is not None):
+                    gap = Gap(t.number, t.size, t.written + 1, start + 1, end, can_evict, again_s)
                     gaps.append(gap)
                     starts.append((t.number, start))
         out = posed.link_out if self.posed.can_evict else posed.link
@@ -250,7 +246,7 @@ class Work:
             posed.costs,
             load,
             tuple(gaps),
-            tuple(Weight(m.size, _disjoint(m.reads), may_stay) for m in posed.movables),
+            tuple(Weight(m.size, tuple(apart(m.reads)), may_stay) for m in posed.movables),
             out.bytes_per_s * out.engines,
             posed.link.bytes_per_s * posed.link.engines,
             posed.link.latency_s,
@@ -266,8 +262,7 @@ class Work:
         found: list[Decision] = []
         all_taken = selection.taken
         for t in self.temporaries:
-            accesses = sorted({t.written, *(r.tick for r in t.reads)})
-            for start, end in pairwise(accesses):
+            for start, end in pairwise(t.accesses):
                 if end <= start + 1 or over[end] == over[start + 1]:
                     continue
                 taken = all_taken.get(t.number, {}).get(start)
@@ -295,14 +290,3 @@ class Work:
 def work_on(posed: Problem) -> Work:
     """Returns the `Work` of a problem, made once."""
     return Work(posed)
-
-
-def _disjoint(reads: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
-    """The same ticks in ranges that do not touch."""
-    found: list[LiveRange] = []
-    for read in reads:
-        if found and read.start <= found[-1].end:
-            found[-1] = LiveRange(found[-1].start, max(found[-1].end, read.end))
-        else:
-            found.append(read)
-    return tuple(found)

@@ -1,8 +1,7 @@
-"""Bytes on the device at every tick, under what is chosen of `hlo_passes.choices`.
+"""Bytes on the device at every tick, under what is chosen of `edits.choices`.
 
     load       ████████████████████████████████████████     every gap kept, no weights
-    evicted    ░░░░░░░░████████                             less its bytes in [start, end)
-    recipe     ░░░░░░░░████████──hold──                     and what it holds
+    away       ░░░░░░░░████████                             less its bytes in [start, end)
     streamed                      ▒▒▒        ▒▒▒            a weight, while it is read
 
 These are bytes at best: a transfer that starts or ends inside a gap takes the rest of it too.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.edits.choices import Choices, Gap
+from hlo_passes.edits.choices import Choices
 
 Bytes = npt.NDArray[np.int64]
 
@@ -37,17 +36,11 @@ class Profile:
         return load + np.rint(self.sums()).astype(np.int64)
 
 
-def has_options(gap: Gap) -> bool:
-    """Whether there is anything to choose but to keep it."""
-    return gap.is_evictable or bool(gap.recipes)
-
-
 def least_bytes(choices: Choices) -> Bytes:
     """Returns int64[ticks], bytes that are on the device whatever is chosen."""
     profile = Profile(choices.ticks)
     for gap in choices.gaps:
-        if has_options(gap):
-            profile.add(gap.start, gap.end, -gap.size)
+        profile.add(gap.start, gap.end, -gap.size)
     for weight in choices.weights:
         for live in weight.reads:
             profile.add(live.start, live.end, weight.size)

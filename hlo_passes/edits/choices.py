@@ -7,9 +7,9 @@
                     └─ can leave from here                 before it ends
     recomputed  ████████████████                        ████████   made again right before `end`
 
-Each *gap* is kept, evicted or recomputed by one of its *recipes*; each *weight* stays on the
-device or is streamed. What decides is a budget in bytes at every tick, the time that each
-direction of the link needs for what moves, and the time of what is computed again.
+Each *gap* is kept, evicted or recomputed; each *weight* stays on the device or is streamed. What
+decides is a budget in bytes at every tick, the time that each direction of the link needs for what
+moves, and the time of what is computed again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.plan import LiveRange, LogicalTime
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """One way to make a temporary again at the end of a gap.
-
-    Attributes:
-      seconds: of compute.
-      flops: of its matrix products.
-      clones: ids of the instructions to run again, operands first.
-      needs: indices of the gaps that have to be kept, for it reads what they would take away.
-      holds: (live range, bytes) of what has to stay on the device for it and would not, and
-        of what it makes on the way.
-    """
-
-    seconds: float
-    flops: int
-    clones: tuple[int, ...]
-    needs: tuple[int, ...] = ()
-    holds: tuple[tuple[LiveRange, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +34,7 @@ class Gap:
       start: the first tick at which the bytes can be away.
       end: the tick of the next reader, at which they must be back; ``start < end``.
       is_evictable: it can be copied to the host.
-      recipes: the ways to make it again, cheapest first; may be empty.
+      recompute_s: seconds of compute to make it again; None where it cannot be.
     """
 
     value: int
@@ -63,7 +43,7 @@ class Gap:
     start: LogicalTime
     end: LogicalTime
     is_evictable: bool
-    recipes: tuple[Recipe, ...]
+    recompute_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class Choices:
       out_bytes_per_s, in_bytes_per_s: of the link, away from the device and towards it.
       latency_s: of a transfer.
       shared_queue: the two directions share one queue (a link that is not full duplex).
-      out_busy_s, in_busy_s: seconds for which other transfers occupy each direction.
+      in_busy_s: seconds for which other transfers towards the device occupy the link.
     """
 
     costs: npt.NDArray[np.float64]
@@ -103,7 +83,6 @@ class Choices:
     in_bytes_per_s: float
     latency_s: float
     shared_queue: bool
-    out_busy_s: float = 0.0
     in_busy_s: float = 0.0
 
     @property

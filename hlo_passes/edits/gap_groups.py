@@ -8,9 +8,8 @@
 For the program of `edits.linear_program` each choice about a and b is a choice of so many bytes of
 the merged gap at the same price, so that merging only lowers the bound, by little:
 
-  * what is recomputed costs what the cheapest of the group costs a byte, and only gaps within
-    10% of the same price are merged;
-  * that a recipe holds bytes or needs gaps is forgotten where anything is merged.
+what is recomputed costs what the cheapest of the group costs a byte, and only gaps within 10% of
+the same price are merged.
 
 A value of several gaps stays as it is.
 """
@@ -25,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hlo_passes.edits.choices import Choices, Gap, Recipe
+from hlo_passes.edits.choices import Choices, Gap
 
 _PRICES = 1.1
 """The ratio of the highest to the lowest price a byte in a group."""
@@ -69,27 +68,17 @@ def single(choices: Choices) -> Groups:
     return Groups(choices, tuple((i,) for i in range(len(choices.gaps))))
 
 
-def cheapest(gap: Gap) -> int:
-    """The index of the recipe that takes least time; of a gap that has one."""
-    return min(range(len(gap.recipes)), key=lambda k: gap.recipes[k].seconds)
-
-
 def _price(gap: Gap) -> int | None:
-    """The price a byte of its cheapest recipe, in steps of 10%; None where it has none."""
-    if not gap.recipes:
+    """The price a byte of making it again, in steps of 10%; None where it cannot be."""
+    if gap.recompute_s is None:
         return None
-    price = gap.recipes[cheapest(gap)].seconds / max(1, gap.size)
+    price = gap.recompute_s / max(1, gap.size)
     # What costs nothing is taken together with what costs next to nothing.
     return math.floor(math.log(max(price, 1e-40), _PRICES))
 
 
 def _group(gaps: Sequence[Gap]) -> Gap:
     size = sum(gap.size for gap in gaps)
-    if len(gaps) == 1:
-        recipes = tuple(replace(recipe, needs=(), holds=()) for recipe in gaps[0].recipes)
-    elif gaps[0].recipes:
-        price = min(gap.recipes[cheapest(gap)].seconds / max(1, gap.size) for gap in gaps)
-        recipes = (Recipe(price * size, 0, ()),)
-    else:
-        recipes = ()
-    return replace(gaps[0], size=size, recipes=recipes)
+    prices = [gap.recompute_s / max(1, gap.size) for gap in gaps if gap.recompute_s is not None]
+    recompute_s = min(prices) * size if len(gaps) > 1 and prices else gaps[0].recompute_s
+    return replace(gaps[0], size=size, recompute_s=recompute_s)

@@ -106,9 +106,9 @@ class Temporary:
         return self.handle.name
 
     @property
-    def is_written_over(self) -> bool:
-        """Whether it takes the bytes of an operand that `maker` reads last."""
-        return not self.added and not self.obstacle
+    def accesses(self) -> list[LogicalTime]:
+        """The ticks at which it is written or read."""
+        return sorted({self.written, *(r.tick for r in self.reads)})
 
 
 def find_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Temporary, ...]:

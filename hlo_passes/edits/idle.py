@@ -26,7 +26,7 @@ class Idle:
       buffer: the instruction whose result it is.
       maker: the one that computes it; another one where it makes several things.
       size: bytes.
-      ticks: half-open, between two accesses; see `hlo_passes.ticks`.
+      ticks: half-open, between two accesses; see `placing.ticks`.
       after, before: the instructions that make or read it last and next.
     """
 
@@ -65,6 +65,6 @@ def idle_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Idle, ...]:
 
 
 def _longest_gap(t: Temporary) -> LiveRange | None:
-    accesses = sorted({t.written, *(r.tick for r in t.reads)})
+    accesses = t.accesses
     gaps = (LiveRange(a + 1, b) for a, b in pairwise(accesses) if b > a + 1)
     return max(gaps, key=lambda g: g.end - g.start, default=None)

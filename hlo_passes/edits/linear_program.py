@@ -12,10 +12,10 @@ ends. Ticks p < q are looked at, of all ticks those that matter most:
                                                     moved in here ────────┘
 
 For a tick p let M(p) be the bytes that no plan has elsewhere at p: what is live less what is
-evicted or recomputed, what recipes hold, weights that stay or are being read. D(p) are the
+evicted or recomputed, weights that stay or are being read. D(p) are the
 bytes due on the device by p, one fetch for each use; U(p) those of evicted values that are
 written by p; V(p) those of evictions whose gap has begun by p. Every schedule on the machine
-model of `hlo_passes.timeline` obeys, for all a < b, with a also the beginning of the step
+model of `simulator.timeline` obeys, for all a < b, with a also the beginning of the step
 (E = D = U = 0, nothing is on the device yet) and b also its end (S = T):
 
   memory   M(p) ≤ capacity: what is live at p is on the device at p.
@@ -47,12 +47,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from hlo_passes.edits.choice_bytes import Profile, has_options
+from hlo_passes.edits.choice_bytes import Profile
 from hlo_passes.edits.choices import Choices
 
 Floats = npt.NDArray[np.float64]
@@ -95,8 +96,7 @@ class Model:
       end: the column of T; the columns of S(p) stand in `starts`.
       links: pairs of a column and the units of time for which it occupies links.
       computes: pairs of a column and the units of compute that it adds.
-      evict, recipe, stay, drop: columns of the choices, by index of a gap, of a gap and its
-        recipe, of a weight, and of a weight and the read before which it is fetched again.
+      evict, recompute, stay: columns of the choices, by index of a gap or a weight.
     """
 
     second: float
@@ -112,9 +112,8 @@ class Model:
     links: tuple[tuple[int, float], ...]
     computes: tuple[tuple[int, float], ...]
     evict: dict[int, int]
-    recipe: dict[tuple[int, int], int]
+    recompute: dict[int, int]
     stay: dict[int, int]
-    drop: dict[tuple[int, int], int]
 
     def objective(self, price: float = 0.0) -> Floats:
         """Returns what is minimised: T, and `price` for each unit of time that links move what
@@ -203,9 +202,8 @@ class _Builder:
         self._high: list[float] = []
         self.at_most, self.equal = _Rows(), _Rows()
         self._evict: dict[int, int] = {}
-        self._recipe: dict[tuple[int, int], int] = {}
+        self._recompute: dict[int, int] = {}
         self._stay: dict[int, int] = {}
-        self._drop: dict[tuple[int, int], int] = {}
         self._links: list[tuple[int, float]] = []
         self._computes: list[tuple[int, float]] = []
         self._arrivals: list[tuple[int, int, int]] = []  # sample, size, weight
@@ -226,8 +224,6 @@ class _Builder:
         self._sent: list[tuple[int, float]] = []  # what leaves at all
         for i in self._kept:
             self._add_gap(i)
-        for i in self._kept:
-            self._add_needs(i)
         self._add_values()
         for i in range(len(self._choices.weights)):
             self._add_weight(i)
@@ -248,9 +244,8 @@ class _Builder:
             links=tuple(self._links),
             computes=tuple(self._computes),
             evict=self._evict,
-            recipe=self._recipe,
+            recompute=self._recompute,
             stay=self._stay,
-            drop=self._drop,
         )
 
     # What is chosen.
@@ -268,33 +263,15 @@ class _Builder:
             self._links.append((column, size * self._in_time()))
             if i not in self._merged:
                 self._add_round_trip(i, column)
-        for k, recipe in enumerate(gap.recipes):
-            column = self._recipe[i, k] = self.column(0.0, 1.0)
+        if gap.recompute_s is not None:
+            column = self._recompute[i] = self.column(0.0, 1.0)
             options.append((column, 1.0))
             self._memory.add(column, first, last, -size)
-            for live, held in recipe.holds:
-                start, end = self._sample(live.start), self._sample(live.end)
-                self._memory.add(column, start, end, held / self._byte)
-            seconds = recipe.seconds / self._second
+            seconds = gap.recompute_s / self._second
             self._made_again[last].append((column, seconds))
             self._computes.append((column, seconds))
         if len(options) > 1:
             self.at_most.add(options, 1.0)
-
-    def _add_needs(self, i: int) -> None:
-        """A recipe is taken only where every gap that it needs is kept."""
-        for k, recipe in enumerate(self._choices.gaps[i].recipes):
-            for needed in recipe.needs:
-                gone = self._gone(needed)
-                if gone:
-                    self.at_most.add([(self._recipe[i, k], 1.0), *gone], 1.0)
-
-    def _gone(self, i: int) -> list[tuple[int, float]]:
-        recipes = range(len(self._choices.gaps[i].recipes))
-        columns = [self._recipe[i, k] for k in recipes if (i, k) in self._recipe]
-        if i in self._evict:
-            columns.append(self._evict[i])
-        return [(column, 1.0) for column in columns]
 
     def _add_round_trip(self, i: int, column: int) -> None:
         """Alone: out, a tick, in, and two latencies, less the compute in between, stretch the
@@ -360,13 +337,11 @@ class _Builder:
             arrives.append((column, -late_s / self._second))
         if late_s:
             self.at_most.add(arrives, -(late_s + self._at(first)) / self._second)
-        for j, (before, after) in enumerate(
-            zip(weight.reads[:-1], weight.reads[1:], strict=True), start=1
-        ):
+        for before, after in pairwise(weight.reads):
             gone, back = self._sample(before.end), self._sample(after.start)
             if gone == back:
                 continue
-            column = self._drop[i, j] = self.column(0.0, 1.0)
+            column = self.column(0.0, 1.0)
             self._memory.add(column, gone, back, -size)
             self._due.add(column, back, m + 1, size)
             self._links.append((column, size * self._in_time()))
@@ -412,12 +387,11 @@ class _Builder:
             ],
             closes_at=capacity * out,
         )
-        self._add_total(sent, self._choices.out_busy_s)
+        self._add_total(sent, 0.0)
         self._add_queue(fetches)
         self._add_queue(evictions)
         if self._choices.shared_queue:
-            busy_s = self._choices.out_busy_s + self._choices.in_busy_s
-            self._add_total([*sent, (due[-1], into)], busy_s)
+            self._add_total([*sent, (due[-1], into)], self._choices.in_busy_s)
             self._add_queue(fetches.beside(evictions))
 
     def _add_arrivals(self, due: Sequence[int]) -> None:
@@ -468,7 +442,7 @@ class _Builder:
         profile = Profile(self._choices.ticks)
         chosen = set(self._kept)
         for i, gap in enumerate(self._choices.gaps):
-            if i not in chosen and has_options(gap):
+            if i not in chosen:
                 profile.add(gap.start, gap.end, -gap.size)
         live = self._choices.load + profile.sums()
         return live[list(self._samples)] / self._byte
@@ -479,10 +453,10 @@ class _Builder:
         fetches = sum(w.size * len(w.reads) for w in choices.weights)
         fetches += sum(g.size for g in choices.gaps)
         count = 2 * len(choices.gaps) + sum(len(w.reads) for w in choices.weights)
-        recomputed = sum(max((r.seconds for r in g.recipes), default=0.0) for g in choices.gaps)
+        recomputed = sum(g.recompute_s or 0.0 for g in choices.gaps)
         moved_s = fetches * self._in_s + sum(g.size for g in choices.gaps) * self._out_s
-        busy_s = choices.out_busy_s + choices.in_busy_s
-        return float(self._clock[-1]) + recomputed + moved_s + busy_s + count * choices.latency_s
+        busy_s = choices.in_busy_s + count * choices.latency_s
+        return float(self._clock[-1]) + recomputed + moved_s + busy_s
 
     def _sample(self, tick: int) -> int:
         """The position of the first sample that is not before `tick`."""

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from hlo_passes.edits.choice_bytes import Profile, has_options, least_bytes, most_bytes
+from hlo_passes.edits.choice_bytes import Profile, least_bytes, most_bytes
 from hlo_passes.edits.choices import Choices
-from hlo_passes.edits.gap_groups import Groups, cheapest, merge, single
+from hlo_passes.edits.gap_groups import Groups, merge, single
 from hlo_passes.edits.linear_program import PRICE, Floats, Model, build
 
 # So many ticks are looked at first, and so many more in each further round, where memory
@@ -48,15 +48,14 @@ class Relaxation:
     Attributes:
       bound_s: seconds; of `relax` those of its objective, which bounds nothing.
       samples: the ticks looked at, in order.
-      evicted: float64[gaps].
-      recomputed: for each gap the fraction of each of its recipes.
+      evicted, recomputed: float64[gaps].
       staying: float64[weights].
     """
 
     bound_s: float
     samples: tuple[int, ...]
     evicted: Floats
-    recomputed: tuple[tuple[float, ...], ...]
+    recomputed: Floats
     staying: Floats
 
 
@@ -64,8 +63,7 @@ def lower_bound_s(choices: Choices, capacity: int) -> float:
     """Returns seconds that no plan of these choices within `capacity` bytes undercuts;
     infinity when there is no such plan.
 
-    It is a bound on plans that `choices` can say: whoever recomputes in a way that no recipe
-    stands for, or cheaper than the recipe says, may be faster.
+    It is a bound on plans that `choices` can say: whoever recomputes for less may be faster.
 
     More than 1,500 gaps are merged as in `gap_groups`; of what are more then, the largest are
     chosen about, and the others are given away.
@@ -89,8 +87,7 @@ def _tightened_s(choices: Choices, capacity: int) -> float | None:
     if (least_bytes(choices) > capacity).any():
         return None
     if not choices.ticks:
-        busy = choices.out_busy_s, choices.in_busy_s
-        return sum(busy) if choices.shared_queue else max(busy)
+        return choices.in_busy_s
     samples = sample_ticks(choices, capacity)
     bound_s = 0.0
     for rounds_left in reversed(range(_ROUNDS)):
@@ -102,7 +99,7 @@ def _tightened_s(choices: Choices, capacity: int) -> float | None:
         bound_s = max(bound_s, found.bound_s)
         if not rounds_left:
             break
-        kept = {*model.evict, *(group for group, _ in model.recipe)}
+        kept = model.evict.keys() | model.recompute.keys()
         given_away = {i for g in set(_all(groups.members)) - kept for i in groups.members[g]}
         more = _crowded_between(choices, capacity, found, given_away)
         if not more:
@@ -112,8 +109,7 @@ def _tightened_s(choices: Choices, capacity: int) -> float | None:
 
 
 def _grouped(choices: Choices, samples: Sequence[int]) -> Groups:
-    is_large = sum(map(has_options, choices.gaps)) > _GAPS
-    return merge(choices, samples) if is_large else single(choices)
+    return merge(choices, samples) if len(choices.gaps) > _GAPS else single(choices)
 
 
 def _modelled(groups: Groups, capacity: int, samples: tuple[int, ...]) -> Model:
@@ -122,13 +118,8 @@ def _modelled(groups: Groups, capacity: int, samples: tuple[int, ...]) -> Model:
 
 
 def _untouched(choices: Choices, bound_s: float) -> Relaxation:
-    return Relaxation(
-        bound_s,
-        (),
-        np.zeros(len(choices.gaps)),
-        tuple((0.0,) * len(gap.recipes) for gap in choices.gaps),
-        np.zeros(len(choices.weights)),
-    )
+    none = np.zeros(len(choices.gaps))
+    return Relaxation(bound_s, (), none, none, np.zeros(len(choices.weights)))
 
 
 def _largest(choices: Choices, capacity: int) -> tuple[int, ...]:
@@ -139,25 +130,25 @@ def _largest(choices: Choices, capacity: int) -> tuple[int, ...]:
         gap = choices.gaps[i]
         return bool(short[gap.end] > short[gap.start]), gap.size
 
-    indices = [i for i, gap in enumerate(choices.gaps) if has_options(gap)]
-    if len(indices) > _GAPS:
-        indices = sorted(indices, key=rank, reverse=True)[:_GAPS]
-    return tuple(sorted(indices))
+    indices = _all(choices.gaps)
+    if len(indices) <= _GAPS:
+        return tuple(indices)
+    return tuple(sorted(sorted(indices, key=rank, reverse=True)[:_GAPS]))
 
 
-def sample_ticks(choices: Choices, capacity: int, limit: int = _SAMPLES) -> tuple[int, ...]:
-    """Returns at most `limit` ticks: of each of as many stretches the one with most bytes.
+def sample_ticks(choices: Choices, capacity: int) -> tuple[int, ...]:
+    """Returns at most 150 ticks: of each of as many stretches the one with most bytes.
 
     Stretches are short where there is much compute, and where memory is short.
     """
-    if choices.ticks <= limit:
+    if choices.ticks <= _SAMPLES:
         return tuple(range(choices.ticks))
     most = most_bytes(choices)
     measure = np.full(choices.ticks, 1 / choices.ticks)
     for share in (choices.costs, (most > capacity).astype(np.float64)):
         if share.sum() > 0:
             measure += share / share.sum()
-    stretch = np.floor(np.cumsum(measure) / (measure.sum() * (1 + 1e-12)) * limit).astype(int)
+    stretch = np.floor(np.cumsum(measure) / (measure.sum() * (1 + 1e-12)) * _SAMPLES).astype(int)
     return _fullest(most, stretch)
 
 
@@ -178,12 +169,8 @@ def _crowded_between(
         return ()
     profile = Profile(choices.ticks)
     for i, gap in enumerate(choices.gaps):
-        gone = 1.0 if i in given_away else found.evicted[i] + sum(found.recomputed[i])
-        if gone and has_options(gap):
-            profile.add(gap.start, gap.end, -gap.size * gone)
-        for recipe, share in zip(gap.recipes, found.recomputed[i], strict=True):
-            for live, size in recipe.holds if share else ():
-                profile.add(live.start, live.end, size * share)
+        gone = 1.0 if i in given_away else found.evicted[i] + found.recomputed[i]
+        profile.add(gap.start, gap.end, -gap.size * gone)
     for weight, share in zip(choices.weights, found.staying, strict=True):
         profile.add(0, choices.ticks, weight.size * share)
         for live in weight.reads:
@@ -220,20 +207,14 @@ def _fractions(
     choices: Choices, groups: Groups, model: Model, x: Floats, bound_s: float
 ) -> Relaxation:
     """Reads a solution: what is chosen of a group is chosen of each of its gaps."""
-    evicted = np.zeros(len(choices.gaps))
-    recomputed = [[0.0] * len(gap.recipes) for gap in choices.gaps]
-    for group, column in model.evict.items():
-        evicted[list(groups.members[group])] = x[column]
-    for (group, k), column in model.recipe.items():
-        for i in groups.members[group]:
-            recomputed[i][k if group not in groups.merged else cheapest(choices.gaps[i])] = x[
-                column
-            ]
+    evicted, recomputed = np.zeros((2, len(choices.gaps)))
+    for fractions, columns in ((evicted, model.evict), (recomputed, model.recompute)):
+        for group, column in columns.items():
+            fractions[list(groups.members[group])] = x[column]
     staying = np.zeros(len(choices.weights))
     for i, column in model.stay.items():
         staying[i] = x[column]
-    shares = tuple(tuple(map(float, of_gap)) for of_gap in recomputed)
-    return Relaxation(bound_s, model.samples, evicted, shares, staying)
+    return Relaxation(bound_s, model.samples, evicted, recomputed, staying)
 
 
 def _all(of: Sequence[object]) -> range:

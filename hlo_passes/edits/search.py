@@ -69,7 +69,7 @@ class EditSearch:
         for likely in _LIKELY:
             taken = self._carried_out(relaxation, likely, reserve)
             if (seconds := taken.step_seconds(self._capacity, self._slots)) < np.inf:
-                yield EditChoice(None, taken, seconds)
+                yield EditChoice(taken, seconds)
 
     def improved(self, taken: EditState, packed: int | None = None, longer: int = 1) -> EditChoice:
         """What a search from a selection finds that is faster, or packed within the capacity.
@@ -83,7 +83,7 @@ class EditSearch:
         within = capacity if packed is None else packed
         times = longer * self._times
         better.improve(capacity, within, terms, self._work.smallest, self._slots, times)
-        return EditChoice(None, better, better.fitted(capacity, self._slots).step_time_s)
+        return EditChoice(better, better.fitted(capacity, self._slots).step_time_s)
 
     def over(self, taken: EditState) -> int:
         """By how many bytes its packing is above the capacity, as far as that is known."""
@@ -97,7 +97,7 @@ class EditSearch:
         taken = work.state(work.load + reserve)
         for k in np.flatnonzero(relaxation.evicted >= likely).tolist():
             taken.evict(*self._starts[k])
-        recomputed = [k for k, shares in enumerate(relaxation.recomputed) if sum(shares) >= likely]
+        recomputed = np.flatnonzero(relaxation.recomputed >= likely).tolist()
         for k in sorted(recomputed, key=lambda k: self._choices.gaps[k].end):
             n, start = self._starts[k]
             if start not in taken.taken.get(n, {}):

@@ -51,7 +51,7 @@ def placed(posed: Problem, budget: int, slots: int | None, free: int = 0) -> pla
     excesses: list[int] = []
     for share in _LEFT_FREE:
         left = free + int(share * (budget - posed.fixed_bytes))
-        found = placement.fit_or_excess(posed, frozenset(), budget, slots, left)
+        found = placement.fit_or_excess(posed, budget, slots, left)
         if not isinstance(found, placement.Choice):
             excesses.append(found)
             break

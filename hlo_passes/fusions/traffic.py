@@ -147,7 +147,7 @@ class _Pieces:
         self._module = module
         self._body = body
         self._operands = operands
-        self._outputs = dict(_outputs(module, body, result))
+        self._outputs = dict(_outputs(body, result))
 
     def read_and_written(self) -> tuple[int, int]:
         read, written = 0, 0
@@ -209,7 +209,7 @@ class _Pieces:
         return self._outputs.get(maker.id, maker.shape).at(tuple(path))
 
 
-def _outputs(module: Module, body: Computation, result: Shape) -> Iterator[tuple[int, Shape]]:
+def _outputs(body: Computation, result: Shape) -> Iterator[tuple[int, Shape]]:
     if body.root.opcode != "tuple":
         yield body.root.id, result
         return

@@ -178,6 +178,12 @@ class Machine:
         return self.tiers[0]
 
     @property
+    def host_link(self) -> Link:
+        """The link that feeds the device's memory: the first that ends there."""
+        device = self.device_memory.name
+        return next(link for link in self.links if link.destination == device)
+
+    @property
     def on_chip_memory(self) -> Tier | None:
         """The tier of memory space 1: a TPU's ``vmem``."""
         return next((t for t in self.tiers if t.memory_space == ON_CHIP_MEMORY_SPACE), None)

@@ -241,17 +241,12 @@ def drop_copies(module: Module, copies: Sequence[Instruction]) -> Module:
     source = {copy.id: copy.operand_ids[0] for copy in copies}
     proto = module.to_proto()
     for computation in proto.computations:
-        kept = [i for i in computation.instructions if i.id not in source]
-        if len(kept) == len(computation.instructions):
-            continue
-        sequence = [i.id for i in kept]
-        if computation.id in proto.schedule.sequences:
-            ordered = proto.schedule.sequences[computation.id].instruction_ids
-            sequence = [i for i in ordered if i not in source]
-            ordered[:] = sequence
-        del_ids = [n for n, i in enumerate(computation.instructions) if i.id in source]
-        for n in reversed(del_ids):
-            del computation.instructions[n]
+        for n in reversed(range(len(computation.instructions))):
+            if computation.instructions[n].id in source:
+                del computation.instructions[n]
         for i in computation.instructions:
             i.operand_ids[:] = [source.get(o, o) for o in i.operand_ids]
+    for sequence in proto.schedule.sequences.values():
+        ids = sequence.instruction_ids
+        ids[:] = [n for n in ids if n not in source]
     return Module(proto).with_learned(module.learned)

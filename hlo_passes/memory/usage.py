@@ -93,10 +93,6 @@ class MemoryUsage:
     offsets: tuple[int, ...] = field(repr=False)
 
     @property
-    def fragmentation_bytes(self) -> int:
-        return self.heap_bytes - self.lower_bound_bytes
-
-    @property
     def total_bytes(self) -> int:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 

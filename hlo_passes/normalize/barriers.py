@@ -45,7 +45,8 @@ def remove_barriers(module: Module) -> Module:
         before = origin.get(operand, module.instructions[operand])
         if i.opcode == "opt-barrier":
             origin[i.id] = before
-            tuples.add(before.id)
+            if before.opcode == "tuple":
+                tuples.add(before.id)
         elif i.opcode == "get-tuple-element" and operand in origin and before.opcode == "tuple":
             element = before.operand_ids[i.tuple_index]
             origin[i.id] = origin.get(element, module.instructions[element])

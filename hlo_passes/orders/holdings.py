@@ -159,9 +159,8 @@ class _Collector:
         if transfer.lives_out:
             reads.append({self._ticks.end - 1})
         is_one_copy = transfer.is_written or transfer.lives_out
-        near = self._machine.device_memory.name
-        link = next(link for link in self._machine.links if link.destination == near)
-        worth_s = float("inf") if is_one_copy else transfer.size / link.bytes_per_s
+        rate = self._machine.host_link.bytes_per_s
+        worth_s = float("inf") if is_one_copy else transfer.size / rate
         held: list[set[int]] = []
         for read in sorted(reads, key=min):
             if held and clock[min(read)] - clock[max(held[-1]) + 1] <= worth_s:

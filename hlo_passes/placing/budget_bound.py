@@ -38,7 +38,7 @@ def budget_lower_bound_s(problem: Problem, budget: int) -> float:
     if not problem.movables or sum(m.size for m in problem.movables) <= least_headroom:
         return compute_s
     demands = [
-        Demand(m.size, link.source, link.destination, 0, m.reads[0].start, m.reads[0].end)
+        Demand(m.size, link.source, link.destination, m.reads[0].start, m.reads[0].end)
         for m in problem.movables
     ]
     streamed = sum(m.size for m in problem.movables) - max(0, max(headroom))

@@ -92,10 +92,6 @@ class Choice:
     step_time_s: float
     packing: Packing
 
-    @property
-    def moved_bytes(self) -> int:
-        return sum(f.size for f in self.fetches)
-
 
 def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     """Returns the least budget in bytes for which a plan was found, and the tick that needs
@@ -106,21 +102,20 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     arena = problem.arena
     capacity, tick = least_capacity(fetches(problem.movables), arena.load)
     least = unpacked_budget(problem)
-    streamed = frozenset[str]()
-    if fit(problem, streamed, least, slots) is not None:
+    if fit(problem, least, slots) is not None:
         return least, tick
     # Packing takes some bytes more. How many, is found by doubling and then by halving, until
     # it is known to a thousandth of what is needed.
     close = max(arena.alignment, least >> 10)
     step, most = close, least + capacity + sum(m.size for m in problem.movables)
-    while least + step < most and fit(problem, streamed, least + step, slots) is None:
+    while not (fits := fit(problem, least + step, slots)) and least + step < most:
         step *= 2
-    if fit(problem, streamed, least + step, slots) is None:
+    if not fits:
         return least if slots is None else least_budget(problem)[0], tick
     too_little, enough = step // 2, step
     while enough - too_little > close:
         middle = (too_little + enough) // 2
-        if fit(problem, streamed, least + middle, slots) is None:
+        if fit(problem, least + middle, slots) is None:
             too_little = middle
         else:
             enough = middle
@@ -165,25 +160,24 @@ def choose_placement(problem: Problem, budget: int, slots: int | None = None) ->
     return found if isinstance(found, Choice) else None
 
 
-def fit(
-    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None
-) -> Choice | None:
-    """Streams every weight that does not stay, such that the arena fits when it is packed."""
-    found = fit_or_excess(problem, stay, budget, slots)
+def fit(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
+    """Streams what may move, such that the arena fits when it is packed."""
+    found = fit_or_excess(problem, budget, slots)
     return found if isinstance(found, Choice) else None
 
 
 def fit_or_excess(
-    problem: Problem, stay: frozenset[str], budget: int, slots: int | None = None, free: int = 0
+    problem: Problem, budget: int, slots: int | None = None, free: int = 0
 ) -> Choice | int:
     """The same, with `free` bytes left by transfers that can; where it does not fit, by how many
     bytes the packing that came nearest is above the budget. Where nothing could be packed, by how
     many the load of the temporaries, and of what is streamed while it is read, exceeds it."""
-    found = _search(problem, budget, [stay], slots, free)
+    none = frozenset[str]()
+    found = _search(problem, budget, [none], slots, free)
     if found:
         return found
-    load = int(streamed_load(problem, stay).max(initial=0))
-    return max(0, load - capacity_beside(problem, budget, stay))
+    load = int(streamed_load(problem).max(initial=0))
+    return max(0, load - capacity_beside(problem, budget, none))
 
 
 def scheduled(

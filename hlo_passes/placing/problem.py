@@ -208,12 +208,6 @@ class Problem:
         return self.boundary.arguments + self.boundary.outputs - self.boundary.aliased
 
 
-def host_link(machine: Machine) -> Link:
-    """The link that feeds the device's memory: the machine file's first that ends there."""
-    device = machine.device_memory.name
-    return next(link for link in machine.links if link.destination == device)
-
-
 def pose(
     module: Module,
     machine: Machine,
@@ -255,7 +249,7 @@ def pose(
     if on_cpu:
         on_host |= {m.parameter for m in movables}
         on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
-    link = host_link(machine)
+    link = machine.host_link
     in_busy, out_busy = (
         busy_s(module, machine, queue_of(of), ticks.instructions)
         for of in (link, machine.link(link.destination, link.source))
@@ -316,13 +310,11 @@ def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
     return max(0, usage.temp_bytes - usage.heap_bytes)
 
 
-def streamed_load(posed: Problem, stay: frozenset[str] = frozenset()) -> npt.NDArray[np.int64]:
-    """int64[ticks], bytes of the temporaries, and of every weight while it is read but for those
-    that stay, which are counted apart."""
+def streamed_load(posed: Problem) -> npt.NDArray[np.int64]:
+    """int64[ticks], bytes of the temporaries, and of all that may move while it is read."""
     load = posed.arena.load.copy()
     for fetch in fetches(posed.movables):
-        if fetch.buffer not in stay:
-            load[fetch.reads.start : fetch.reads.end] += fetch.size
+        load[fetch.reads.start : fetch.reads.end] += fetch.size
     return load
 
 
@@ -334,7 +326,7 @@ def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = No
       room: int64[ticks], bytes beside all that is read: where there is room for a copy, it is kept,
         the shortest time first. The rest is left in it.
     """
-    parts = [list(_apart(m.reads)) for m in movables]
+    parts = [list(apart(m.reads)) for m in movables]
     gaps = [
         (after.start - before.end, n, before.end, after.start)
         for n, reads in enumerate(parts if room is not None else ())
@@ -350,14 +342,14 @@ def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = No
         parts[n][at : at + 2] = [LiveRange(before.start, after.end)]
     found = [
         Fetch(m.buffer, m.size, reads, m.eviction)
-        for m, apart in zip(movables, parts, strict=True)
-        for reads in apart
+        for m, fetched in zip(movables, parts, strict=True)
+        for reads in fetched
     ]
     return sorted(found, key=lambda f: f.reads)
 
 
-def _apart(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
-    """Those that follow on each other in one."""
+def apart(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
+    """The same ticks in ranges that do not touch."""
     start, end = reads[0]
     for read in reads[1:]:
         if read.start <= end:

@@ -18,15 +18,10 @@ One sweep takes the maximum over all t, since the part with t does not depend on
 beginning of the step is such a moment too: nothing has started then, or, where the planner
 is free to keep some of the arguments on the device, at most `resident` bytes are there.
 
-Transfers that cannot start before a given tick (an eviction, and the refetch behind it) add
-a bound of their own. A link is a machine, a transfer a job with a head (the time before it
-can start), a length and a tail (the compute that still follows). The largest of
-min head + sum of lengths + min tail over all sets of jobs is what Jackson's preemptive
-schedule takes, and no schedule is shorter (Carlier, "The one-machine sequencing problem",
-European Journal of Operational Research 11, 1982, section 2).
+A transfer is made on one engine: its latency and length, and the compute behind it, are a bound,
+too.
 
-Both are bounds on the machine model of `hlo_passes.timeline`, with order and costs of the
-compute fixed.
+All are bounds on the machine model of `timeline`, with order and costs of the compute fixed.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from itertools import accumulate
 
 from hlo_passes.hardware.machine import Link, Machine
 from hlo_passes.plan import LogicalTime
-from hlo_passes.simulator.timeline import Direction, queue_of
+from hlo_passes.simulator.timeline import Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,6 @@ class Demand:
     Attributes:
       size: bytes.
       source, destination: tier names.
-      release: the earliest tick at which it can start; 0 for what lies on the host before
-        the step.
       deadline: the tick whose compute needs it; the number of ticks for what only has to
         be done when the step ends.
       end: the earliest tick at which its bytes may leave the device again: the one after
@@ -60,7 +53,6 @@ class Demand:
     size: int
     source: str
     destination: str
-    release: LogicalTime
     deadline: LogicalTime
     end: LogicalTime
 
@@ -91,13 +83,10 @@ def lower_bound_s(
     O(n log n) in ticks and demands.
     """
     directions: dict[Direction, list[Demand]] = defaultdict(list)
-    queues: dict[Direction, list[Demand]] = defaultdict(list)
     for demand in demands:
-        link = machine.link(demand.source, demand.destination)
-        if not demand.size:
-            continue  # no bytes, no transfer
-        directions[demand.source, demand.destination].append(demand)
-        queues[queue_of(link)].append(demand)
+        machine.link(demand.source, demand.destination)
+        if demand.size:  # no bytes, no transfer
+            directions[demand.source, demand.destination].append(demand)
     sweeps = [
         _Sweep(
             machine.link(*direction),
@@ -109,9 +98,7 @@ def lower_bound_s(
     ]
 
     reached = 0.0
-    arrivals: list[float] = []  # the engine is done with everything before the tick
     for tick in range(len(tick_seconds) + 1):
-        arrivals.append(reached)
         reached = max([reached, *(sweep.earliest(tick) for sweep in sweeps)])
         if tick < len(tick_seconds):
             reached += tick_seconds[tick]
@@ -123,19 +110,11 @@ def lower_bound_s(
 
     # tails[d]: compute from tick d on.
     tails = [0.0, *accumulate(reversed(tick_seconds))][::-1]
-    bounds = [reached]
-    for wanted in queues.values():
-        jobs: list[_Job] = []
-        engines = max(machine.link(d.source, d.destination).engines for d in wanted)
-        for d in wanted:
-            link = machine.link(d.source, d.destination)
-            length = d.size / link.bytes_per_s
-            head, tail = arrivals[d.release] + link.latency_s, tails[d.deadline]
-            jobs.append(_Job(head, length / engines, tail))
-            # One transfer does not use more than one engine.
-            bounds.append(head + length + tail)
-        bounds.append(_jackson_s(jobs))
-    return max(bounds)
+    for (source, destination), wanted in directions.items():
+        link = machine.link(source, destination)
+        alone = (link.latency_s + d.size / link.bytes_per_s + tails[d.deadline] for d in wanted)
+        reached = max(reached, *alone)
+    return reached
 
 
 class _Sweep:
@@ -175,34 +154,3 @@ class _Sweep:
         if self._headroom is not None:
             started = self._gone + self._headroom[tick]
             heapq.heappush(self._moments, (started, moment - started / self._rate))
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    head: float
-    length: float
-    tail: float
-
-
-def _jackson_s(jobs: Iterable[_Job]) -> float:
-    """The length of Jackson's preemptive schedule: of the jobs that have arrived, the one
-    with the longest tail is always the one in work."""
-    arriving = sorted(jobs, key=lambda job: job.head)
-    waiting: list[tuple[float, float]] = []  # (-tail, seconds left)
-    now = longest = 0.0
-    i = 0
-    while i < len(arriving) or waiting:
-        if not waiting:
-            now = max(now, arriving[i].head)
-        while i < len(arriving) and arriving[i].head <= now:
-            heapq.heappush(waiting, (-arriving[i].tail, arriving[i].length))
-            i += 1
-        minus_tail, left = heapq.heappop(waiting)
-        until = arriving[i].head if i < len(arriving) else float("inf")
-        if now + left <= until:
-            now += left
-            longest = max(longest, now - minus_tail)
-        else:
-            heapq.heappush(waiting, (minus_tail, left - (until - now)))
-            now = until
-    return longest

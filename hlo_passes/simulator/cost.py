@@ -7,7 +7,7 @@ XLA:TPU writes ``estimated_cycles`` into the backend_config of the kernels of it
 modules; they hold memory time too. A module that a POST_SCHEDULER hook sees has none, nor
 has one for GPU or CPU. But XLA:TPU keeps the names of instructions from there on (of the
 estimated cycles of the programs below, 91 to 100% stand at a name that the hook sees), so
-an executable of the same program says of them, too (`with_estimates`; a clone has those
+an executable of the same program says of them, too (`analysis.learned`; a clone has those
 of what it is a clone of). By then some operands have moved to on-chip memory, and the time to bring
 them there is not in the estimate: the larger of it and the roofline counts.
 
@@ -25,13 +25,13 @@ kernel's estimate was below its roofline: an estimate is taken as it stands, and
 is none, compute is underpriced rather than overpriced.
 
 The roofline (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) counts the FLOPs
-of dots and convolutions (`hlo_passes.flops`) and the bytes that go to or come from device
-memory (`hlo_passes.traffic`); operands that live in on-chip memory are free. Memory runs at
+of dots and convolutions (`analysis.flops`) and the bytes that go to or come from device
+memory (`analysis.traffic`); operands that live in on-chip memory are free. Memory runs at
 the bandwidth that one long stream reaches, where the machine has a link for it (TPU), else
 at the nominal one. Transcendentals and other element-wise work are ignored.
 
 Nothing here is charged for moving bytes between tiers: a transfer occupies its link
-(`hlo_passes.timeline`), not the compute engine.
+(`simulator.timeline`), not the compute engine.
 """
 
 from __future__ import annotations

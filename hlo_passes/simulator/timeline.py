@@ -14,11 +14,10 @@ ended. A link moves its queue first in first out, at full bandwidth for each of 
 
 The two directions of a link that is not full duplex share one queue. The interconnect is one
 more, for asynchronous collectives: each occupies it as long as a ring takes
-(`hlo_passes.collectives`). The step ends when the engine and every queue are done; each moment
+(`analysis.collectives`). The step ends when the engine and every queue are done; each moment
 of it is either compute or stall.
 
-Contention of transfers and kernels for device memory is not modelled. How much of a plan
-depends on seconds being as predicted, `Jitter` and `spread` show.
+Contention of transfers and kernels for device memory is not modelled.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from custom_calls.targets import COPY_DONE
 from hlo_passes.analysis.async_chains import async_chains
 from hlo_passes.analysis.collectives import Collective, collectives
@@ -42,7 +39,6 @@ from hlo_passes.errors import MalformedModuleError, NotOnMachineError
 from hlo_passes.hardware.machine import Interconnect, Link, Machine
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import Transfer
-from hlo_passes.simulator.jitter import STEADY, Jitter
 
 TransferId = int | str
 
@@ -163,11 +159,6 @@ class Timeline:
         return dict(busy)
 
     @property
-    def link_busy_share(self) -> Mapping[Direction, float]:
-        """`link_s` as a fraction of the step."""
-        return {d: s / self.step_time_s for d, s in self.link_s.items() if self.step_time_s}
-
-    @property
     def overlapped_bytes(self) -> float:
         """Bytes that moved while the engine computed."""
         return sum(t.overlapped_bytes for t in self.transfers)
@@ -176,31 +167,20 @@ class Timeline:
     def moved_bytes(self) -> int:
         return sum(t.size for t in self.transfers)
 
-    @property
-    def overlap(self) -> float:
-        """The fraction of the moved bytes that compute hides; 1 when none moved."""
-        return self.overlapped_bytes / self.moved_bytes if self.moved_bytes else 1.0
-
     def between(self, source: str, destination: str) -> Timeline:
         """Returns the same step with only the transfers of one direction in `transfers`."""
         kept = (t for t in self.transfers if (t.source, t.destination) == (source, destination))
         return replace(self, transfers=tuple(kept), collectives=())
 
 
-def simulate(
-    events: Iterable[TimelineEvent], machine: Machine, jitter: Jitter = STEADY
-) -> Timeline:
+def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
     """Runs one step of `events`, in program order, on a clock. O(n log n).
-
-    Args:
-      jitter: how seconds vary; by default they are as predicted.
 
     Raises:
       NotOnMachineError: when a transfer has no link to take, or a collective no interconnect.
       ValueError: when a transfer starts twice, or is waited for before it starts.
     """
     links = _Links(machine)
-    compute_factors, transfer_factors = jitter.compute_factors(), jitter.transfer_factors()
     now = compute_s = stall_s = 0.0
     computes: list[ComputeSpan] = []
     queued: dict[TransferId, tuple[Start | Exchange, float, float, float]] = {}
@@ -218,14 +198,12 @@ def simulate(
     for event in events:
         match event:
             case Compute(name, seconds):
-                seconds *= next(compute_factors)
                 computes.append(ComputeSpan(name, now, now + seconds))
                 now, compute_s = now + seconds, compute_s + seconds
             case Start(transfer) | Exchange(transfer):
                 if transfer in queued:
                     raise ValueError(f"transfer {transfer!r} starts twice")
-                factor = next(transfer_factors)
-                queued[transfer] = (event, now, *links.enqueue(event, now, factor))
+                queued[transfer] = (event, now, *links.enqueue(event, now))
             case Done(transfer):
                 if transfer not in queued:
                     raise ValueError(f"transfer {transfer!r} is waited for before it starts")
@@ -242,41 +220,6 @@ def simulate(
         spans = moved if isinstance(start, Start) else exchanged
         spans.append(TransferSpan(transfer, start.size, *route, *times))
     return Timeline(now, compute_s, stall_s, tuple(computes), tuple(moved), tuple(exchanged))
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A step's seconds over many runs with jitter.
-
-    Attributes:
-      runs: how many.
-      step_time_s, stall_s: medians.
-      step_time_p95_s, stall_p95_s: 95th percentiles.
-    """
-
-    runs: int
-    step_time_s: float
-    step_time_p95_s: float
-    stall_s: float
-    stall_p95_s: float
-
-
-def spread(
-    events: Sequence[TimelineEvent], machine: Machine, jitter: Jitter, runs: int = 100
-) -> Spread:
-    """Runs a step again and again, with other factors each time. `runs` times `simulate`.
-
-    Run k has the seed ``jitter.seed + k``: the result depends on nothing else.
-
-    Raises:
-      ValueError: when `runs` is less than 1; NotOnMachineError as `simulate` does.
-    """
-    if runs < 1:
-        raise ValueError(f"runs={runs}: expected 1 or more")
-    steps = [simulate(events, machine, replace(jitter, seed=jitter.seed + k)) for k in range(runs)]
-    times = np.array([(step.step_time_s, step.stall_s) for step in steps])
-    (step_s, stall_s), (step_p95_s, stall_p95_s) = np.percentile(times, (50, 95), axis=0).tolist()
-    return Spread(runs, step_s, step_p95_s, stall_s, stall_p95_s)
 
 
 def queue_of(link: Link) -> Direction:
@@ -311,16 +254,16 @@ class _Links:
             raise NotOnMachineError(self._machine.name, "link", "interconnect", known)
         return found
 
-    def enqueue(self, start: Start | Exchange, now: float, factor: float) -> tuple[float, float]:
-        """Returns when the transfer begins and ends, its bytes taking `factor` times as long."""
+    def enqueue(self, start: Start | Exchange, now: float) -> tuple[float, float]:
+        """Returns when the transfer begins and ends."""
         if isinstance(start, Exchange):
             begin = max(now, self._exchanged)
-            self._exchanged = begin + start.seconds * factor
+            self._exchanged = begin + start.seconds
             return begin, self._exchanged
         link = self._machine.link(start.source, start.destination)
         free = self._free[queue_of(link)]
         begin = max(now + link.latency_s, free[0])
-        end = begin + start.size / link.bytes_per_s * factor
+        end = begin + start.size / link.bytes_per_s
         heapq.heapreplace(free, end)
         return begin, end
 
@@ -392,7 +335,7 @@ def schedule_events(
 
     Args:
       module: scheduled.
-      costs: of `hlo_passes.cost.instruction_costs`, for the same module and machine.
+      costs: of `cost.instruction_costs`, for the same module and machine.
 
     Raises:
       MalformedModuleError: when the module is not scheduled, or a done has no start.

@@ -221,18 +221,21 @@ class _Proof:
 
     def _check_contents(self, old: Computation, new: Computation) -> None:
         named = {i.name: i for i in old.instructions}
+        ids = {i.name: i.id for i in new.instructions}
         expected = _contents_of(self._original, old)
         found: dict[int, Contents] = {}
-        seen: dict[str, int] = {}
+        seen: set[str] = set()
         for i in new.instructions:
             if i.name in seen:
                 raise self._error(f"two instructions are called %{i.name}", i)
-            seen[i.name] = i.id
+            seen.add(i.name)
             operands = [found[o] for o in i.operand_ids]
             clone_of = i.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE, "")
             model = named.get(i.name) or named.get(clone_of)
             if _holds(self._rewritten, i):
                 self._check_holding(i, model)
+                if i.name in named and not _is_transfer(i):
+                    self._check_control(i, named[i.name], ids)
                 found[i.id] = _held(i, operands)
                 continue
             if model is None:
@@ -247,12 +250,7 @@ class _Proof:
             self._check_operands(i, operands, model, expected)
             found[i.id] = expected[model.id]
             if i.name in named:
-                needed = {
-                    seen.get(self._original.instructions[c].name)
-                    for c in model.control_predecessor_ids
-                }
-                if not needed <= {None, *i.control_predecessor_ids}:
-                    raise self._error(f"%{i.name} lost a control predecessor", i)
+                self._check_control(i, model, ids)
         for i in old.instructions:
             if i.name not in seen and (not _holds(self._original, i) or i.control_predecessor_ids):
                 raise VerificationError(
@@ -300,6 +298,18 @@ class _Proof:
                 i,
                 "Shapes, attributes and metadata stay.",
             )
+
+    def _check_control(self, i: Instruction, model: Instruction, ids: Mapping[str, int]) -> None:
+        """Checks that `i` still waits for what `model` waits for. The order against a transfer is
+        the plan's to decide.
+
+        Args:
+          ids: of the instructions, by name.
+        """
+        before = (self._original.instructions[c] for c in model.control_predecessor_ids)
+        needed = {ids.get(b.name) for b in before if not _is_transfer(b)}
+        if not needed <= {None, *i.control_predecessor_ids}:
+            raise self._error(f"%{i.name} lost a control predecessor", i)
 
     def _check_operands(
         self,
@@ -358,8 +368,8 @@ class _Proof:
             raise self._error(f"%{i.name} has not the shape of what it holds", i)
         if model is None:
             self._check_nothing_more(i)
-        elif model.name != i.name:
-            self._check_instruction(i, model, is_clone=True)
+        else:
+            self._check_instruction(i, model, is_clone=model.name != i.name)
         if i.opcode == "copy-start" or i.custom_call_target == targets.COPY_START:
             self._check_awaited(i)
         if RECOMPUTE_ATTRIBUTE in i.proto.frontend_attributes.map and "copy-" in i.opcode:
@@ -500,6 +510,10 @@ def _holds(module: Module, i: Instruction) -> bool:
     if i.opcode == "copy":  # XLA:TPU also has copies that reshape.
         return _logical(i.shape) == _logical(module.instructions[i.operand_ids[0]].shape)
     return i.opcode in _HOLDING or (i.opcode == "custom-call" and i.custom_call_target in _CALLS)
+
+
+def _is_transfer(i: Instruction) -> bool:
+    return i.opcode in ("copy-start", "copy-done") or i.custom_call_target in _CALLS
 
 
 def _held(i: Instruction, operands: Sequence[Contents]) -> Contents:

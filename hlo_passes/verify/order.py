@@ -18,9 +18,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hlo_passes.errors import VerificationError
-from hlo_passes.plan import Event, Fence, LogicalTime, Plan, Slot, Transfer
+from hlo_passes.plan import Event, Fence, LiveRange, LogicalTime, Plan, Slot, Transfer
 from hlo_passes.verify.program import Program, issue_rank
 from hlo_passes.verify.replay import Replay, Value
 from hlo_passes.verify.slots import bytes_of, ticks_of
@@ -47,7 +48,8 @@ def check_order(replay: Replay, holders: Mapping[Slot, Value], plan: Plan) -> No
             )
     _check_evictions(plan, program, awaited)
     by_allocation: defaultdict[str, list[Slot]] = defaultdict(list)
-    for slot in plan.slots:
+    slots, holders = _with_successors(replay, holders, plan)
+    for slot in slots:
         by_allocation[slot.allocation].append(slot)
     for slots in by_allocation.values():
         for slot, earlier in _handovers(slots):
@@ -66,6 +68,31 @@ def check_order(replay: Replay, holders: Mapping[Slot, Value], plan: Plan) -> No
                 continue  # Compute runs in order: what it overwrites has been read.
             for old in earlier:
                 _check_reuse(plan, program, old, holders.get(old), holder.transfer, finished)
+
+
+def _with_successors(
+    replay: Replay, holders: Mapping[Slot, Value], plan: Plan
+) -> tuple[list[Slot], Mapping[Slot, Value]]:
+    """The plan's slots, and who holds them, with those of donated arguments divided where a result
+    takes their bytes that has no slot of its own:
+
+        slot of x   ────────────────────)
+        x, result   x ── read                   result ────────── end of the program
+        in between            what else the plan puts there
+    """
+    given = {value: slot for slot, value in holders.items()}
+    parts: dict[Slot, dict[Slot, Value]] = {}
+    for value in replay.values:
+        home = value.home
+        if home is None or home.followed_at != value.written or home not in given:
+            continue
+        slot = given[home]
+        start, end = slot.live_range
+        before = replace(slot, live_range=LiveRange(start, min(end, value.written)))
+        after = replace(slot, live_range=LiveRange(value.written, replay.program.end))
+        parts[slot] = {before: home, after: value}
+    holders = {k: v for s, h in holders.items() for k, v in parts.get(s, {s: h}).items()}
+    return [part for s in plan.slots for part in parts.get(s, (s,))], holders
 
 
 def _check_evictions(plan: Plan, program: Program, awaited: Mapping[Event, LogicalTime]) -> None:
@@ -127,7 +154,7 @@ def _takes_over(old: Value | None, new: Value | None, below: Slot, above: Slot) 
     of a donated argument that nobody reads."""
     if old is None or new is None:
         return False
-    if old.writer.opcode == "parameter" and not old.is_taken and not (old.is_used or old.readers):
+    if old.followed_at is not None and not (old.is_taken or old.is_used or old.readers):
         return True
     fits = new.written == above.live_range.start and below.offset == above.offset
     return fits and any(

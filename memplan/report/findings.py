@@ -146,7 +146,7 @@ class DonationView:
     Attributes:
       name: the user's, or HLO's.
       size: bytes.
-      fate, why: see `hlo_passes.donation`.
+      fate, why: see `analysis.donation`.
     """
 
     name: str

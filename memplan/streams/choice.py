@@ -19,7 +19,6 @@ from hlo_passes.equations import Path
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.loops.host_transfers import nests
-from hlo_passes.placing.problem import host_link
 from hlo_passes.simulator.cost import instruction_costs
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import scope_of
@@ -72,7 +71,7 @@ def choose_kept(
     O(stacks² · rings).
     """
     rings = _rings(streams, hosting, seconds, size_of)
-    inward = host_link(machine)
+    inward = machine.host_link
     outward = machine.link(inward.destination, inward.source)
     rates = inward.bytes_per_s, outward.bytes_per_s
 

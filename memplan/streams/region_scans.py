@@ -119,7 +119,7 @@ class Scans:
 
     def _scan(self, region: Region, results: list[Var]) -> _Step:
         """The scan that makes `results`, all of one stage."""
-        inside, slices, whole = self._inside(region, results)
+        inside, slices, whole = self._inside(results)
         rows = shape_of(next(iter(region.arrays)))[0] // region.trips
         args = [*whole, *slices]
         body = self._body(inside, args, len(whole), results, rows)
@@ -165,9 +165,7 @@ class Scans:
             ],
         )
 
-    def _inside(
-        self, region: Region, results: Sequence[Var]
-    ) -> tuple[set[int], dict[Var, None], dict[Var, None]]:
+    def _inside(self, results: Sequence[Var]) -> tuple[set[int], dict[Var, None], dict[Var, None]]:
         """What a scan does: its equations, the arrays it slices, what it needs whole."""
         stage = self.stages[results[0]]
         inside: set[int] = set()

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hlo_passes.edits.choice_bytes import least_bytes
-from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
+from hlo_passes.edits.choices import Choices, Gap, Weight
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import LiveRange
 from hlo_passes.simulator.timeline import Compute, Done, Start, simulate
@@ -20,13 +20,12 @@ class Selection:
     """What was chosen.
 
     Attributes:
-      evicted: indices of gaps.
-      recomputed: index of a gap to the index of its recipe.
+      evicted, recomputed: indices of gaps.
       staying: indices of weights.
     """
 
     evicted: frozenset[int]
-    recomputed: tuple[tuple[int, int], ...]
+    recomputed: frozenset[int]
     staying: frozenset[int]
 
 
@@ -45,19 +44,19 @@ def machine_of(choices: Choices) -> Machine:
 
 
 def selections(choices: Choices) -> Iterator[Selection]:
-    """Every selection in which what a recipe needs is kept."""
+    """Every selection."""
     options = [
-        ["keep", *(["evict"] if gap.is_evictable else []), *range(len(gap.recipes))]
+        ["keep", *["evict"] * gap.is_evictable, *["recompute"] * (gap.recompute_s is not None)]
         for gap in choices.gaps
     ]
     may_stay = [i for i, weight in enumerate(choices.weights) if weight.may_stay]
     sets = [frozenset(s) for n in range(len(may_stay) + 1) for s in combinations(may_stay, n)]
     for taken in product(*options):
-        recomputed = tuple((i, k) for i, k in enumerate(taken) if isinstance(k, int))
-        needs = (n for i, k in recomputed for n in choices.gaps[i].recipes[k].needs)
-        if all(taken[n] == "keep" for n in needs):
-            evicted = frozenset(i for i, option in enumerate(taken) if option == "evict")
-            yield from (Selection(evicted, recomputed, staying) for staying in sets)
+        evicted, recomputed = (
+            frozenset(i for i, option in enumerate(taken) if option == wanted)
+            for wanted in ("evict", "recompute")
+        )
+        yield from (Selection(evicted, recomputed, staying) for staying in sets)
 
 
 def optimum_s(choices: Choices, capacity: int) -> float:
@@ -79,11 +78,9 @@ def schedule_s(choices: Choices, capacity: int, chosen: Selection) -> float:
     base = choices.load.copy()
     for i in chosen.staying:
         base += choices.weights[i].size
-    for i, k in chosen.recomputed:
+    for i in chosen.recomputed:
         gap = choices.gaps[i]
         base[gap.start : gap.end] -= gap.size
-        for live, size in gap.recipes[k].holds:
-            base[live.start : live.end] += size
     least = float("inf")
     for way in product(*ways):
         if (base + sum(part.bytes for part in way) > capacity).any():
@@ -161,9 +158,8 @@ def step_s(choices: Choices, chosen: Selection, queue: tuple[_Move, ...]) -> flo
         starting = [(n, m) for n, m in moves if m.start == tick]
         due = [(n, m) for n, m in moves if m.done == tick]
         events += [_start(n, m) for n, m in starting if not m.is_late]
-        for i, k in chosen.recomputed:
-            if choices.gaps[i].end == tick:
-                events.append(Compute(f"again{i}", choices.gaps[i].recipes[k].seconds))
+        again = [(i, choices.gaps[i]) for i in sorted(chosen.recomputed)]
+        events += [Compute(f"again{i}", g.recompute_s or 0.0) for i, g in again if g.end == tick]
         events += [Done(n) for n, m in due if m.source == "hbm"]
         events += [_start(n, m) for n, m in starting if m.is_late]
         events += [Done(n) for n, m in due if m.source == "host"]
@@ -193,9 +189,9 @@ def tiny_choices(draw, ticks: int = 4) -> tuple[Choices, int]:
         for before, after in pairwise(uses):
             if after == before + 1 or len(gaps) == 3:
                 continue
-            recipes = [draw(_recipe(ticks, len(gaps))) for _ in range(draw(st.integers(0, 1)))]
-            is_evictable = draw(st.booleans()) or not recipes
-            gaps.append(Gap(value, size, made + 1, before + 1, after, is_evictable, tuple(recipes)))
+            again_s = draw(st.none() | _SECONDS)
+            is_evictable = draw(st.booleans()) or again_s is None
+            gaps.append(Gap(value, size, made + 1, before + 1, after, is_evictable, again_s))
     weights: list[Weight] = []
     for _ in range(draw(st.integers(0, 3 - len(gaps)))):
         reads = sorted(draw(st.sets(st.integers(0, ticks - 1), min_size=1, max_size=2)))
@@ -213,12 +209,3 @@ def tiny_choices(draw, ticks: int = 4) -> tuple[Choices, int]:
     )
     least, most = int(least_bytes(choices).max()), int(load.max()) + sum(w.size for w in weights)
     return choices, draw(st.integers(least, max(least, most)))
-
-
-@st.composite
-def _recipe(draw, ticks: int, gap: int) -> Recipe:
-    needs = (draw(st.integers(0, gap - 1)),) if gap and draw(st.booleans()) else ()
-    start = draw(st.integers(0, ticks - 1))
-    live = LiveRange(start, draw(st.integers(start + 1, ticks)))
-    holds = ((live, draw(st.integers(1, 5))),) if draw(st.booleans()) else ()
-    return Recipe(draw(_SECONDS), 0, (), needs, holds)

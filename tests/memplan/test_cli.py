@@ -297,6 +297,12 @@ def test_a_reference_that_names_no_program(refused, reference, problem):
     assert f"{reference}: {problem}. Expected MODULE:FUNCTION" in message
 
 
+def test_a_reference_that_names_no_function(refused):
+    assert "json: it names no function. Expected MODULE:FUNCTION" in refused(
+        "curve", "json", "--machine", "cpu"
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [

@@ -63,7 +63,7 @@ def a_curve() -> Curve:
 
 def test_as_text_json_and_picture(tmp_path: Path):
     curve = a_curve()
-    assert str(curve).split("\n")[3].split() == "1.0 GiB 1.0 GiB 9 B 4 ms 4.00x 3 ms".split()
+    assert str(curve).split("\n")[3].split() == "1GiB 1.0 GiB 9 B 4 ms 4.00x 3 ms".split()
     read = json.loads(curve.to_json())
     assert read["points"][1]["budget_bytes"] == 1 << 30
     curve.plot(tmp_path / "curve.svg")

@@ -602,6 +602,33 @@ def test_place_moves_once_and_calls_then_say_nothing():
     assert_same_bits(placed[0], args[0])
 
 
+def test_what_is_moved_for_a_call_is_named():
+    step = memplan.jit(lambda w, x: chain(w, x), hbm=HALF, offload="w.*")
+    with pytest.warns(memplan.PlacementWarning, match=r"only: w\.\d, w\.\d, w\.\d and \d more\. "):
+        step(weights(), activations())
+
+
+def test_numpy_arrays_are_moved_and_nothing_is_said():
+    step = memplan.jit(chain, hbm=HALF)
+    args = weights(), activations()
+    found = step([np.asarray(w) for w in args[0]], np.asarray(args[1]))
+    assert_same_bits(found, jax.jit(chain)(*args))
+
+
+def test_shapes_cannot_be_placed():
+    step = memplan.jit(chain, hbm=HALF)
+    with pytest.raises(TypeError, match="plan\\(\\) takes shapes"):
+        step.place(weights(), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+
+
+def test_functions_say_what_they_keep_to():
+    step = memplan.jit(chain, hbm="3MiB")
+    assert repr(step) == "<memplan.jit of chain within 3.0 MiB>"
+    assert repr(memplan.jit(chain)) == "<memplan.jit of chain within the memory of its device>"
+    lowered = step.lower(weights(), activations())
+    assert repr(lowered) == f"<Lowered chain for {lowered.machine.name} within 3.0 MiB>"
+
+
 def test_arrays_placed_for_a_smaller_budget_come_back():
     args = memplan.jit(chain, hbm=HALF).place(weights(), activations())
     roomy = memplan.jit(chain, hbm="1GiB")

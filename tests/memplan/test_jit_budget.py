@@ -92,9 +92,10 @@ def test_the_error_says_what_needs_the_memory():
     sentence = str(error)
     for part in (
         "no plan keeps to hbm=16384 (16.0 KiB); ",
-        f"the planner's estimate of the least is hbm={error.least} ({format_bytes(error.least)})\n",
+        f"the planner's estimate of the least is hbm={error.least} ({format_bytes(error.least)}); "
+        "error.least_budget() compiles until one works\n",
         f"tightest at: dot_general (%{error.instruction}), {error.source_line}\n",
-        "live there: weights.0 16.0 KiB, ",
+        "live there, 20.0 KiB at once: weights.0 16.0 KiB, ",
     ):
         assert part in sentence
 

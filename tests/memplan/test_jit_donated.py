@@ -75,6 +75,30 @@ def test_state_that_is_fed_back_stays_on_the_host():
     assert len(stores) == kinds.count("pinned_host")
 
 
+@pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
+def test_what_was_not_placed_is_deleted_all_the_same():
+    x = jnp.linspace(-1, 1, 32 * WIDTH, dtype=jnp.float32).reshape(32, WIDTH)
+    total = xla_total(train, fresh(), x, donate_argnums=0)
+    step = memplan.jit(train, hbm=int(0.6 * total), donate_argnums=0)
+    given = fresh()
+    found = step(given, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert not x.is_deleted()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(train(fresh(), x)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def test_why_a_stack_stays_on_cpu_although_a_result_takes_its_place():
+    def update(stack: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), 0.9 * w), x, stack)
+
+    args = jnp.ones((8, 64, 64)), jnp.ones((4, 64))
+    lowered = memplan.jit(update, donate_argnums=0).lower(*args)
+    assert lowered.left_alone == {
+        "stack": "it is donated, and on CPU what a loop writes is counted as the device's"
+    }
+
+
 def test_a_single_result_is_stored():
     def decay(m: Any, x: Any) -> Any:
         return 0.9 * m + jnp.tanh(x @ x).sum()

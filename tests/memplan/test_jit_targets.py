@@ -26,12 +26,13 @@ from hlo_passes.errors import (
     NotExecutableError,
     StalePlanError,
     TopologyError,
+    UnknownDeviceError,
 )
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.timeline import schedule_events, simulate
-from memplan import topologies
-from tests.memplan.chains import chain, device_total
+from memplan import executable, topologies
+from tests.memplan.chains import activations, chain, device_total, weights
 
 LAYERS, WIDTH = 4, 2048
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -354,3 +355,38 @@ def test_callbacks_for_devices_that_are_not_here(name: str):
     traced = jax.jit(calling_back).trace(jax.ShapeDtypeStruct((4,), x.dtype, sharding=nowhere))
     with pytest.raises(ValueError, match="devices to be present"):
         traced.lower(lowering_platforms=("cuda",))
+
+
+class Device:
+    """One that is here, of which jax says what a GPU says of itself."""
+
+    def __init__(self, kind: str, limit: int | None) -> None:
+        self.platform, self.device_kind, self._limit = "gpu", kind, limit
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self._limit is None else {"bytes_limit": self._limit}
+
+
+@pytest.mark.parametrize("limit", [None, 59 << 30, 1 << 50])
+def test_a_device_that_is_here_gives_programs_what_it_reports(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None
+):
+    monkeypatch.setattr(executable.xla, "devices", lambda: [Device("NVIDIA H100 80GB HBM3", limit)])
+    target = executable.find_target(None)
+    has = target.machine.device_memory.capacity_bytes
+    assert target.capacity_bytes == min(has, limit or has)
+    elsewhere = executable.Target(target.machine, topologies.Topology("", target.machine, ()))
+    assert elsewhere.capacity_bytes == has
+
+
+def test_a_device_that_no_machine_file_describes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executable.xla, "devices", lambda: [Device("NVIDIA L4", 22 << 30)])
+    with pytest.raises(UnknownDeviceError, match=r"'NVIDIA L4'.* machine= one of a100, "):
+        executable.find_target(None)
+
+
+def test_more_than_the_device_has_is_said(caplog: pytest.LogCaptureFixture):
+    lowered = memplan.jit(chain, hbm=1 << 60).lower(weights(), activations())
+    with caplog.at_level("WARNING", "memplan"):
+        lowered.compile()
+    assert f"chain: hbm={1 << 60}, and its device has " in caplog.text

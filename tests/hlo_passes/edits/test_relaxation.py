@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from scipy.optimize import linprog
 
-from hlo_passes.edits.choices import Choices, Gap, Recipe, Weight
+from hlo_passes.edits.choices import Choices, Gap, Weight
 from hlo_passes.edits.gap_groups import merge
 from hlo_passes.edits.linear_program import build
 from hlo_passes.edits.relaxation import lower_bound_s, relax, sample_ticks
@@ -38,9 +38,9 @@ def choices_of(costs, load, gaps=(), weights=(), rate=10.0, **changes):
     return replace(made, **changes)
 
 
-def gap(start, end, size=20, value=0, written=None, is_evictable=True, recipes=()):
+def gap(start, end, size=20, value=0, written=None, is_evictable=True, recompute_s=None):
     written = start if written is None else written
-    return Gap(value, size, written, start, end, is_evictable, recipes)
+    return Gap(value, size, written, start, end, is_evictable, recompute_s)
 
 
 def weight(*reads, size=20, may_stay=True):
@@ -52,9 +52,7 @@ def test_without_choices_it_is_the_compute():
 
 
 def test_a_step_of_no_ticks_takes_as_long_as_other_transfers():
-    nothing = choices_of([], [], out_busy_s=2.0, in_busy_s=3.0)
-    assert lower_bound_s(nothing, 0) == 3
-    assert lower_bound_s(replace(nothing, shared_queue=True), 0) == 5
+    assert lower_bound_s(choices_of([], [], in_busy_s=3.0), 0) == 3
 
 
 def test_other_transfers_occupy_the_link():
@@ -67,14 +65,6 @@ def test_what_cannot_fit_has_no_bound():
     away = choices_of([1, 1, 1], [20, 30, 20], [gap(1, 2)])
     assert math.isinf(lower_bound_s(away, 19))
     assert lower_bound_s(away, 20) < math.inf
-
-
-def test_a_recipe_that_needs_what_has_to_go_does_not_help():
-    needy = Recipe(1.0, 0, (), needs=(0,))
-    gaps = [gap(1, 2, value=0), gap(1, 2, value=1, is_evictable=False, recipes=(needy,))]
-    choices = choices_of([1, 1, 1], [0, 40, 0], gaps)
-    assert math.isinf(lower_bound_s(choices, 10))
-    assert lower_bound_s(choices, 20) < math.inf
 
 
 def test_compute_hides_what_leaves_and_comes_back():
@@ -130,18 +120,10 @@ def test_one_queue_for_both_directions_takes_the_sum():
 
 
 def test_recomputing_takes_compute():
-    again = Recipe(1.5, 0, ())
-    choices = choices_of([1, 1, 1], [20, 40, 20], [gap(1, 2, recipes=(again,))])
+    choices = choices_of([1, 1, 1], [20, 40, 20], [gap(1, 2, recompute_s=1.5)])
     assert lower_bound_s(choices, 20) == pytest.approx(3 + 1.5)
     # Half of it would be enough if it could be halved.
     assert lower_bound_s(choices, 30) == pytest.approx(3 + 1.5 / 2)
-
-
-def test_what_a_recipe_holds_counts():
-    again = Recipe(1.0, 0, (), holds=((LiveRange(1, 2), 15),))
-    choices = choices_of([1, 1, 1], [20, 40, 20], [gap(1, 2, is_evictable=False, recipes=(again,))])
-    assert math.isinf(lower_bound_s(choices, 34))
-    assert lower_bound_s(choices, 35) == pytest.approx(3 + 1)
 
 
 def test_weights_that_fit_stay():
@@ -216,12 +198,10 @@ def least_units(program):
 
 def test_gaps_that_samples_cannot_tell_apart_are_merged():
     # 1.02 and 1.1 are less than 10% apart, and 2 is another price.
-    recipes = (Recipe(s, 0, (), holds=((LiveRange(0, 1), 5),)) for s in (1.02, 1.1, 2.0))
-    cheap, near, dear = recipes
     gaps = [
-        gap(3, 8, value=0, size=10, recipes=(near,)),
-        gap(4, 7, value=1, size=10, recipes=(cheap,)),
-        gap(3, 8, value=2, size=10, recipes=(dear,)),
+        gap(3, 8, value=0, size=10, recompute_s=1.1),
+        gap(4, 7, value=1, size=10, recompute_s=1.02),
+        gap(3, 8, value=2, size=10, recompute_s=2.0),
         gap(3, 8, value=3, size=10),
         gap(3, 5, value=4, size=10),
         gap(6, 8, value=4, size=10),
@@ -230,16 +210,15 @@ def test_gaps_that_samples_cannot_tell_apart_are_merged():
     assert groups.members == ((0, 1), (2,), (3,), (4,), (5,))
     assert groups.merged == {0}
     assert groups.choices.gaps[0].size == 20
-    assert [recipe.seconds for recipe in groups.choices.gaps[0].recipes] == [pytest.approx(2.04)]
-    assert not groups.choices.gaps[0].recipes[0].holds
-    assert groups.choices.gaps[1].recipes == (Recipe(2.0, 0, ()),)
+    assert groups.choices.gaps[0].recompute_s == pytest.approx(2.04)
+    assert groups.choices.gaps[1].recompute_s == 2.0
 
 
 def test_of_many_ticks_those_with_most_bytes_are_looked_at():
     load = np.zeros(1000, dtype=np.int64)
     load[[100, 777]] = 50
-    ticks = sample_ticks(choices_of([1] * 1000, load), 10, limit=20)
-    assert len(ticks) <= 20
+    ticks = sample_ticks(choices_of([1] * 1000, load), 10)
+    assert len(ticks) <= 150
     assert {100, 777} <= set(ticks)
 
 

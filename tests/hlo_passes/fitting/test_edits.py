@@ -113,7 +113,7 @@ def test_the_excess_is_known_wherever_parameters_stand():
       %unread = f32[4096]{0} parameter(2)
     """
     of = problem.pose(entry(text), FAST, ())
-    choice = placement.fit(of, frozenset(), 10**9)
+    choice = placement.fit(of, 10**9)
     assert choice is not None
     taken = memory_usage(move_copies(of.module, issue(of, choice)), "gpu").total_bytes
     assert excess_of(of, choice, taken) == 0
@@ -124,7 +124,7 @@ def test_the_excess_is_known_wherever_parameters_stand():
 def test_only_what_depends_on_the_instructions_is_packed_once_more(platform: Target):
     evicted = Edits(evictions=(Eviction("a", "d", (Refetch("g", ("g",)),)),))
     of = edited(problem.pose(entry(BODY), replace(FAST, platform=platform), ()), evicted)
-    choice = placement.fit(of, frozenset(), 10**9)
+    choice = placement.fit(of, 10**9)
     assert choice is not None
     taken = memory_usage(move_copies(of.module, issue(of, choice)), platform).total_bytes
     assert excess_of(of, choice, taken) == 0
@@ -322,7 +322,7 @@ def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_
         found, _ = first(tried, *given)
         longer.clear()
         nothing = fitting._work.state(fitting._work.load)
-        above = edit_choice.EditChoice(None, nothing, 1e-9)
+        above = edit_choice.EditChoice(nothing, 1e-9)
         monkeypatch.setattr(fitting._search, "improved", lambda *_, **__: above)
         found_near = fitting.searched(above, 7)
         assert found_near.over
@@ -352,7 +352,7 @@ def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_
 def test_little_is_given_back_in_a_large_module(monkeypatch: pytest.MonkeyPatch):
     fitted = edit_fitting._Fitting(posed(), Edits(), 10**9, None)
     taken = next(fitted._work.lowest(0))  # More than has to go.
-    chosen = edit_choice.EditChoice(None, taken, taken.step_seconds(fitted.capacity, None))
+    chosen = edit_choice.EditChoice(taken, taken.step_seconds(fitted.capacity, None))
     best = edit_fitting._Packed(fitted, cast("Solution", None), chosen, 0)
     packed: list[int] = []
     monkeypatch.setattr(fitted, "_packed", lambda *_: packed.append(1))

@@ -51,6 +51,22 @@ def test_what_went_in_is_read():
     assert read_by(without, "r") == ["a", "b"]
 
 
+def test_what_only_a_barrier_read_stays():
+    module = entry(
+        """
+        %x = f32[64]{0} parameter(0)
+        %y = f32[64]{0} parameter(1)
+        %e = f32[64]{0} custom-call(%x), custom_call_target="f", custom_call_has_side_effect=true
+        %o = f32[64]{0} opt-barrier(%e)
+        %p = f32[64]{0} opt-barrier(%y)
+        ROOT %r = f32[64]{0} negate(%x)
+        """
+    )
+    without = remove_barriers(module)
+    verify_equivalent(module, without)
+    assert names(without) == ["x", "y", "e", "r"]
+
+
 def test_a_tuple_that_others_read_stays():
     module = entry(
         f"""

@@ -94,9 +94,12 @@ def budgets(posed: Problem, share: float) -> int:
 
 def best_of_all(posed: Problem, budget: int) -> float:
     """The least step time over all sets of weights that could stay."""
-    names = [m.buffer for m in posed.movables]
-    sets = chain.from_iterable(combinations(names, k) for k in range(len(names) + 1))
-    found = (placement.fit(posed, frozenset(stay), budget) for stay in sets)
+    sizes = {m.buffer: m.size for m in posed.movables}
+    sets = chain.from_iterable(combinations(sizes, k) for k in range(len(sizes) + 1))
+    found = (
+        placement.fit(posed.staying(frozenset(stay)), budget - sum(sizes[s] for s in stay))
+        for stay in sets
+    )
     return min((c.step_time_s for c in found if c is not None), default=float("inf"))
 
 
@@ -130,7 +133,7 @@ def test_of_many_weights_good_sets_are_found(posed: Problem, share: float):
 @given(problems(), st.integers(1, 64))
 def test_where_packing_exceeds_the_budget_is_known(posed: Problem, missing: int):
     budget = placement.least_budget(posed)[0] - missing
-    found = placement.fit_or_excess(posed, frozenset(), budget)
+    found = placement.fit_or_excess(posed, budget)
     if isinstance(found, placement.Choice):
         assert found.packing.total <= budget - posed.fixed_bytes
         return
@@ -151,7 +154,7 @@ def test_the_excess_is_what_the_packing_takes_too_much(posed: Problem, shift: in
     budget = all_bytes(posed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arena, "pack", shifted)
-        excess = placement.fit_or_excess(posed, frozenset(), budget)
+        excess = placement.fit_or_excess(posed, budget)
     assert not isinstance(excess, placement.Choice)
     assert excess == shift
 
@@ -236,14 +239,14 @@ def test_what_nothing_hides_stays():
 def test_a_weight_that_is_read_twice_is_dropped_in_between():
     """w0 and w1 do not fit at once; 1000 KiB of compute hide the second fetch of w0."""
     posed = problem([(0, 1), (-1, 1000), (1, 1), (-1, 1000), (0, 1)], [96, 96])
-    choice = placement.fit(posed, frozenset(), placement.least_budget(posed)[0])
+    choice = placement.fit(posed, placement.least_budget(posed)[0])
     assert choice is not None
     assert [f.buffer for f in choice.fetches] == ["w0", "w1", "w0"]
-    kept = placement.fit(posed, frozenset(), all_bytes(posed))
+    kept = placement.fit(posed, all_bytes(posed))
     assert kept is not None
     assert len(kept.fetches) <= 3
     near = problem([(0, 1), (-1, 1), (0, 1)], [96])
-    held = placement.fit(near, frozenset(), all_bytes(near))
+    held = placement.fit(near, all_bytes(near))
     assert held is not None
     assert [f.reads for f in held.fetches] == [(0, 3)]
 
@@ -316,7 +319,7 @@ def test_starts_are_late_at_no_cost(
     reads: list[tuple[int, int]], sizes: list[int], more: int
 ) -> None:
     posed = problem(reads, sizes)
-    choice = placement.fit(posed, frozenset(), placement.least_budget(posed)[0] + more * KIB)
+    choice = placement.fit(posed, placement.least_budget(posed)[0] + more * KIB)
     assert choice is not None
     late = placement.started_late(posed, choice)
     assert list(late.starts) == sorted(late.starts)

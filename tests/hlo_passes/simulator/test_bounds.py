@@ -12,8 +12,8 @@ from hlo_passes.simulator.timeline import Compute, Done, Start, simulate
 from tests.hlo_passes.toys import link, toy_machine
 
 
-def fetch(size, deadline, end=None, release=0):
-    return Demand(size, "host", "hbm", release, deadline, deadline + 1 if end is None else end)
+def fetch(size, deadline, end=None):
+    return Demand(size, "host", "hbm", deadline, deadline + 1 if end is None else end)
 
 
 def test_without_transfers_it_is_the_compute():
@@ -37,23 +37,14 @@ def test_latency_is_paid_once():
 
 
 def test_directions_of_a_full_duplex_link_do_not_add_up():
-    demands = [fetch(20, 0), Demand(30, "hbm", "host", 0, 2, 2)]
+    demands = [fetch(20, 0), Demand(30, "hbm", "host", 2, 2)]
     assert lower_bound_s([0.1, 0.1], demands, toy_machine()) == pytest.approx(3.0)
-    both = (("host", "hbm"), ("hbm", "host"))
-    shared = toy_machine(links=tuple(link(*way, full_duplex=False) for way in both))
-    assert lower_bound_s([0.1, 0.1], demands, shared) == pytest.approx(5.0)
 
 
 def test_engines_share_the_work_but_not_one_transfer():
     machine = toy_machine(links=(link("host", "hbm", engines=2),))
     assert lower_bound_s([1.0], [fetch(10, 0), fetch(10, 0)], machine) == 1.0 + 1.0
     assert lower_bound_s([1.0], [fetch(10, 0)], machine) == 1.0 + 1.0
-
-
-def test_a_transfer_waits_for_its_release():
-    # Evicted after tick 0, back before tick 2: the round trip is exposed behind tick 0.
-    demands = [Demand(20, "hbm", "host", 1, 3, 3), fetch(20, 2, release=1)]
-    assert lower_bound_s([4.0, 1.0, 1.0], demands, toy_machine()) == 4.0 + 2.0 + 1.0
 
 
 def test_the_link_cannot_run_ahead_of_the_memory():
@@ -78,7 +69,7 @@ def test_what_stays_on_the_device_does_not_go():
 
 
 def test_evictions_need_no_room_on_the_device():
-    demands = [Demand(20, "hbm", "host", 0, 2, 2)]
+    demands = [Demand(20, "hbm", "host", 2, 2)]
     assert lower_bound_s([1.0, 1.0], demands, toy_machine(), [0, 0]) == 2.0
 
 
@@ -90,7 +81,7 @@ def test_what_is_resident_need_not_move():
 
 def test_a_demand_needs_a_link():
     with pytest.raises(NotOnMachineError, match="no link 'nvme->hbm'"):
-        lower_bound_s([1.0], [Demand(1, "nvme", "hbm", 0, 0, 1)], toy_machine())
+        lower_bound_s([1.0], [Demand(1, "nvme", "hbm", 0, 1)], toy_machine())
 
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=8)
@@ -99,13 +90,13 @@ WAYS = st.sampled_from([("host", "hbm"), ("hbm", "host")])
 
 @st.composite
 def schedules(draw: st.DrawFn):
-    """Ticks, and transfers as (size, source, destination, release, start, done, end)."""
+    """Ticks, and transfers as (size, source, destination, start, done, end)."""
     ticks = draw(SECONDS)
     transfers = []
     for _ in range(draw(st.integers(0, 8))):
-        release, begin, done = sorted(draw(st.tuples(*[st.integers(0, len(ticks))] * 3)))
+        begin, done = sorted(draw(st.tuples(*[st.integers(0, len(ticks))] * 2)))
         end = draw(st.integers(min(done + 1, len(ticks)), len(ticks)))
-        transfers.append((draw(st.integers(0, 40)), *draw(WAYS), release, begin, done, end))
+        transfers.append((draw(st.integers(0, 40)), *draw(WAYS), begin, done, end))
     return ticks, transfers
 
 
@@ -126,10 +117,10 @@ def simulated_s(ticks, transfers, machine, order):
     events = []
     for tick in range(len(ticks) + 1):
         for i in order:
-            size, source, destination, _, begin, _, _ = transfers[i]
+            size, source, destination, begin, _, _ = transfers[i]
             if begin == tick:
                 events.append(Start(i, size, source, destination))
-        events += [Done(i) for i, t in enumerate(transfers) if t[5] == tick]
+        events += [Done(i) for i, t in enumerate(transfers) if t[4] == tick]
         events += [Compute(f"c{tick}", s) for s in ticks[tick : tick + 1]]
     return simulate(events, machine).step_time_s
 
@@ -137,7 +128,7 @@ def simulated_s(ticks, transfers, machine, order):
 def room_taken(ticks, transfers):
     """Bytes that the transfers to the device hold at each tick."""
     return [
-        sum(t[0] for t in transfers if t[2] == "hbm" and t[4] <= tick and tick < t[6])
+        sum(t[0] for t in transfers if t[2] == "hbm" and t[3] <= tick and tick < t[5])
         for tick in range(len(ticks))
     ]
 
@@ -147,8 +138,8 @@ def test_no_schedule_beats_the_bound(schedule, machine, data):
     ticks, transfers = schedule
     order = data.draw(st.permutations(range(len(transfers))))
     demands = [
-        Demand(size, source, destination, release, done, end)
-        for size, source, destination, release, _, done, end in transfers
+        Demand(size, source, destination, done, end)
+        for size, source, destination, _, done, end in transfers
     ]
     took = simulated_s(ticks, transfers, machine, order)
     assert lower_bound_s(ticks, demands, machine) <= took + 1e-9
@@ -162,7 +153,7 @@ def test_no_choice_of_residents_beats_the_bound(schedule, machine, data):
     ticks, transfers = schedule
     transfers = [t for t in transfers if t[2] == "hbm"]
     kept = data.draw(st.integers(0, len(transfers)))
-    demands = [Demand(t[0], t[1], t[2], 0, t[5], t[6]) for t in transfers]
+    demands = [Demand(*t[:3], *t[4:]) for t in transfers]
     moved = transfers[kept:]
     took = simulated_s(ticks, moved, machine, range(len(moved)))
     resident = sum(t[0] for t in transfers[:kept])
@@ -171,12 +162,10 @@ def test_no_choice_of_residents_beats_the_bound(schedule, machine, data):
 
 
 @given(schedules(), MACHINES)
-def test_less_room_and_later_releases_only_raise_it(schedule, machine):
+def test_less_room_only_raises_it(schedule, machine):
     ticks, transfers = schedule
-    demands = [Demand(t[0], t[1], t[2], t[3], t[5], t[6]) for t in transfers]
-    early = [Demand(t[0], t[1], t[2], 0, t[5], t[6]) for t in transfers]
+    demands = [Demand(*t[:3], *t[4:]) for t in transfers]
     bound = lower_bound_s(ticks, demands, machine)
-    assert lower_bound_s(ticks, early, machine) <= bound + 1e-9
     assert bound <= lower_bound_s(ticks, demands, machine, [0] * len(ticks)) + 1e-9
     assert bound >= sum(ticks) - 1e-9
 
@@ -185,7 +174,7 @@ def test_less_room_and_later_releases_only_raise_it(schedule, machine):
 def test_on_one_link_with_room_for_all_the_bound_is_reached(ticks, wanted):
     # Everything queued at once, in the order of use, is optimal (Jackson 1955).
     wanted = sorted((min(tick, len(ticks) - 1), size) for size, tick in wanted)
-    transfers = [(size, "host", "hbm", 0, 0, tick, len(ticks)) for tick, size in wanted]
+    transfers = [(size, "host", "hbm", 0, tick, len(ticks)) for tick, size in wanted]
     demands = [fetch(size, tick) for tick, size in wanted]
     took = simulated_s(ticks, transfers, toy_machine(), range(len(transfers)))
     assert lower_bound_s(ticks, demands, toy_machine()) == pytest.approx(took)
@@ -196,7 +185,7 @@ def test_a_ring_of_equal_slots_reaches_the_bound(slots, ticks):
     # Weight t, of 20 bytes, is read at tick t and starts where weight t - slots has ended.
     n = len(ticks)
     transfers = [
-        (20, "host", "hbm", 0, max(0, tick - slots + 1), tick, tick + 1) for tick in range(n)
+        (20, "host", "hbm", max(0, tick - slots + 1), tick, tick + 1) for tick in range(n)
     ]
     demands = [fetch(20, tick) for tick in range(n)]
     took = simulated_s(ticks, transfers, toy_machine(), range(n))

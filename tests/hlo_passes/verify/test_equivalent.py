@@ -211,3 +211,52 @@ def test_what_a_pass_says_it_left_alone_is_compared():
     rewritten = Module(proto, original)
     assert rewritten.computations[fused.id] is original.computations[fused.id]
     assert "computation %fused differs" in rejection(original, rewritten)
+
+
+ORDERED = """
+%x = f32[64]{0} parameter(0)
+%y = f32[64]{0:S(5)} parameter(1)
+%s = (f32[64]{0}, f32[64]{0:S(5)}, u32[]) copy-start(%y)
+%a = f32[64]{0} negate(%x)
+%k = f32[64]{0} copy(%a)
+%b = f32[64]{0} cosine(%x)MARK
+%d = f32[64]{0} copy-done(%s)
+ROOT %r = (f32[64]{0}, f32[64]{0}, f32[64]{0}) tuple(%k, %b, %d)
+"""
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_waits_for_another_goes_on_waiting_for_it(turned: bool):
+    original = entry(ORDERED.replace("MARK", ", control-predecessors={%k}"))
+    inorder, other = swapped(ORDERED.replace("MARK", ""), "k", "b")
+    assert "%b lost a control predecessor" in rejection(original, other if turned else inorder)
+
+
+def test_what_waits_for_a_transfer_need_not():
+    original = entry(ORDERED.replace("MARK", ", control-predecessors={%s}"))
+    verify_equivalent(original, entry(ORDERED.replace("MARK", "")))
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("copy(%x)", 'copy(%x), frontend_attributes={said="otherwise"}'),
+        ("copy(%x)", 'copy(%x), backend_config="other"'),
+        ("exponential(%x)", "copy(%x)"),
+    ],
+)
+def test_what_keeps_its_name_is_what_it_was(line: str, other: str):
+    lines = "%x = f32[64]{0} parameter(0)\n%k = f32[64]{0} LINE\nROOT %r = f32[64]{0} negate(%x)"
+    original, changed = (entry(lines.replace("LINE", text)) for text in (line, other))
+    assert "%k is not the instruction that %k was" in rejection(original, changed)
+
+
+def test_a_copy_goes_on_waiting_for_what_it_waited_for():
+    lines = """
+    %x = f32[64]{0} parameter(0)
+    %a = f32[64]{0} negate(%x)
+    %k = f32[64]{0} copy(%x)MARK
+    ROOT %r = (f32[64]{0}, f32[64]{0}) tuple(%a, %k)
+    """
+    original = entry(lines.replace("MARK", ", control-predecessors={%a}"))
+    assert "%k lost a control predecessor" in rejection(original, entry(lines.replace("MARK", "")))

@@ -313,6 +313,39 @@ def test_an_argument_is_read_before_what_takes_its_place_is_written():
     )
 
 
+@pytest.mark.parametrize("reads_x", [True, False])
+def test_what_takes_the_place_of_an_argument_has_its_bytes_to_the_end(reads_x: bool):
+    """In between another value may lie there; afterwards none may."""
+    module = donated(
+        FETCH
+        + f"""
+        %a = f32[64]{{0}} multiply(%{"x" if reads_x else "done"}, %done)
+        %b = f32[64]{{0}} reverse(%a), dimensions={{0}}
+        %r = f32[64]{{0}} reverse(%b), dimensions={{0}}
+        %c = f32[64]{{0}} reverse(%b), dimensions={{0}}
+        %d = f32[64]{{0}} reverse(%c), dimensions={{0}}
+        ROOT %same = f32[64]{{0}} bitcast(%r)
+        """
+    )
+
+    def plan(**colocated: Slot) -> Plan:
+        slots = {
+            n: Slot(n, "arena", (k + 1) * SIZE, SIZE, LiveRange(k, k + 3))
+            for k, n in enumerate("ab")
+        }
+        slots |= {
+            n: Slot(n, "arena", SIZE * (4 + k), SIZE, LiveRange(3 + k, 5))
+            for k, n in enumerate("cd")
+        }
+        found = fetched(module, 0, 5, *(slots | colocated).values())
+        x, *others = found.slots
+        return replace(found, slots=(replace(x, live_range=LiveRange(0, 1)), *others))
+
+    verify_plan(module, plan())
+    late = Slot("c", "arguments", 0, SIZE, LiveRange(3, 5))
+    assert "the slots of %x and %c overlap" in rejection(plan(c=late), module)
+
+
 def test_a_copy_that_is_not_returned_does_not_lie_in_a_donated_argument():
     module = donated(
         FETCH

@@ -1,0 +1,3 @@
+"""All errors that memplan raises; each is a `memplan.MemplanError`."""
+
+from hlo_passes.errors import *  # noqa: F403
