@@ -241,8 +241,6 @@ class _PlannedFunction:
           NotExecutableError: when the devices of `machine` are not here.
         """
         dynamic, leaves, lowered = self._program(args, kwargs)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            raise TypeError("place() moves arrays, found a ShapeDtypeStruct: plan() takes shapes")
         moved = lowered.compile().move(leaves)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), moved)
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)

@@ -89,7 +89,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(None, lambda tried: self._plans(room, tried)[0].plan)
+            return self._first(None, lambda tried: self._plans(room, tried)[0][0].plan)
 
     def within(self, budget: int) -> Plan:
         """Plans for a budget, and compiles nothing further than XLA's scheduler.
@@ -283,18 +283,21 @@ class Budgeted:
 
     def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
         """Plans and compiles until XLA reports no more than `room` bytes."""
-        exceeded = overhead = 0
+        exceeded = overhead = overshoots = 0
+        is_explained = False
         seen: dict[int, int] = {}
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
-        surer: list[Candidate] = []
+        (candidate, *surer), counts_chip = self._plans(room, options)
         for _ in range(_MAX_ROUNDS):
-            if not compiled:
-                candidate, *surer = self._plans(room, options)
-            else:
+            if compiled:
+                again = self._plan_counting(room, seen, options) if counts_chip else None
+                counts_chip = False
                 try:
-                    candidate = self._plan_below(room, overhead, 2 ** len(compiled), options)
+                    candidate = again or self._plan_below(
+                        room, overhead, 2 ** max(1, overshoots), options
+                    )
                 except MemoryBudgetError:
                     if not surer:
                         raise
@@ -317,11 +320,16 @@ class Budgeted:
             if total <= room:
                 return _Kept(executable, candidate, total, tuple(rounds), options, seen)
             self.planner.compiled(executable)
-            exceeded = overhead = max(exceeded, total - predicted)
-            if self.planner.knows_chip and rewritten is not None and len(compiled) == 1:
+            if counts_chip:
+                continue  # What was seen says how the next one that does is planned.
+            exceeded = max(exceeded, total - predicted)
+            if self.planner.knows_chip and rewritten is not None and not is_explained:
                 # The next plan is made with what is known now, and at first what that does not
                 # explain is enough; but with another plan XLA may hold other things on the chip.
                 overhead = max(0, total - self.planner.explained(rewritten, executable))
+                is_explained = True
+            else:
+                overhead, overshoots = exceeded, overshoots + 1
         if mismatch is not None and not seen:
             raise mismatch
         raise self._shortage(options).asked_for(room, min(seen.values()))
@@ -391,8 +399,9 @@ class Budgeted:
 
     # --- plans ----------------------------------------------------------------------------
 
-    def _plans(self, room: int, options: Mapping[str, Any] | None) -> list[Candidate]:
-        """Plans to compile for so many bytes, the fastest first, the surer one behind it.
+    def _plans(self, room: int, options: Mapping[str, Any] | None) -> tuple[list[Candidate], bool]:
+        """Plans to compile for so many bytes, the fastest first, the surer one behind it; and
+        whether the first counts what is on the chip.
 
         What XLA:TPU holds on the chip depends on the plan. Where one that leaves out what it was
         seen to hold there waits, or there is none, another one that counts all of it, less what XLA
@@ -410,7 +419,7 @@ class Budgeted:
             errors.append(error)
         knows_chip = self.planner.knows_chip
         if found and (not knows_chip or found[0].plan.prediction.slowdown <= _WAITS):
-            return found
+            return found, False
         for credit in dict.fromkeys((self._credit(room, options), 0)):
             if not credit and not knows_chip:
                 break  # It would be the same.
@@ -420,10 +429,10 @@ class Budgeted:
                 errors.append(error.asked_for(room, error.least - credit))
                 continue
             if not found or other.is_faster_than(found[0]):
-                return [other, *found]
+                return [other, *found], True
         if not found:
             raise min(errors, key=lambda e: e.least)
-        return found
+        return found, False
 
     def _credit(self, room: int, options: Mapping[str, Any] | None) -> int:
         """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
@@ -445,6 +454,16 @@ class Budgeted:
         except MemoryBudgetError:
             return None
         return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
+
+    def _plan_counting(
+        self, room: int, seen: Mapping[int, int], options: Mapping[str, Any]
+    ) -> Candidate | None:
+        """A plan that counts what is on the chip, of which XLA reports about `room` bytes as far as
+        what it reported of others says; None where there is none."""
+        with suppress(MemoryBudgetError):
+            aim = calibrated(int(room * (1 - _IDLE / 2)), seen)
+            return self.planner.plan(aim, options, counts_chip=True)
+        return None
 
     def _plan_below(
         self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None

@@ -202,8 +202,11 @@ class Compiled:
 
         Raises:
           NotExecutableError: when it was compiled for devices that are not here.
+          TypeError: when there are shapes among them.
         """
         self._check_executable()
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise TypeError("place() moves arrays, found a ShapeDtypeStruct: plan() takes shapes")
         moved = list(leaves)
         for n in self.displaced(leaves):
             kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND

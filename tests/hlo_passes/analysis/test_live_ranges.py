@@ -49,7 +49,7 @@ def test_an_argument_and_the_result_live_to_the_end() -> None:
 def test_a_donated_argument_dies_with_its_last_reader() -> None:
     ranges = compute(CHAIN, header=", input_output_alias={ {}: (0, {}, may-alias) }")
     assert lives(ranges)["p"] == (0, 2)
-    assert lives(ranges)["f"] == (4, 6)
+    assert lives(ranges)["d"] == (4, 6)
 
 
 def test_passing_on_prolongs_a_life() -> None:

@@ -184,9 +184,7 @@ def test_on_one_link_with_room_for_all_the_bound_is_reached(ticks, wanted):
 def test_a_ring_of_equal_slots_reaches_the_bound(slots, ticks):
     # Weight t, of 20 bytes, is read at tick t and starts where weight t - slots has ended.
     n = len(ticks)
-    transfers = [
-        (20, "host", "hbm", max(0, tick - slots + 1), tick, tick + 1) for tick in range(n)
-    ]
+    transfers = [(20, "host", "hbm", max(0, tick - slots + 1), tick, tick + 1) for tick in range(n)]
     demands = [fetch(20, tick) for tick in range(n)]
     took = simulated_s(ticks, transfers, toy_machine(), range(n))
     bound = lower_bound_s(ticks, demands, toy_machine(), [20 * slots] * n)
