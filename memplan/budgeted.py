@@ -289,9 +289,12 @@ class Budgeted:
         rounds: list[str] = []
         compiled: set[str] = set()
         mismatch: MemplanError | None = None
-        (candidate, *surer), counts_chip = self._plans(room, options)
+        surer: list[Candidate] = []
+        counts_chip = False
         for _ in range(_MAX_ROUNDS):
-            if compiled:
+            if not compiled:
+                (candidate, *surer), counts_chip = self._plans(room, options)
+            else:
                 again = self._plan_counting(room, seen, options) if counts_chip else None
                 counts_chip = False
                 try:

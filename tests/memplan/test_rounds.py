@@ -10,7 +10,7 @@ import memplan.api as memplan
 import memplan.budgeted as budgeted
 import memplan.executable as executable
 import memplan.planner as planner
-from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.errors import MemoryBudgetError, PlanMismatchError
 from hlo_passes.rewrite import inject
 from tests.memplan.chains import HALF, activations, chain, weights, xla_total
 
@@ -34,6 +34,29 @@ def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
     assert len(compiled.rounds) == 2
     assert f"XLA reports {HALF + 1000}" in compiled.rounds[0]
     assert compiled.plan.prediction.total_bytes <= HALF - 1000
+
+
+def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
+    plan, compile_planned = planner.Planner.plan, budgeted.Budgeted._compile_planned
+    planned: list[planner.Candidate] = []
+    tried: list[planner.Candidate] = []
+
+    def watched(self: planner.Planner, *args: Any, **options: Any) -> planner.Candidate:
+        planned.append(plan(self, *args, **options))
+        return planned[-1]
+
+    def refuses_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+        tried.append(candidate)
+        if len(tried) == 1:
+            raise PlanMismatchError("module", "one", "another")
+        return compile_planned(self, candidate, options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_planned", refuses_once)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert [id(c) for c in tried] == [id(c) for c in planned]
+    assert len(tried) == 2
+    assert compiled.plan is planned[1].plan
 
 
 def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
