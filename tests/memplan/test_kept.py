@@ -131,7 +131,7 @@ def test_streamed_loops_and_layouts_come_back(target, width, budget, tmp_path, m
     first = memplan.jit(train, hbm=budget, layouts="arguments", **options).lower(*struct)
     made = first.compile()
     made.plan.save(tmp_path / "plan")
-    assert made.hosting.arguments
+    assert any(loop.slots for loop in made.streams)
     monkeypatch.setattr(Planner, "plan", None)
     monkeypatch.setattr("memplan.placing.choose_layouts", None)
     again = memplan.jit(train, plan=tmp_path / "plan", **options).lower(*struct).compile()
