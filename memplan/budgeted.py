@@ -302,9 +302,13 @@ class Budgeted:
                         room, overhead, 2 ** max(1, overshoots), options
                     )
                 except MemoryBudgetError:
-                    if not surer:
+                    if surer:
+                        again = surer.pop()
+                    elif self.planner.knows_chip:
+                        again = self._plan_counting(room, seen, options)
+                    if again is None:
                         raise
-                    candidate = surer.pop()
+                    candidate = again
             if candidate.plan.fingerprint in compiled:
                 break  # There is no other one.
             try:

@@ -183,6 +183,31 @@ def test_one_that_counts_what_is_on_the_chip_is_followed_by_another(
     assert len(compiled.rounds) == 3
 
 
+def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+    compilations = itertools.count(1)
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        if not counts_chip and len(asked) > 1:
+            raise no_plan(budget, HALF)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
+    monkeypatch.setattr(budgeted, "_WAITS", 1e9)  # So that the first is not held against another.
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [False, False, False, True]
+    assert compiled.plan.budget_bytes == HALF - 4
+
+
 def test_where_there_is_no_room_for_all_caution_half_of_it_is_left_free(
     monkeypatch: pytest.MonkeyPatch,
 ):
