@@ -12,15 +12,18 @@ from collections.abc import Mapping
 def calibrated(budget: int, seen: Mapping[int, int]) -> int:
     """Returns the bytes to plan for, so that XLA reports about `budget`.
 
-    Between a plan that kept to the budget and one that did not, as far as the report is; where
-    one of the two is missing, what the nearest plan was off by is taken for that of the next.
+    Between a plan that kept to the budget and one that did not, as far as the report is. Where none
+    kept to it, the next one may exceed what is predicted by as much as the worst of them; where all
+    did, what the nearest was off by is taken for that of the next.
 
     Args:
       seen: of one or more plans the bytes predicted to those reported.
     """
     below = max((p for p, reported in seen.items() if reported <= budget), default=None)
     above = min((p for p, reported in seen.items() if reported > budget), default=None)
-    if below is None or above is None or below >= above:
+    if below is None:
+        return budget - max(reported - p for p, reported in seen.items())
+    if above is None or below >= above:
         nearest = min(seen, key=lambda p: abs(budget - seen[p]))
         return budget + nearest - seen[nearest]
     part = (budget - seen[below]) / (seen[above] - seen[below])

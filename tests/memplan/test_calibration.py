@@ -24,3 +24,7 @@ def test_of_plans_on_one_side_the_nearest_counts():
 
 def test_more_bytes_planned_for_less_reported_make_no_line():
     assert calibrated(100, {130: 90, 90: 140}) == 140
+
+
+def test_where_none_kept_to_it_the_worst_counts():
+    assert calibrated(100, {100: 110, 90: 150}) == 40
