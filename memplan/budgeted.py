@@ -297,6 +297,8 @@ class Budgeted:
             else:
                 again = self._plan_counting(room, seen, options) if counts_chip else None
                 counts_chip = False
+                if again is not None and again.plan.fingerprint in compiled:
+                    again = None
                 try:
                     candidate = again or self._plan_below(
                         room, overhead, 2 ** max(1, overshoots), options

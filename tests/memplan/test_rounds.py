@@ -183,6 +183,30 @@ def test_one_that_counts_what_is_on_the_chip_is_followed_by_another(
     assert len(compiled.rounds) == 3
 
 
+def test_where_the_next_one_that_counts_it_is_the_same_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+    compilations = itertools.count(1)
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        room = HALF if counts_chip else HALF - len(asked)
+        return slowed(plan(self, room, options), 1 if counts_chip else 2)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [False, True, True, False]
+    assert len(compiled.rounds) == 2
+
+
 def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ):
