@@ -335,7 +335,7 @@ class Budgeted:
             if self.planner.knows_chip and rewritten is not None and not is_explained:
                 # The next plan is made with what is known now, and at first what that does not
                 # explain is enough; but with another plan XLA may hold other things on the chip.
-                overhead = max(0, total - self.planner.explained(rewritten, executable))
+                overhead = max(0, total - self.planner.explained(rewritten))
                 is_explained = True
             else:
                 overhead, overshoots = exceeded, overshoots + 1

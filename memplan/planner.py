@@ -299,18 +299,19 @@ class Planner:
         if self._lowering.target.platform == "tpu":
             final = read_module(executable)
             self._known.cycles |= cost.estimates(final)
-            self._known.on_chip |= held_on_chip(final)
+            # What one of them held there and another did not, may be anywhere in the next.
+            known = self._known.on_chip
+            for instruction, held in held_on_chip(final).items():
+                known[instruction] = held & known.get(instruction, held)
 
     @property
     def knows_chip(self) -> bool:
         """Whether XLA was seen to hold anything on the chip."""
         return any(self._known.on_chip.values())
 
-    def explained(self, rewritten: Module, executable: Executable) -> int:
-        """The bytes that are predicted of a module, now that its executable says what XLA holds on
-        the chip."""
-        known = with_learned(rewritten, {}, held_on_chip(read_module(executable)))
-        return memory_usage(known, "tpu").total_bytes
+    def explained(self, rewritten: Module) -> int:
+        """The bytes that are predicted of a module with what is known now of the chip."""
+        return memory_usage(with_learned(rewritten, {}, self._known.on_chip), "tpu").total_bytes
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
