@@ -49,9 +49,7 @@ def minimize(
     row_low: Floats,
     row_high: Floats,
     *,
-    seconds: float,
-    nodes: int | None = None,
-    gap: float | None = None,
+    nodes: int,
 ) -> Solution:
     """Minimizes `cost @ x` over `low <= x <= high` and `row_low <= rows @ x <= row_high`.
 
@@ -60,9 +58,7 @@ def minimize(
       whole: which variables are integers, shape [variables].
       rows: a sparse matrix of scipy's, shape [rows, variables].
       row_low, row_high: shape [rows]; infinite where there is no bound.
-      seconds: for how long the solver may search.
       nodes: of the tree of branch and bound, how many it may look at.
-      gap: relative to the objective, how far from the bound a point is good enough.
     """
     by_row = csr_array(rows)
     program: Any = highspy.HighsLp()
@@ -78,11 +74,7 @@ def minimize(
     program.integrality_ = [kinds[int(is_whole)] for is_whole in whole]
 
     solver = _Quiet()
-    solver.setOptionValue("time_limit", seconds)
-    if nodes is not None:
-        solver.setOptionValue("mip_max_nodes", nodes)
-    if gap is not None:
-        solver.setOptionValue("mip_rel_gap", gap)
+    solver.setOptionValue("mip_max_nodes", nodes)
     solver.passModel(program)
     solver.run()
     solution, found = solver.getSolution(), solver.getInfo()

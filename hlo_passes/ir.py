@@ -343,10 +343,12 @@ class Learned:
       cycles: clock cycles that one takes.
       on_chip: the parts of results that XLA holds in memory of the chip and nowhere else; None
         where that is not known.
+      table_bytes: of the tables that XLA:TPU keeps in HBM for tuples; None where not known.
     """
 
     cycles: Mapping[str, int] = field(default_factory=dict[str, int])
     on_chip: frozenset[tuple[str, ShapeIndex]] | None = None
+    table_bytes: int | None = None
 
 
 class Module:

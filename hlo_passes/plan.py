@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 from hlo_passes.errors import PlanFormatError
 from hlo_passes.units import format_bytes, format_seconds
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 LogicalTime = int
 
@@ -510,7 +510,6 @@ class Plan:
       decisions: what was decided about temporaries that are idle while memory is short,
         largest first.
       labels: HLO buffer name to the user's name.
-      provenance: how it was made (planner version, candidate chosen, rounds).
       preparation: what it takes to follow it from the user's function on; None for a plan that was
         made of a module.
     """
@@ -533,7 +532,6 @@ class Plan:
     edits: Edits = Edits()
     decisions: tuple[Decision, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     preparation: Preparation | None = None
 
     def __repr__(self) -> str:
@@ -637,7 +635,6 @@ def _plan(document: dict[str, Any]) -> Plan:
         edits=_edits(document["edits"]),
         decisions=tuple(_record(Decision, d) for d in document["decisions"]),
         labels=document["labels"],
-        provenance=document["provenance"],
         preparation=_preparation(document["preparation"]),
     )
 

@@ -10,11 +10,13 @@ XLA reports of an executable is what counts.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -31,7 +33,6 @@ from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan import __version__
-from memplan.calibration import calibrated
 from memplan.compiled import Compiled
 from memplan.executable import Executable, device_bytes
 from memplan.kept import other_versions
@@ -39,9 +40,10 @@ from memplan.out_of_memory import note
 from memplan.paths import dotted
 from memplan.placing import Placing
 from memplan.planner import Candidate, Planner
+from memplan.rounds import NEAR, WAITS, Rounds, Seen, aimed_at
 
-# XLA's later passes may end above what was planned; then the difference is taken off.
-_MAX_ROUNDS = 4
+# How many plans are compiled for a budget at most, those that XLA schedules otherwise among them.
+_MAX_ROUNDS = 5
 
 # Without them XLA:CPU makes one library call of products that feed each other: all the weights that
 # it reads have to be there at once, and a plan can move none of them.
@@ -49,21 +51,19 @@ _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 }
 
-# Where XLA takes less than planned by more than this part of the budget, and a step takes longer by
-# more than this factor than with everything on the device, a plan for what is idle is worth one
-# more round, and another one where that ends above the budget, or made the step faster by more than
-# that factor. Half of the part is left free, so that the first does not.
-_IDLE, _WAITS = 0.05, 1.05
+# Where XLA takes less than planned by more than this part of the budget, and a step waits, a plan
+# for what is idle is worth one more round, and another one where that ends above the budget, or
+# made the step faster by as much as counts.
+_IDLE = 0.05
 _IDLE_ROUNDS = 2
 
-# By what part of a budget XLA may stay below what is predicted, because it packs better.
-_NEAR = 1 / 64
-
-# How often a least budget that does not work is raised, at first by `_NEAR`, then by twice as much.
+# How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
 
 # How often what lies between a budget that is too little and the planner's least is halved.
 _HALVINGS = 4
+
+_log = logging.getLogger("memplan")
 
 
 class Budgeted:
@@ -89,7 +89,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(None, lambda tried: self._plans(room, tried)[0][0].plan)
+            return self._first(None, lambda tried: self._rounds(room, tried).first()[0].plan)
 
     def within(self, budget: int) -> Plan:
         """Plans for a budget, and compiles nothing further than XLA's scheduler.
@@ -136,10 +136,10 @@ class Budgeted:
             except (PlanMismatchError, LoopMismatchError):
                 continue  # XLA does not promise to schedule a module in the same way again.
             total = device_bytes(executable, candidate.hosted_on_cpu)
-            said = _said(candidate, total)
+            seen = Seen(candidate, total, 0)
             if total <= room:
-                return self._compiled(_Kept(executable, candidate, total, (said,), options), budget)
-            raise StalePlanError(name, [f"{said}, allowed are {room}"])
+                return self._compiled(_Kept(executable, candidate, total, (seen,), options), budget)
+            raise StalePlanError(name, [f"{seen}, allowed are {room}"])
         others = other_versions(plan.preparation.versions, self._lowering.target.versions)
         raise StalePlanError(name, ["XLA schedules the program otherwise than it did", *others])
 
@@ -192,9 +192,8 @@ class Budgeted:
     # --- executables ----------------------------------------------------------------------
 
     def _compiled(self, kept: _Kept, budget: int) -> Compiled:
-        return Compiled(
-            kept.executable, self.placing, budget, kept.candidate, kept.rounds, kept.options
-        )
+        rounds = tuple(map(str, kept.seen))
+        return Compiled(kept.executable, self.placing, budget, kept.candidate, rounds, kept.options)
 
     def _kept_to(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
         """Plans and compiles for so many bytes, and where the planner refuses, for its least, if so
@@ -208,8 +207,7 @@ class Budgeted:
         except MemoryBudgetError as error:
             refusal = error
         least = max(refusal.least, room + 1)
-        own = self._as_xla_has_it(least, options)
-        most = device_bytes(own, 0) if own is not None else sys.maxsize
+        most = self._own_bytes(least, options) or sys.maxsize
         if least < most and least - room <= self._unseen(room):
             try:
                 kept = self._first(options, lambda tried: self._compile_with(least, tried))
@@ -224,7 +222,7 @@ class Budgeted:
         """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
         and on TPU what is in VMEM."""
         chip = self._lowering.target.machine.on_chip_memory
-        return max(chip.capacity_bytes if chip is not None else 0, int(room * _NEAR))
+        return max(chip.capacity_bytes if chip is not None else 0, int(room * NEAR))
 
     def _least_budget(
         self, refusal: MemoryBudgetError, budget: int, options: Mapping[str, Any] | None
@@ -237,7 +235,7 @@ class Budgeted:
         """
         with self._lock, self._telling(budget, options):
             planned = self._least_planned(refusal, options)
-            least, step = max(planned, self._room(budget) + 1), _NEAR
+            least, step = max(planned, self._room(budget) + 1), NEAR
             for _ in range(_LEAST_ROUNDS):
                 try:
                     kept = self._kept_to(least, options)
@@ -250,8 +248,7 @@ class Budgeted:
 
     def _less(self, works: int, reported: int, options: Mapping[str, Any] | None) -> int:
         """Of a budget that works and what XLA reports for it, the less that does."""
-        own = self._as_xla_has_it(works, options)
-        least = min(works, device_bytes(own, 0)) if own is not None else works
+        least = min(works, self._own_bytes(works, options) or works)
         if reported < (1 - _IDLE) * least:
             with suppress(MemoryBudgetError):
                 self._kept_to(reported, options)
@@ -281,95 +278,76 @@ class Budgeted:
                 self.planner.compiled(executable)
         return self._own[key]
 
+    def _own_bytes(self, room: int, options: Mapping[str, Any] | None) -> int | None:
+        """Bytes that XLA reports of the program `_as_xla_has_it`."""
+        own = self._as_xla_has_it(room, options)
+        return device_bytes(own, 0) if own is not None else None
+
+    def _rounds(self, room: int, options: Mapping[str, Any]) -> Rounds:
+        return Rounds(self.planner, room, options, lambda: self._own_bytes(room, options))
+
     def _compile_within(self, room: int, options: Mapping[str, Any]) -> _Kept:
         """Plans and compiles until XLA reports no more than `room` bytes."""
-        exceeded = overhead = overshoots = 0
-        is_explained = False
-        seen: dict[int, int] = {}
-        rounds: list[str] = []
-        compiled: set[str] = set()
+        rounds = self._rounds(room, options)
         mismatch: MemplanError | None = None
-        surer: list[Candidate] = []
-        counts_chip = False
-        for _ in range(_MAX_ROUNDS):
-            if not compiled:
-                (candidate, *surer), counts_chip = self._plans(room, options)
-            else:
-                again = self._plan_counting(room, seen, options) if counts_chip else None
-                counts_chip = False
-                if again is not None and again.plan.fingerprint in compiled:
-                    again = None
-                try:
-                    candidate = again or self._plan_below(
-                        room, overhead, 2 ** max(1, overshoots), options
-                    )
-                except MemoryBudgetError:
-                    if surer:
-                        again = surer.pop()
-                    elif self.planner.knows_chip:
-                        again = self._plan_counting(room, seen, options)
-                    if again is None:
-                        raise
-                    candidate = again
-            if candidate.plan.fingerprint in compiled:
-                break  # There is no other one.
+        for candidate in islice(rounds, _MAX_ROUNDS):
             try:
                 executable, rewritten = self._compile_planned(candidate, options)
             except (PlanMismatchError, LoopMismatchError) as error:
                 # XLA does not promise to schedule a module in the same way again.
+                _log.info("XLA scheduled the module otherwise than before")
                 self.planner.forget()
-                rounds.append("XLA scheduled the module otherwise than before")
                 mismatch = error
                 continue
-            compiled.add(candidate.plan.fingerprint)
             total = device_bytes(executable, candidate.hosted_on_cpu)
-            predicted = candidate.plan.prediction.total_bytes
-            seen[predicted] = total
-            rounds.append(_said(candidate, total))
             if total <= room:
-                return _Kept(executable, candidate, total, tuple(rounds), options, seen)
+                kept = (*rounds.seen, Seen(candidate, total, 0))
+                return _Kept(executable, candidate, total, kept, options)
             self.planner.compiled(executable)
-            if counts_chip:
-                continue  # What was seen says how the next one that does is planned.
-            exceeded = max(exceeded, total - predicted)
-            if self.planner.knows_chip and rewritten is not None and not is_explained:
-                # The next plan is made with what is known now, and at first what that does not
-                # explain is enough; but with another plan XLA may hold other things on the chip.
-                overhead = max(0, total - self.planner.explained(rewritten))
-                is_explained = True
-            else:
-                overhead, overshoots = exceeded, overshoots + 1
-        if mismatch is not None and not seen:
+            unexplained = self._unexplained(candidate, total, rewritten)
+            rounds.seen.append(Seen(candidate, total, unexplained))
+        if mismatch is not None and not rounds.seen:
             raise mismatch
-        raise self._shortage(options).asked_for(room, min(seen.values()))
+        least = min(seen.reported for seen in rounds.seen)
+        raise self._shortage(options).asked_for(room, least)
+
+    def _unexplained(self, candidate: Candidate, total: int, rewritten: Module | None) -> int:
+        """Bytes that XLA reports of a plan beyond what is predicted with what is known now; of the
+        next one, all that it exceeds may be, or what is on the chip then explains it."""
+        known = candidate.predicted_bytes
+        if self.planner.knows_chip and rewritten is not None:
+            known = self.planner.explained(rewritten)
+        return max(0, total - known)
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
-        options, seen = kept.options, dict(kept.seen)
+        options, seen = kept.options, list(kept.seen)
         for n in range(_IDLE_ROUNDS):
             if kept.candidate is None or not _has_use(kept.candidate, room - kept.total, room):
                 break
+            counts_chip = kept.candidate.counts_chip
             if n == 0:
-                own, unmoved = self._as_xla_has_it(room, options), self._unmoved(options)
+                own = self._own_bytes(room, options)
+                unmoved = self.planner.unmoved(options, counts_chip=counts_chip)
                 if own is not None and unmoved is not None:
-                    seen[unmoved.plan.prediction.total_bytes] = device_bytes(own, 0)
-            aim = calibrated(int(room * (1 - _IDLE / 2)), seen)
+                    seen.append(Seen(unmoved, own, 0))
+            aim = aimed_at(room, seen, counts_chip=counts_chip)
             try:
-                faster = self.planner.plan(aim, options)
+                faster = self.planner.plan(aim, options, counts_chip=counts_chip)
                 if not faster.is_faster_than(kept.candidate):
                     break
                 executable, _ = self._compile_planned(faster, options)
             except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
                 break
             total = device_bytes(executable, faster.hosted_on_cpu)
-            rounds = (*kept.rounds, _said(faster, total))
-            seen[faster.plan.prediction.total_bytes] = total
+            seen.append(Seen(faster, total, 0))
+            rounds = (*kept.seen, seen[-1])
             if total > room:
-                kept = replace(kept, rounds=rounds)
+                kept = replace(kept, seen=rounds)
                 continue
             gained = kept.candidate.step_time_s / faster.step_time_s
             kept = _Kept(executable, faster, total, rounds, options)
-            if gained <= _WAITS:
+            if gained <= WAITS:
                 break  # Nor would another one gain much.
         return kept
 
@@ -406,101 +384,7 @@ class Budgeted:
             raise
         return executable, rewritten[-1] if rewritten else None
 
-    # --- plans ----------------------------------------------------------------------------
-
-    def _plans(self, room: int, options: Mapping[str, Any] | None) -> tuple[list[Candidate], bool]:
-        """Plans to compile for so many bytes, the fastest first, the surer one behind it; and
-        whether the first counts what is on the chip.
-
-        What XLA:TPU holds on the chip depends on the plan. Where one that leaves out what it was
-        seen to hold there waits, or there is none, another one that counts all of it, less what XLA
-        stayed below that, may be faster and within the budget: small programs need less than a
-        tenth of the HBM that is predicted so, or none.
-
-        Raises:
-          MemoryBudgetError: when there is none.
-        """
-        found: list[Candidate] = []
-        errors: list[MemoryBudgetError] = []
-        try:
-            found.append(self._plan_below(room, 0, 1, options))
-        except MemoryBudgetError as error:
-            errors.append(error)
-        knows_chip = self.planner.knows_chip
-        if found and (not knows_chip or found[0].plan.prediction.slowdown <= _WAITS):
-            return found, False
-        for credit in dict.fromkeys((self._credit(room, options), 0)):
-            if not credit and not knows_chip:
-                break  # It would be the same.
-            try:
-                other = self.planner.plan(room + credit, options, counts_chip=True)
-            except MemoryBudgetError as error:
-                errors.append(error.asked_for(room, error.least - credit))
-                continue
-            if not found or other.is_faster_than(found[0]):
-                return [other, *found], True
-        if not found:
-            raise min(errors, key=lambda e: e.least)
-        return found, False
-
-    def _credit(self, room: int, options: Mapping[str, Any] | None) -> int:
-        """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
-        that it holds on the chip; 0 where that is next to nothing, or not known."""
-        own = self._as_xla_has_it(room, options)
-        unmoved = self._unmoved(options, counts_chip=True) if own is not None else None
-        if own is None or unmoved is None:
-            return 0
-        credit = unmoved.plan.prediction.total_bytes - device_bytes(own, 0)
-        return credit if credit > room * _NEAR else 0
-
-    def _unmoved(
-        self, options: Mapping[str, Any] | None, *, counts_chip: bool = False
-    ) -> Candidate | None:
-        """The program as XLA has it, if the planner finds that it fits the device."""
-        capacity = self._lowering.target.capacity_bytes
-        try:
-            candidate = self.planner.plan(capacity, options, counts_chip=counts_chip)
-        except MemoryBudgetError:
-            return None
-        return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
-
-    def _plan_counting(
-        self, room: int, seen: Mapping[int, int], options: Mapping[str, Any]
-    ) -> Candidate | None:
-        """A plan that counts what is on the chip, of which XLA reports about `room` bytes as far as
-        what it reported of others says; None where there is none."""
-        with suppress(MemoryBudgetError):
-            aim = calibrated(int(room * (1 - _IDLE / 2)), seen)
-            return self.planner.plan(aim, options, counts_chip=True)
-        return None
-
-    def _plan_below(
-        self, room: int, overhead: int, caution: int, options: Mapping[str, Any] | None
-    ) -> Candidate:
-        """Plans for bytes that XLA was seen to exceed by `overhead`.
-
-        Another plan breaks up XLA's arena in another way: where there is room for it,
-        `caution` times of what was seen is left free, so that one more compilation is enough, else
-        half of that, and so on; and where there is none for what was seen, as much as the planner
-        can.
-
-        Args:
-          caution: a power of 2.
-        """
-        errors: list[MemoryBudgetError] = []
-        times = (caution >> n for n in range(caution.bit_length()))
-        for left_free in dict.fromkeys(n * overhead for n in times):
-            try:
-                return self.planner.plan(room - left_free, options)
-            except MemoryBudgetError as error:
-                errors.append(error)
-        least = min(error.least for error in errors)
-        if room - overhead < least < room:
-            with suppress(MemoryBudgetError):
-                return self.planner.plan(least, options)
-        # Which arguments stay depends on the budget, and on them what is needed beside.
-        error = min(errors, key=lambda e: e.least)
-        raise error.asked_for(room, error.least + overhead)
+    # --- least budgets ----------------------------------------------------------------------
 
     def _least_planned(self, error: MemoryBudgetError, options: Mapping[str, Any] | None) -> int:
         """The least budget that the planner was seen to keep to. The one that it names is that of
@@ -530,24 +414,19 @@ class _Kept:
     """An executable, the plan that it follows, if any, and the bytes that XLA reports of it.
 
     Attributes:
-      rounds, options: as of `Compiled`.
-      seen: of each plan on the way the bytes predicted to those reported.
+      seen: the plans that were compiled on the way.
+      options: as of `Compiled`.
     """
 
     executable: Executable
     candidate: Candidate | None
     total: int
-    rounds: tuple[str, ...]
+    seen: tuple[Seen, ...]
     options: Mapping[str, Any]
-    seen: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 def _has_use(candidate: Candidate, idle: int, room: int) -> bool:
     """Whether a step that waits could be faster with what XLA left idle of the room. Of what it
     plans for, the planner has no use for what it leaves itself."""
     left = candidate.plan.budget_bytes - candidate.plan.prediction.total_bytes
-    return candidate.plan.prediction.slowdown > _WAITS and idle - left > _IDLE * room
-
-
-def _said(candidate: Candidate, total: int) -> str:
-    return f"planned {candidate.plan.prediction.total_bytes} bytes, XLA reports {total}"
+    return candidate.plan.prediction.slowdown > WAITS and idle - left > _IDLE * room

@@ -73,6 +73,7 @@ class Candidate:
       placing: of which it is one.
       hosting: what lives on the host.
       hosted_on_cpu: their bytes on CPU, where XLA counts them with the device's; else 0.
+      counts_chip: whether it counts what XLA was seen to hold on the chip.
     """
 
     placing: Placing
@@ -80,6 +81,11 @@ class Candidate:
     plan: Plan
     hosting: Hosting
     hosted_on_cpu: int
+    counts_chip: bool
+
+    @property
+    def predicted_bytes(self) -> int:
+        return self.plan.prediction.total_bytes
 
     @property
     def step_time_s(self) -> float:
@@ -132,6 +138,8 @@ class _Known:
     """What executables of a program said of its instructions; see `learned`.
 
     Attributes:
+      on_chip: what each executable seen holds on the chip of an instruction.
+      table_bytes: of the latest one's tables; None before the first.
       counts_chip: whether what they hold on the chip is counted all the same.
     """
 
@@ -139,10 +147,12 @@ class _Known:
     on_chip: dict[Hashable, frozenset[ShapeIndex]] = field(
         default_factory=dict[Hashable, frozenset[ShapeIndex]]
     )
+    table_bytes: int | None = None
     counts_chip: bool = False
 
     def said_of(self, module: Module) -> Module:
-        return with_learned(module, self.cycles, {} if self.counts_chip else self.on_chip)
+        on_chip = {} if self.counts_chip else self.on_chip
+        return with_learned(module, self.cycles, on_chip, self.table_bytes)
 
 
 class Planner:
@@ -287,6 +297,17 @@ class Planner:
         self._known.counts_chip = False
         return self._plan_with(self._placing.asked, sys.maxsize, options)
 
+    def unmoved(
+        self, options: Mapping[str, Any] | None, *, counts_chip: bool = False
+    ) -> Candidate | None:
+        """The program as XLA has it, if the planner finds that it fits the device."""
+        capacity = self._lowering.target.capacity_bytes
+        try:
+            candidate = self.plan(capacity, options, counts_chip=counts_chip)
+        except MemoryBudgetError:
+            return None
+        return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
+
     def of(self, plan: Plan) -> Candidate:
         """The program that a plan was made for, which XLA has not shown yet."""
         assert plan.preparation is not None
@@ -303,6 +324,7 @@ class Planner:
             known = self._known.on_chip
             for instruction, held in held_on_chip(final).items():
                 known[instruction] = held & known.get(instruction, held)
+            self._known.table_bytes = memory_usage(final, "tpu").table_bytes
 
     @property
     def knows_chip(self) -> bool:
@@ -311,7 +333,8 @@ class Planner:
 
     def explained(self, rewritten: Module) -> int:
         """The bytes that are predicted of a module with what is known now of the chip."""
-        return memory_usage(with_learned(rewritten, {}, self._known.on_chip), "tpu").total_bytes
+        usage = memory_usage(with_learned(rewritten, {}, self._known.on_chip), "tpu")
+        return usage.total_bytes - usage.table_bytes + (self._known.table_bytes or 0)
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
@@ -532,7 +555,14 @@ class Planner:
             if p.tier != plan.device_tier and p.parameter not in known
         )
         on_cpu = self._lowering.target.platform == "cpu"
-        return Candidate(self._placing, program, plan, hosting, away if on_cpu else 0)
+        return Candidate(
+            self._placing,
+            program,
+            plan,
+            hosting,
+            hosted_on_cpu=away if on_cpu else 0,
+            counts_chip=self._known.counts_chip,
+        )
 
     def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
         """The least budget of a program so placed."""

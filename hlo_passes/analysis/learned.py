@@ -66,6 +66,7 @@ def with_learned(
     module: Module,
     cycles: Mapping[Hashable, int],
     on_chip: Mapping[Hashable, frozenset[ShapeIndex]],
+    table_bytes: int | None = None,
 ) -> Module:
     """Returns `module` with what is known of its instructions; itself if it has that.
 
@@ -74,6 +75,7 @@ def with_learned(
       cycles: of `simulator.cost.estimates`, of executables of the same program, arguments perhaps
         in other memory.
       on_chip: of `held_on_chip`; of none there is nothing known.
+      table_bytes: of the executables' tables, if known.
 
     O(instructions).
     """
@@ -83,5 +85,7 @@ def with_learned(
         for i in module.instructions.values()
         for index in on_chip.get(known_by(i), ())
     )
-    learned = Learned({name: n for name, n in taken.items() if n}, held if on_chip else None)
+    learned = Learned(
+        {name: n for name, n in taken.items() if n}, held if on_chip else None, table_bytes
+    )
     return module if learned == module.learned else module.with_learned(learned)

@@ -239,7 +239,6 @@ def _assemble(
         edits=found.edited,
         decisions=found.decisions,
         labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
-        provenance={"planner": "weights", "keeps": repr(choice.keeps)},
     )
     return replace(plan, prediction=_timed(posed, plan))
 

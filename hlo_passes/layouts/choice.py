@@ -29,8 +29,8 @@ from hlo_passes.layouts.maps import Order, minor_to_major, order_of
 
 # Orders looked at for a site, those of its nearest neighbours first.
 _LABELS = 6
-# What one component may take of the solver.
-_SOLVE_S = 10.0
+# Of branch and bound for one component. Counted, so that every process makes the same choice.
+_NODES = 10_000
 # Of two choices with as many bytes the one that changes less: bytes of an array are worth so many
 # of a conversion's.
 _STAYING = 1e-6
@@ -196,7 +196,7 @@ class _Component:
             _matrix(rows, n),
             row_low,
             row_high,
-            seconds=_SOLVE_S,
+            nodes=_NODES,
         )
         # What staying is worth is no byte that has to be moved.
         staying = _STAYING * sum(self._bytes(*at) for at in self._order_of)

@@ -96,6 +96,11 @@ class MemoryUsage:
     def total_bytes(self) -> int:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables of pointers, and of rounding; 0 where no temporaries are reported."""
+        return max(0, self.temp_bytes - self.heap_bytes)
+
 
 def memory_usage(
     module: Module, target: Target, memory_space: int = 0, machine: Machine | None = None

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Learned
 from hlo_passes.memory.assignment import ALL_STRATEGIES, Packing, assign_offsets
 from hlo_passes.memory.usage import BACKENDS
 from hlo_passes.placing.prefetch import Fetch
@@ -36,9 +37,10 @@ _SMALL_TEMPORARY = 4 << 20
 _ROW_BYTES = 512
 
 # The TPU compiler keeps a table of 16 KiB in HBM for every tuple, and most tuples come after
-# planning, when it moves operands to VMEM slice by slice. For each entry instruction that the
-# planner sees: 8 to 19 KiB over Llama decoders of 8 to 32 layers of 7B's width and of half of
-# it (libtpu 0.0.51). A second compilation costs more than a few MiB of HBM.
+# planning, when it moves operands to VMEM slice by slice. Where no executable said how many: for
+# each entry instruction that the planner sees, 8 to 19 KiB over Llama decoders of 8 to 32 layers of
+# 7B's width and of half of it (libtpu 0.0.51). A second compilation costs more than a few MiB of
+# HBM.
 _TPU_TABLE_BYTES = 24 << 10
 
 
@@ -73,23 +75,24 @@ class Arena:
         temporaries: tuple[Resident, ...],
         ticks: int,
         machine: Machine,
-        tables: int | None = None,
-        *,
-        knows_chip: bool = False,
+        tables: int | None,
+        learned: Learned,
     ) -> Arena:
         """Sets aside what does not depend on the fetches.
 
         Args:
           tables: bytes of the compiler's tables, where it has nothing to add to them, nor moves
             anything to VMEM any more; None before that.
-          knows_chip: what XLA will hold in VMEM is not among the temporaries.
+          learned: of the module. Where it says what XLA holds in VMEM, that is not among the
+            temporaries.
         """
         in_order = machine.platform == "tpu"
         small: dict[int, int] = {}
-        base = tables or 0
-        table = _TPU_TABLE_BYTES if in_order and tables is None else 0
-        smallest = _SMALL_TEMPORARY if table and not knows_chip else 0
+        base, table, smallest = tables or 0, 0, 0
         if in_order and tables is None:
+            known = learned.table_bytes
+            table = _TPU_TABLE_BYTES if known is None else _rows(-(-known // max(1, ticks)))
+            smallest = _SMALL_TEMPORARY if learned.on_chip is None else 0
             base = tables = table * ticks
             indices = [k for k, t in enumerate(temporaries) if t.size < smallest]
             packing = assign_offsets(
@@ -99,7 +102,7 @@ class Arena:
                 strategies=("start",),
             )
             small = {k: base + o for k, o in zip(indices, packing.offsets, strict=True)}
-            base += -(-packing.total // _ROW_BYTES) * _ROW_BYTES
+            base += _rows(packing.total)
         load = live_load((t for k, t in enumerate(temporaries) if k not in small), ticks)
         return cls(machine, temporaries, small, base, tables or 0, table, load, in_order, smallest)
 
@@ -144,6 +147,10 @@ class Arena:
         placed = {**self.small, **dict(zip(large, offsets[n:], strict=True))}
         everything = offsets[:n] + [placed[k] for k in range(len(self.temporaries))]
         return Packing(tuple(everything), self.base + packing.total)
+
+
+def _rows(size: int) -> int:
+    return -(-size // _ROW_BYTES) * _ROW_BYTES
 
 
 def live_load(temporaries: Iterable[Resident], ticks: int) -> npt.NDArray[np.int64]:

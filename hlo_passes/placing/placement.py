@@ -76,7 +76,6 @@ class Choice:
 
     Attributes:
       stay: buffers of the weights that live on the device.
-      keeps: see `problem.fetches`.
       fetches, starts: what is streamed, and from which tick.
       departures: when each of ``Problem.evictions`` is issued and waited for, of those that there
         are with `stay` on the device.
@@ -85,7 +84,6 @@ class Choice:
     """
 
     stay: frozenset[str]
-    keeps: bool
     fetches: tuple[Fetch, ...]
     starts: tuple[int, ...]
     departures: tuple[Departure, ...]
@@ -208,8 +206,7 @@ def scheduled(
     if packing.total - problem.arena.base > capacity_beside(problem, budget, frozenset()):
         return None
     step_s = step_seconds(problem, fetched, starts, held)
-    keeps = len(fetched) < len(fetches(problem.movables))
-    return Choice(frozenset(), keeps, fetched, tuple(starts), tuple(held), step_s, packing)
+    return Choice(frozenset(), fetched, tuple(starts), tuple(held), step_s, packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +220,6 @@ class _Attempt:
 
     posed: Problem
     stay: frozenset[str]
-    keeps: bool
     fetches: tuple[Fetch, ...]
     capacity: int
     least: int
@@ -273,7 +269,6 @@ def _search(
         if over <= 0:
             return Choice(
                 attempt.stay,
-                attempt.keeps,
                 schedule.fetches,
                 tuple(schedule.starts),
                 tuple(schedule.departures),
@@ -309,13 +304,13 @@ def _attempts(
         if least > capacity:
             continue
         capacity = max(least, capacity - free)
-        yield _Attempt(posed, stay, False, dropped, capacity, least)
+        yield _Attempt(posed, stay, dropped, capacity, least)
         room = capacity - load
         for fetch in dropped:
             room[fetch.reads.start : fetch.reads.end] -= fetch.size
         kept = tuple(fetches(posed.movables, room))
         if len(kept) < len(dropped):
-            yield _Attempt(posed, stay, True, kept, capacity, least_capacity(kept, load)[0])
+            yield _Attempt(posed, stay, kept, capacity, least_capacity(kept, load)[0])
 
 
 def capacity_beside(problem: Problem, budget: int, stay: frozenset[str]) -> int:

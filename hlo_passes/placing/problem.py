@@ -238,10 +238,7 @@ def pose(
     )
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
-    knows_chip = module.learned.on_chip is not None
-    arena = Arena.of(
-        temporaries, ticks.end, machine, _tables(ranges, machine), knows_chip=knows_chip
-    )
+    arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine), module.learned)
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
     sliced = frozenset(sliced_parameters if on_cpu else ())
@@ -306,8 +303,7 @@ def _tables(ranges: LiveRanges, machine: Machine) -> int | None:
         b'"used_scoped_memory_configs":[{' in i.proto.backend_config for i in instructions
     ):
         return None
-    usage = measure_memory(ranges, machine.platform)
-    return max(0, usage.temp_bytes - usage.heap_bytes)
+    return measure_memory(ranges, machine.platform).table_bytes
 
 
 def streamed_load(posed: Problem) -> npt.NDArray[np.int64]:

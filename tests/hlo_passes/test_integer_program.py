@@ -16,7 +16,7 @@ def _knapsack(seed: int, variables: int, rows: int):
     return -random.random(variables), weights, weights.sum(axis=1) * random.uniform(0.2, 0.6)
 
 
-def _solve(cost, weights, limits, whole, **options):
+def _solve(cost, weights, limits, whole, nodes=100_000):
     return minimize(
         cost,
         whole,
@@ -25,7 +25,7 @@ def _solve(cost, weights, limits, whole, **options):
         csr_array(weights),
         np.full(len(limits), -np.inf),
         limits,
-        **{"seconds": 60.0, **options},
+        nodes=nodes,
     )
 
 

@@ -14,6 +14,7 @@ import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError, VerificationError
 from memplan.planner import Candidate
 from memplan.streams.hosting import Hosting
+from tests.hlo_passes.toys import module_of
 from tests.memplan.chains import HALF, LAYERS, activations, chain, weights
 
 
@@ -202,3 +203,22 @@ def test_where_a_plan_is_slower_than_expected_another_choice_is_tried(
 
 def test_a_plan_that_is_not_slow_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert len(looked_at(monkeypatch, {1_000_000: 4}, {3: 1.4, 0: 1.0}).hosting.arguments) == 3
+
+
+@pytest.mark.tpu
+def test_only_what_every_executable_held_on_the_chip_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    final = module_of("""HloModule m, is_scheduled=true
+ENTRY e {
+  x = f32[8] parameter(0)
+  ROOT y = f32[8] negate(x)
+}""")
+    first, second, third = ({(n,)} for n in range(3))
+    held = iter([{"a": first | second, "b": first}, {"a": second | third, "c": third}])
+    monkeypatch.setattr(planner, "read_module", lambda _: final)
+    monkeypatch.setattr(planner, "held_on_chip", lambda _: next(held))
+    found = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
+    found._budgeted.planner.compiled(None)
+    found._budgeted.planner.compiled(None)
+    known = found._budgeted.planner._known
+    assert known.on_chip == {"a": second, "b": first, "c": third}
+    assert known.table_bytes == 0

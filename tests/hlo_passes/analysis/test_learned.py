@@ -101,6 +101,13 @@ def test_it_takes_none_of_the_device_s_bytes():
     assert (shown, learned) == (3 * SIZE, 2 * SIZE)
 
 
+@pytest.mark.parametrize("table_bytes", [0, 100_000, 3 * MIB])
+def test_what_executables_say_of_tables_is_counted(table_bytes: int):
+    posed = problem.pose(with_learned(SHOWN, {}, {}, table_bytes), v5e(), ())
+    assert table_bytes <= posed.arena.tables < table_bytes + 512 * posed.ticks.end
+    assert problem.pose(SHOWN, v5e(), ()).arena.tables == (24 << 10) * posed.ticks.end
+
+
 def test_of_what_runs_again_nothing_is_known():
     again = edits.apply(LEARNED, Edits(recomputes=(Recompute("a.again", "a", "r", ("r",)),)))
     buffers = analyze_dataflow(again).buffers

@@ -61,7 +61,6 @@ def test_a_copy_that_is_kept_comes_once(chosen: tuple[Work, Fitted, Problem, int
     assert found is not None
     (kept,) = (f.reads for f in found.fetches if f.buffer == movable.buffer)
     assert kept == (first.start, later.end)
-    assert found.keeps
 
 
 def test_what_ends_with_the_bytes_that_it_lies_in_leaves_until_then(

@@ -1,0 +1,206 @@
+"""Plans for one budget, one after another, each by what XLA reported of those before.
+
+    the fastest ─► one more that counts the chip ─► with what is known now ─► with more left free
+
+On TPU there are two kinds: of what XLA holds on the chip, a plan leaves out what every executable
+seen held there; or it counts all of that, and is made for so much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hlo_passes.errors import MemoryBudgetError
+from memplan.calibration import calibrated
+from memplan.planner import Candidate, Planner
+
+# By what part of a budget XLA may stay below what is predicted, because it packs better.
+NEAR = 1 / 64
+
+# A step that takes longer than with everything on the device by more than this factor waits.
+WAITS = 1.05
+
+# Where XLA's report is aimed at by what it was of other plans, so much of the room is left free.
+_LEFT = 1 / 40
+
+# How often what XLA was seen to take for no known reason is left free in one round after another.
+_CAUTIONS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A plan that was compiled.
+
+    Attributes:
+      reported: bytes, by XLA.
+      unexplained: bytes of them beyond what is predicted with what its executable has said.
+    """
+
+    candidate: Candidate
+    reported: int
+    unexplained: int
+
+    def __str__(self) -> str:
+        return f"planned {self.candidate.predicted_bytes} bytes, XLA reports {self.reported}"
+
+
+class Rounds:
+    """Plans to compile for a budget until XLA reports no more.
+
+    Args:
+      planner: of the program.
+      room: the budget, in bytes.
+      options: XLA's, with which all are compiled.
+      own: returns the bytes that XLA reports of the program as it has it, which may take a
+        compilation; None where that does not fit.
+
+    Attributes:
+      seen: what was compiled. Whoever compiles a plan adds it before the next is asked for; or
+        nothing, where XLA scheduled another module: then the plan is made anew.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        room: int,
+        options: Mapping[str, Any] | None,
+        own: Callable[[], int | None],
+    ) -> None:
+        self._planner = planner
+        self._room = room
+        self._options = options
+        self._own = own
+        self.seen: list[Seen] = []
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Yields plans, none that was compiled.
+
+        Raises:
+          MemoryBudgetError: when there is none, or none any more.
+        """
+        others: list[Candidate] = []
+
+        def fastest() -> Candidate:
+            found, *others[:] = self.first()
+            return found
+
+        yield from self._until_seen(fastest)
+        if self.seen[0].candidate.counts_chip:
+            yield from self._until_seen(self._counting)
+        for caution in _CAUTIONS:
+            yield from self._until_seen(lambda n=caution: self._with_known(n, others))
+
+    def _until_seen(self, make: Callable[[], Candidate | None]) -> Iterator[Candidate]:
+        compiled = {seen.candidate.plan.fingerprint for seen in self.seen}
+        before = len(self.seen)
+        while len(self.seen) == before:
+            candidate = make()
+            if candidate is None or candidate.plan.fingerprint in compiled:
+                return
+            yield candidate
+
+    def first(self) -> list[Candidate]:
+        """The fastest plan as far as is known before any is compiled, and a surer one behind one
+        that counts what is on the chip.
+
+        What XLA:TPU holds on the chip depends on the plan. Where one that leaves out what it was
+        seen to hold there waits, or there is none, another one that counts all of it, less what XLA
+        stayed below that, may be faster and within the budget: small programs need less than a
+        tenth of the HBM that is predicted so, or none.
+
+        Raises:
+          MemoryBudgetError: when there is none.
+        """
+        found: list[Candidate] = []
+        errors: list[MemoryBudgetError] = []
+        try:
+            found.append(self._planner.plan(self._room, self._options))
+        except MemoryBudgetError as error:
+            errors.append(error)
+        knows_chip = self._planner.knows_chip
+        if found and (not knows_chip or found[0].plan.prediction.slowdown <= WAITS):
+            return found
+        for credit in dict.fromkeys((self._credit(), 0)):
+            if not credit and not knows_chip:
+                break  # It would be the same.
+            try:
+                other = self._planner.plan(self._room + credit, self._options, counts_chip=True)
+            except MemoryBudgetError as error:
+                errors.append(error.asked_for(self._room, error.least - credit))
+                continue
+            if not found or other.is_faster_than(found[0]):
+                return [other, *found]
+        if not found:
+            raise min(errors, key=lambda e: e.least)
+        return found
+
+    def _credit(self) -> int:
+        """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
+        that it holds on the chip; 0 where that is next to nothing, or not known."""
+        own = self._own()
+        if own is None:
+            return 0
+        unmoved = self._planner.unmoved(self._options, counts_chip=True)
+        if unmoved is None:
+            return 0
+        credit = unmoved.predicted_bytes - own
+        return credit if credit > self._room * NEAR else 0
+
+    def _counting(self) -> Candidate | None:
+        """A plan that counts what is on the chip, of which XLA reports about as much as there is
+        room for, as far as what it reported of others says; None where there is none."""
+        with suppress(MemoryBudgetError):
+            aim = aimed_at(self._room, self.seen, counts_chip=True)
+            return self._planner.plan(aim, self._options, counts_chip=True)
+        return None
+
+    def _with_known(self, caution: int, surer: list[Candidate]) -> Candidate:
+        """A plan made with all that is known by now, what remains unexplained left free; where
+        there is none, the `surer` one, or one that counts what is on the chip."""
+        try:
+            return self._below(max(seen.unexplained for seen in self.seen), caution)
+        except MemoryBudgetError:
+            other = surer.pop() if surer else None
+            if other is None and self._planner.knows_chip:
+                other = self._counting()
+            if other is None:
+                raise
+            return other
+
+    def _below(self, overhead: int, caution: int) -> Candidate:
+        """Plans for bytes that XLA was seen to exceed by `overhead`.
+
+        Another plan breaks up XLA's arena in another way: where there is room for it,
+        `caution` times of what was seen is left free, so that one more compilation is enough, else
+        half of that, and so on; and where there is none for what was seen, as much as the planner
+        can.
+
+        Args:
+          caution: a power of 2.
+        """
+        errors: list[MemoryBudgetError] = []
+        times = (caution >> n for n in range(caution.bit_length()))
+        for left_free in dict.fromkeys(n * overhead for n in times):
+            try:
+                return self._planner.plan(self._room - left_free, self._options)
+            except MemoryBudgetError as error:
+                errors.append(error)
+        least = min(error.least for error in errors)
+        if self._room - overhead < least < self._room:
+            with suppress(MemoryBudgetError):
+                return self._planner.plan(least, self._options)
+        # Which arguments stay depends on the budget, and on them what is needed beside.
+        error = min(errors, key=lambda e: e.least)
+        raise error.asked_for(self._room, error.least + overhead)
+
+
+def aimed_at(room: int, seen: Iterable[Seen], *, counts_chip: bool) -> int:
+    """Returns the bytes to plan for, so that XLA reports somewhat less than `room`, as far as plans
+    that count what is on the chip, or leave it out, say."""
+    alike = (s for s in seen if s.candidate.counts_chip == counts_chip)
+    reported = {s.candidate.predicted_bytes: s.reported for s in alike}
+    aim = int(room * (1 - _LEFT))
+    return calibrated(aim, reported) if reported else aim
