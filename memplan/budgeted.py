@@ -312,12 +312,13 @@ class Budgeted:
         raise self._shortage(options).asked_for(room, least)
 
     def _unexplained(self, candidate: Candidate, total: int, rewritten: Module | None) -> int:
-        """Bytes that XLA reports of a plan beyond what is predicted with what is known now; of the
-        next one, all that it exceeds may be, or what is on the chip then explains it."""
-        known = candidate.predicted_bytes
-        if self.planner.knows_chip and rewritten is not None:
-            known = self.planner.explained(rewritten)
-        return max(0, total - known)
+        """Bytes by which XLA may exceed another plan as well: those that it reports of this one
+        beyond what was predicted, or would be now that its executable has been seen."""
+        exceeded = max(0, total - candidate.predicted_bytes)
+        if not self.planner.knows_chip or rewritten is None:
+            return exceeded
+        unexplained = max(0, total - self.planner.explained(rewritten))
+        return unexplained if candidate.counts_chip else min(exceeded, unexplained)
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""

@@ -36,7 +36,7 @@ class Seen:
 
     Attributes:
       reported: bytes, by XLA.
-      unexplained: bytes of them beyond what is predicted with what its executable has said.
+      unexplained: bytes of them by which XLA may exceed another plan as well.
     """
 
     candidate: Candidate

@@ -161,6 +161,30 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
     assert asked == [HALF, HALF - 2 * 100, HALF - 4 * 100][: exceeds + 1]
 
 
+def test_no_more_is_left_free_than_a_plan_of_its_kind_was_exceeded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where what was said since predicts less than before: packing is not smooth."""
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        if counts_chip:
+            raise no_plan(budget, HALF)
+        asked.append(budget)
+        return plan(self, HALF - len(asked), options)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: 0)
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 2))
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    exceeded = HALF + 1 - compiled.plan.prediction.total_bytes
+    assert asked == [HALF, HALF - 2 * exceeded]
+
+
 def test_one_that_counts_what_is_on_the_chip_is_followed_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ):
