@@ -29,6 +29,7 @@ from hlo_passes.errors import (
     OrderedEffectsError,
 )
 from hlo_passes.ir import Learned, Module, ShapeIndex
+from hlo_passes.memory.spread import drawn_heaps
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
@@ -335,6 +336,21 @@ class Planner:
         """The bytes that are predicted of a module with what is known now of the chip."""
         usage = memory_usage(with_learned(rewritten, {}, self._known.on_chip), "tpu")
         return usage.total_bytes - usage.table_bytes + (self._known.table_bytes or 0)
+
+    def drawn_bytes(
+        self, candidate: Candidate, options: Mapping[str, Any] | None
+    ) -> tuple[int, ...]:
+        """What XLA:TPU may report of a plan that was just made: a sample, in bytes."""
+        planners = (self, *vars(self).get("_recomputing", ()))
+        planner = next(p for p in planners if p._placing is candidate.placing)
+        _, module = planner._capture(candidate.hosting, options)
+        machine = self._lowering.target.machine
+        plain = module.with_learned(Learned())
+        rewritten = pipeline.rewrite_module(plain, candidate.plan, machine)
+        usage = memory_usage(rewritten, "tpu")
+        tables = max(usage.table_bytes, self._known.table_bytes or 0)
+        beside = usage.total_bytes - usage.temp_bytes + tables
+        return tuple(beside + heap for heap in drawn_heaps(rewritten, machine))
 
     def forget(self) -> None:
         """Has XLA show everything anew."""

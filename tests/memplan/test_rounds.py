@@ -185,37 +185,70 @@ def test_no_more_is_left_free_than_a_plan_of_its_kind_was_exceeded(
     assert asked == [HALF, HALF - 2 * exceeded]
 
 
-def test_one_that_counts_what_is_on_the_chip_is_followed_by_another(
+def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """For what XLA was seen to take of the first; only then by one that leaves it out."""
+    """And is held to what XLA took of the one before beyond all that was drawn of it."""
     plan = planner.Planner.plan
     asked: list[tuple[int, bool]] = []
     compilations = itertools.count(1)
+    all_drawn = iter(
+        [
+            (HALF + 1,) * 10,
+            (HALF + 1,) * 6 + (HALF,) * 4,
+            (HALF - 97,) * 10,
+            (HALF - 97,) * 2 + (HALF - 98,) * 8,
+        ]
+    )
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
     ) -> planner.Candidate:
         asked.append((budget, counts_chip))
-        return slowed(
-            plan(self, HALF - len(asked), options, counts_chip=counts_chip), 1 if counts_chip else 2
-        )
+        found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return slowed(found, 1 if counts_chip else 2)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(planner.Planner, "knows_chip", True)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: next(all_drawn))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 3) * 99)
     monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    predicted = compiled.plan.prediction.total_bytes
-    aim = int(0.975 * HALF) - (HALF + 99 - predicted)
-    assert asked == [(HALF, False), (HALF, True), (aim, True), (HALF - 2 * 99, False)]
+    shares = [(int(HALF * share), True) for share in (1.0, 0.97, 0.94, 0.91)]
+    assert asked == [(HALF, False), (HALF, True), *shares]
     assert len(compiled.rounds) == 3
+    assert compiled.plan.budget_bytes == HALF - 6
 
 
-def test_where_the_next_one_that_counts_it_is_the_same_it_is_left_out(
+def test_of_plans_that_were_drawn_before_the_fastest_that_fits_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+    compilations = itertools.count(1)
+    all_drawn = iter([(HALF + 1,) * 5 + (HALF - 1,) * 5, (HALF,) * 10])
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(budget)
+        found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return slowed(found, len(asked) if counts_chip else 9)
+
+    monkeypatch.setattr(rounds, "_CHANCES", (0.6, 0.5))
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: next(all_drawn))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 3))
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert len(asked) == 4
+    assert compiled.plan.budget_bytes == HALF - 3
+
+
+def test_what_was_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     plan = planner.Planner.plan
     asked: list[bool] = []
     compilations = itertools.count(1)
@@ -230,10 +263,11 @@ def test_where_the_next_one_that_counts_it_is_the_same_it_is_left_out(
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(planner.Planner, "knows_chip", True)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: (HALF,))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
     monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    assert asked == [False, True, True, False]
+    assert asked == [False, True, *[True] * len(rounds._SHARES), False]
     assert len(compiled.rounds) == 2
 
 
@@ -255,6 +289,7 @@ def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(planner.Planner, "knows_chip", True)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
+    monkeypatch.setattr(rounds, "_CHANCES", ())
     monkeypatch.setattr(rounds, "WAITS", 1e9)  # So that the first is not held against another.
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
