@@ -29,8 +29,10 @@ _LEFT = 1 / 40
 # How often what XLA was seen to take for no known reason is left free in one round after another.
 _CAUTIONS = (2, 4, 8)
 
-# On TPU, how often one plan after another has to fit where what XLA holds on the chip is drawn, and
-# the shares of the room for which plans are made until one does.
+# On TPU, how often a plan has to fit where what XLA holds on the chip is drawn: before any was
+# compiled, and one after another then; and the shares of the room for which plans are made until
+# one does.
+_AT_FIRST = 0.4
 _CHANCES = (0.4, 0.75, 0.95)
 _SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)
 
@@ -80,7 +82,7 @@ class Rounds:
         self._own = own
         self.seen: list[Seen] = []
         self._shares = iter(_SHARES)
-        self._drawn: list[tuple[Candidate, tuple[int, ...]]] = []
+        self._drawn: dict[str, tuple[Candidate, tuple[int, ...]]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
         """Yields plans, none that was compiled.
@@ -111,39 +113,50 @@ class Rounds:
             yield candidate
 
     def first(self) -> list[Candidate]:
-        """The fastest plan as far as is known before any is compiled, and a surer one behind one
-        that counts what is on the chip.
+        """The plan to compile as far as is known before any is, and behind one that counts what is
+        on the chip one that does not, if there is one.
 
         What XLA:TPU holds on the chip depends on the plan. Where one that leaves out what it was
-        seen to hold there waits, or there is none, another one that counts all of it, less what XLA
-        stayed below that, may be faster and within the budget: small programs need less than a
-        tenth of the HBM that is predicted so, or none.
+        seen to hold there waits, or hardly ever fits where that is drawn, or there is none, others
+        are made that count all of it, less what XLA stayed below that: small programs need less
+        than a tenth of the HBM that is predicted so, or none. The fastest comes first, or one that
+        is hardly slower and fits oftener.
 
         Raises:
           MemoryBudgetError: when there is none.
         """
         found: list[Candidate] = []
         errors: list[MemoryBudgetError] = []
-        try:
-            found.append(self._planner.plan(self._room, self._options))
-        except MemoryBudgetError as error:
-            errors.append(error)
-        knows_chip = self._planner.knows_chip
-        if found and (not knows_chip or found[0].plan.prediction.slowdown <= WAITS):
-            return found
-        for credit in dict.fromkeys((self._credit(), 0)):
-            if not credit and not knows_chip:
-                break  # It would be the same.
+        for beyond, counts_chip in self._kinds():
             try:
-                other = self._planner.plan(self._room + credit, self._options, counts_chip=True)
+                aim = self._room + beyond
+                candidate = self._planner.plan(aim, self._options, counts_chip=counts_chip)
             except MemoryBudgetError as error:
-                errors.append(error.asked_for(self._room, error.least - credit))
+                errors.append(error.asked_for(self._room, error.least - beyond))
                 continue
-            if not found or other.is_faster_than(found[0]):
-                return [other, *found]
+            found.append(candidate)
+            if not self._planner.knows_chip:
+                return found
+            if candidate.is_hidden and self._fits(candidate, _AT_FIRST):
+                break
         if not found:
             raise min(errors, key=lambda e: e.least)
-        return found
+        best, *others = found
+        for other in others:
+            best = other if other.is_faster_than(best) else best
+        near = (c for c in found if c.step_time_s <= WAITS * best.step_time_s)
+        fitting = (c for c in near if self._fits(c, _AT_FIRST))
+        best = min(fitting, key=lambda c: c.waits_s, default=best)
+        return [best, *(c for c in found if not c.counts_chip and best.counts_chip)]
+
+    def _kinds(self) -> Iterator[tuple[int, bool]]:
+        """Bytes to plan for beyond the room, and whether what is on the chip is counted."""
+        yield 0, False
+        credit = self._credit()
+        if credit:
+            yield credit, True
+        if self._planner.knows_chip:
+            yield 0, True
 
     def _credit(self) -> int:
         """Bytes by which XLA stays below what is predicted of the program as it has it, all counted
@@ -157,30 +170,34 @@ class Rounds:
         credit = unmoved.predicted_bytes - own
         return credit if credit > self._room * NEAR else 0
 
-    def _likely(self, chance: float) -> Candidate | None:
-        """A plan that counts what is on the chip, and of which XLA reports no more than there is
-        room for with that `chance`, as far as drawn packings say; None where none was found."""
-        compiled = {s.candidate.plan.fingerprint: s.reported for s in self.seen}
+    def _fits(self, candidate: Candidate, chance: float) -> bool:
+        """Whether XLA reports no more of a plan than there is room for with that `chance`, as far
+        as drawn packings say, and what it reported of others beyond all that was drawn of them."""
+        fingerprint = candidate.plan.fingerprint
+        if fingerprint not in self._drawn:
+            drawn = self._planner.drawn_bytes(candidate, self._options)
+            self._drawn[fingerprint] = candidate, drawn
         beyond = 0
+        for seen in self.seen:
+            if (known := self._drawn.get(seen.candidate.plan.fingerprint)) is not None:
+                beyond = max(beyond, seen.reported - max(known[1]))
+        _, drawn = self._drawn[fingerprint]
+        return sum(total + beyond <= self._room for total in drawn) >= chance * len(drawn)
 
-        def is_likely(candidate: Candidate, drawn: tuple[int, ...]) -> bool:
-            fits = sum(total + beyond <= self._room for total in drawn)
-            return candidate.plan.fingerprint not in compiled and fits >= chance * len(drawn)
-
-        for candidate, drawn in self._drawn:
-            reported = compiled.get(candidate.plan.fingerprint, 0)
-            beyond = max(beyond, reported - max(drawn))
-        likely = [found for found, drawn in self._drawn if is_likely(found, drawn)]
-        if likely:
-            return min(likely, key=lambda found: found.waits_s)
+    def _likely(self, chance: float) -> Candidate | None:
+        """The fastest plan not compiled yet that fits with that `chance`, or one made for less that
+        counts what is on the chip; None where none was found."""
+        compiled = {seen.candidate.plan.fingerprint for seen in self.seen}
+        known = [c for name, (c, _) in self._drawn.items() if name not in compiled]
+        if likely := [c for c in known if self._fits(c, chance)]:
+            return min(likely, key=lambda c: c.waits_s)
         for share in self._shares:
             try:
                 aim = int(self._room * share)
                 candidate = self._planner.plan(aim, self._options, counts_chip=True)
             except MemoryBudgetError:
                 return None
-            self._drawn.append((candidate, self._planner.drawn_bytes(candidate, self._options)))
-            if is_likely(*self._drawn[-1]):
+            if candidate.plan.fingerprint not in compiled and self._fits(candidate, chance):
                 return candidate
         return None
 

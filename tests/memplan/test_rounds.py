@@ -76,7 +76,13 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     assert asked == [HALF, HALF - 2 * overhead, HALF - 4 * overhead]
 
 
-def slowed(candidate: planner.Candidate, factor: int) -> planner.Candidate:
+def knows_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on TPU, where nothing fits that is drawn."""
+    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: (2 * HALF,))
+
+
+def slowed(candidate: planner.Candidate, factor: float) -> planner.Candidate:
     """The same, whose step is said to take longer."""
     prediction = candidate.plan.prediction
     prediction = dataclasses.replace(prediction, step_time_s=factor * prediction.step_time_s)
@@ -103,7 +109,7 @@ def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
         return found
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF)
     monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
@@ -127,7 +133,7 @@ def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.
 
     compilations = itertools.count()
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) == 0))
     monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
@@ -153,7 +159,7 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
         return plan(self, HALF - len(asked), options, counts_chip=counts_chip)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) <= exceeds))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
@@ -177,7 +183,7 @@ def test_no_more_is_left_free_than_a_plan_of_its_kind_was_exceeded(
         return plan(self, HALF - len(asked), options)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: 0)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 2))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
@@ -194,6 +200,7 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
     compilations = itertools.count(1)
     all_drawn = iter(
         [
+            (2 * HALF,),
             (HALF + 1,) * 10,
             (HALF + 1,) * 6 + (HALF,) * 4,
             (HALF - 97,) * 10,
@@ -209,7 +216,7 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
         return slowed(found, 1 if counts_chip else 2)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
     monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: next(all_drawn))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 3) * 99)
@@ -221,13 +228,39 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
     assert compiled.plan.budget_bytes == HALF - 6
 
 
+@pytest.mark.parametrize(("slower", "first"), [(1.04, False), (1.06, True)])
+def test_one_that_is_hardly_slower_and_fits_comes_first(
+    monkeypatch: pytest.MonkeyPatch, slower: float, first: bool
+):
+    plan = planner.Planner.plan
+    asked: list[bool] = []
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+    ) -> planner.Candidate:
+        asked.append(counts_chip)
+        found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return slowed(found, 1 if counts_chip else slower)
+
+    drawn = {False: (HALF,), True: (HALF + 1,)}
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    knows_the_chip(monkeypatch)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda _, c, __: drawn[c.counts_chip])
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF)
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [False, True]
+    assert (compiled.plan.budget_bytes == HALF - 2) == first
+
+
 def test_of_plans_that_were_drawn_before_the_fastest_that_fits_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ):
     plan = planner.Planner.plan
     asked: list[int] = []
     compilations = itertools.count(1)
-    all_drawn = iter([(HALF + 1,) * 5 + (HALF - 1,) * 5, (HALF,) * 10])
+    none = (2 * HALF,)
+    all_drawn = iter([none, (HALF + 1,) * 5 + (HALF - 1,) * 5, (HALF,) * 10])
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
@@ -238,7 +271,7 @@ def test_of_plans_that_were_drawn_before_the_fastest_that_fits_is_next(
 
     monkeypatch.setattr(rounds, "_CHANCES", (0.6, 0.5))
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
     monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: next(all_drawn))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 3))
@@ -261,7 +294,7 @@ def test_what_was_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch
         return slowed(plan(self, room, options, counts_chip=counts_chip), 1 if counts_chip else 2)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
     monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: (HALF,))
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
@@ -287,14 +320,13 @@ def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
         return plan(self, HALF - len(asked), options, counts_chip=counts_chip)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
-    monkeypatch.setattr(planner.Planner, "knows_chip", True)
+    knows_the_chip(monkeypatch)
     monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
     monkeypatch.setattr(rounds, "_CHANCES", ())
-    monkeypatch.setattr(rounds, "WAITS", 1e9)  # So that the first is not held against another.
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    assert asked == [False, False, False, True]
-    assert compiled.plan.budget_bytes == HALF - 4
+    assert asked == [False, True, False, False, True]
+    assert compiled.plan.budget_bytes == HALF - 5
 
 
 def test_where_there_is_no_room_for_all_caution_half_of_it_is_left_free(
