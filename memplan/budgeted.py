@@ -109,7 +109,8 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, options):
-            kept = self._with_idle_used(self._kept_to(room, options), room)
+            kept = self._with_said_used(self._kept_to(room, options), room)
+            kept = self._with_idle_used(kept, room)
             return self._compiled(kept, budget)
 
     def follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
@@ -319,6 +320,31 @@ class Budgeted:
             return exceeded
         unexplained = max(0, total - self.planner.explained(rewritten))
         return unexplained if candidate.counts_chip else min(exceeded, unexplained)
+
+    def _with_said_used(self, kept: _Kept, room: int) -> _Kept:
+        """What comes of a plan made with what the first executable says, where that takes longer
+        than predicted, if it is faster and within the room: where arguments alone are more than
+        that, nothing was known before."""
+        candidate, options = kept.candidate, kept.options
+        if candidate is None or not self.planner.can_be_told:
+            return kept
+        if candidate.plan.prediction.slowdown <= WAITS:
+            return kept
+        step_s = self.planner.seconds(kept.executable)
+        if step_s <= WAITS * candidate.step_time_s:
+            return kept
+        self.planner.compiled(kept.executable)
+        with suppress(MemoryBudgetError, PlanMismatchError, LoopMismatchError):
+            faster, *_ = self._rounds(room, options).first()
+            if faster.step_time_s > step_s / WAITS:
+                return kept
+            executable, _ = self._compile_planned(faster, options)
+            total = device_bytes(executable, faster.hosted_on_cpu)
+            seen = (*kept.seen, Seen(faster, total, 0))
+            if total <= room and self.planner.seconds(executable) < step_s:
+                return _Kept(executable, faster, total, seen, options)
+            return replace(kept, seen=seen)
+        return kept
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""

@@ -34,7 +34,7 @@ from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.rewrite import inject
-from hlo_passes.simulator import cost
+from hlo_passes.simulator import cost, timeline
 from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds
@@ -326,6 +326,17 @@ class Planner:
             for instruction, held in held_on_chip(final).items():
                 known[instruction] = held & known.get(instruction, held)
             self._known.table_bytes = memory_usage(final, "tpu").table_bytes
+
+    @property
+    def can_be_told(self) -> bool:
+        """Whether an executable would say what is not known of this program: on TPU, the first."""
+        return self._lowering.target.platform == "tpu" and self._known.table_bytes is None
+
+    def seconds(self, executable: Executable) -> float:
+        """What a step of an executable takes on the machine model, by its own schedule."""
+        final, machine = read_module(executable), self._lowering.target.machine
+        events = timeline.schedule_events(final, cost.instruction_costs(final, machine), machine)
+        return timeline.simulate(events, machine).step_time_s
 
     @property
     def knows_chip(self) -> bool:

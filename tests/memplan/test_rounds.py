@@ -365,6 +365,62 @@ def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytes
     assert len(compiled.rounds) == 2
 
 
+@pytest.mark.parametrize(
+    ("predicted_s", "then_s", "reported", "compilations", "is_taken"),
+    [
+        (0.9, 0.9, HALF, 2, True),
+        (0.96, 0.9, HALF, 1, False),
+        (0.9, 1.0, HALF, 2, False),
+        (0.9, 0.9, HALF + 1, 2, False),
+    ],
+)
+def test_what_the_first_executable_says_is_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+    predicted_s: float,
+    then_s: float,
+    reported: int,
+    compilations: int,
+    is_taken: bool,
+):
+    """The first plan is said to take half a second, and its executable takes one."""
+    plan = planner.Planner.plan
+    steps, totals, found_s = iter([0.5, predicted_s]), iter([HALF, reported]), iter([1.0, then_s])
+    asked: list[int] = []
+
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        asked.append(budget)
+        found = plan(self, HALF - len(asked), options)
+        return slowed(found, next(steps) / found.step_time_s)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "can_be_told", True)
+    monkeypatch.setattr(planner.Planner, "seconds", lambda *_: next(found_s))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(totals))
+    monkeypatch.setattr(budgeted, "_IDLE", 1.0)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [HALF, HALF]
+    assert len(compiled.rounds) == compilations
+    assert compiled.plan.budget_bytes == HALF - 1 - is_taken
+
+
+def test_where_the_first_executable_takes_as_long_as_predicted_there_is_no_other_plan(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plan = planner.Planner.plan
+    asked: list[int] = []
+
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+        asked.append(budget)
+        found = plan(self, budget, options)
+        return slowed(found, 1 / found.step_time_s)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    monkeypatch.setattr(planner.Planner, "can_be_told", True)
+    monkeypatch.setattr(planner.Planner, "seconds", lambda *_: 1.04)
+    memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    assert asked == [HALF]
+
+
 def reporting(monkeypatch: pytest.MonkeyPatch, *parts: float) -> Any:
     """`chain` within HALF, where XLA reports these parts of what it is."""
     left = iter(parts)
