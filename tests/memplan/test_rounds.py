@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,9 +145,11 @@ def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("exceeds", [1, 2])
+@pytest.mark.parametrize(("explained", "left"), [(HALF - 99, 100), (0, None)])
 def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
-    monkeypatch: pytest.MonkeyPatch, exceeds: int
+    monkeypatch: pytest.MonkeyPatch, explained: int, left: int | None, exceeds: int
 ):
+    """Nor more than the plan was exceeded, where less is predicted than before."""
     plan = planner.Planner.plan
     asked: list[int] = []
 
@@ -160,35 +163,13 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     knows_the_chip(monkeypatch)
-    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF - 99)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: explained)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) <= exceeds))
     compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
-    assert HALF + 1 - compiled.plan.prediction.total_bytes > 100
-    assert asked == [HALF, HALF - 2 * 100, HALF - 4 * 100][: exceeds + 1]
-
-
-def test_no_more_is_left_free_than_a_plan_of_its_kind_was_exceeded(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Where what was said since predicts less than before: packing is not smooth."""
-    plan = planner.Planner.plan
-    asked: list[int] = []
-
-    def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
-        if counts_chip:
-            raise no_plan(budget, HALF)
-        asked.append(budget)
-        return plan(self, HALF - len(asked), options)
-
-    monkeypatch.setattr(planner.Planner, "plan", watched)
-    knows_the_chip(monkeypatch)
-    monkeypatch.setattr(planner.Planner, "explained", lambda *_: 0)
-    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 2))
-    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     exceeded = HALF + 1 - compiled.plan.prediction.total_bytes
-    assert asked == [HALF, HALF - 2 * exceeded]
+    assert exceeded > 100
+    free = exceeded if left is None else left
+    assert asked == [HALF, HALF - 2 * free, HALF - 4 * free][: exceeds + 1]
 
 
 def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
@@ -586,3 +567,70 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert len(asked) == 3
     assert raised.value.least == HALF + asked[0] - asked[2]
+
+
+class Scripted:
+    """A planner that knows the chip. Of each kind it has one plan, of 100 bytes."""
+
+    knows_chip = True
+
+    def __init__(
+        self, steps: dict[bool, float], drawn: dict[bool, int], hidden: bool = False
+    ) -> None:
+        self.asked: list[bool] = []
+        self._steps, self._drawn, self._hidden = steps, drawn, hidden
+
+    def plan(self, budget: int, _: Any, *, counts_chip: bool = False) -> Any:
+        self.asked.append(counts_chip)
+        step = self._steps[counts_chip]
+        return SimpleNamespace(
+            plan=SimpleNamespace(fingerprint=f"{counts_chip} {budget}"),
+            counts_chip=counts_chip,
+            predicted_bytes=100,
+            step_time_s=step,
+            waits_s=step,
+            is_hidden=self._hidden,
+            is_faster_than=lambda other: step < 0.99 * other.step_time_s,
+        )
+
+    def drawn_bytes(self, candidate: Any, _: Any) -> tuple[int, ...]:
+        return (self._drawn[candidate.counts_chip],)
+
+
+def scripted(planned: Scripted) -> Any:
+    return rounds.Rounds(planned, 100, {}, lambda: None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("drawn", "asked"), [(100, [False]), (101, [False, True])])
+def test_what_takes_no_longer_and_fits_is_not_held_against_another(drawn: int, asked: list[bool]):
+    planned = Scripted({False: 1.0, True: 1.0}, {False: drawn, True: 101}, hidden=True)
+    assert not scripted(planned).first()[0].counts_chip
+    assert planned.asked == asked
+
+
+@pytest.mark.parametrize("fastest", [False, True])
+def test_of_those_that_fit_the_fastest_is_first(fastest: bool):
+    steps = {fastest: 1.0, not fastest: 1.02}
+    planned = Scripted(steps, {False: 100, True: 100})
+    assert scripted(planned).first()[0].counts_chip == fastest
+
+
+def test_of_those_that_were_drawn_the_fastest_that_fits_is_next():
+    planned = Scripted({False: 1.0, True: 2.0}, {False: 120, True: 100})
+    tried = scripted(planned)
+    plans = iter(tried)
+    tried.seen.append(rounds.Seen(next(plans), 101, 0))
+    planned._drawn[False] = 100
+    slower, faster = (planned.plan(50, {}, counts_chip=kind) for kind in (True, False))
+    assert tried._fits(slower, 1.0)
+    assert tried._fits(faster, 1.0)
+    assert next(plans) is faster
+
+
+def test_a_report_is_aimed_at_by_those_of_plans_of_the_kind():
+    planned = Scripted({False: 1.0, True: 1.0}, {})
+    of = {kind: planned.plan(0, {}, counts_chip=kind) for kind in (False, True)}
+    seen = [rounds.Seen(of[False], 200, 0), rounds.Seen(of[True], 120, 0)]
+    assert rounds.aimed_at(1000, seen, counts_chip=True) == 975 + 100 - 120
+    assert rounds.aimed_at(1000, seen, counts_chip=False) == 975 + 100 - 200
+    assert rounds.aimed_at(1000, [], counts_chip=True) == 975
