@@ -14,8 +14,8 @@ from hlo_passes import pipeline
 from hlo_passes.errors import MemplanError
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
+from hlo_passes.loops import body_plans
 from hlo_passes.loops import rewrite as loop_rewrite
-from hlo_passes.normalize import barriers, sink
 from hlo_passes.plan import Event, Fence, LiveRange, LoopSchedule, Plan, Slot, Transfer
 from hlo_passes.rewrite import edits
 from hlo_passes.verify import verify_plan
@@ -42,8 +42,8 @@ def planned(name: str, module: Module, machine: Machine, plan: Plan) -> Planned:
 
 
 def _edited(module: Module, machine: Machine, plan: Plan) -> Module:
-    sunk = sink.sink_weight_work(barriers.remove_barriers(module))
-    return edits.apply(loop_rewrite.rewrite_loops(sunk, plan.loops, machine), plan.edits)
+    ordered = loop_rewrite.rewrite_loops(pipeline.normalized(module), plan.loops, machine)
+    return edits.apply(body_plans.write_bodies(ordered, plan.bodies), plan.edits)
 
 
 def judged(program: Planned, count: int, pick: random.Random) -> Iterator[tuple[str, str, str]]:

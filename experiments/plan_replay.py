@@ -109,7 +109,7 @@ def first_fault(
             module, plan, {t.buffer for t in plan.transfers} if moved is None else moved
         )
         everything = frozenset(t.id for t in plan.transfers)
-        picked = [t.id for t in plan.transfers][:: max(1, len(plan.transfers) // most)]
+        picked = [t.id for t in plan.transfers][:: max(1, -(-len(plan.transfers) // most))]
         alone = [frozenset((n,)) for n in picked] if len(everything) > 1 else []
         for eager in (everything, frozenset[int](), *alone, *(everything - a for a in alone)):
             program.run(_sequence(plan, len(program.steps), program.makers, eager))
@@ -359,8 +359,8 @@ class _Program:
         cell.over = [
             old
             for n, operand in enumerate(operands)
-            for part, (old, _) in operand.items()
-            if old.size == cell.size and _may_take(self._module, i, at, n, part)
+            for old, _ in operand.values()
+            if old.size == cell.size and _may_take(self._module, i, at, n)
         ]
 
     def _finish(self) -> None:
@@ -641,13 +641,13 @@ def _least_scratch(module: Module, i: Instruction) -> int:
 def _is_new(module: Module, i: Instruction, at: ShapeIndex, shape: Shape) -> bool:
     """Whether a result cannot lie where an operand does."""
     return in_place(module, i, at) is None and not any(
-        _may_take(module, i, at, n, part) and s.byte_size == shape.byte_size
+        _may_take(module, i, at, n) and s.byte_size == shape.byte_size
         for n, o in enumerate(i.operand_ids)
-        for part, s in module.instructions[o].shape.leaves()
+        for _, s in module.instructions[o].shape.leaves()
     )
 
 
-def _may_take(module: Module, i: Instruction, at: ShapeIndex, n: int, part: ShapeIndex) -> bool:
+def _may_take(module: Module, i: Instruction, at: ShapeIndex, n: int) -> bool:
     """Whether a result may be written over an operand while that is read."""
     match i.opcode:
         case "call" | "conditional" | "while" | "async-start":

@@ -63,7 +63,7 @@ def outcomes(
     kinds = {} if kinds is None else kinds
     for trips, branch in _RUNS:
         starts = _Run(module, trips, branch, frozenset(), False, kinds).starts
-        picked = starts[:: max(1, len(starts) // most)]
+        picked = starts[:: max(1, -(-len(starts) // most))]
         timings = [frozenset[int](), *(frozenset({s}) for s in picked)]
         for others in timings:
             for all_late in (False, True):

@@ -15,7 +15,7 @@ from hlo_passes import verify
 from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
 from hlo_passes.analysis.stores import steady_parameters
 from hlo_passes.edits import choice as edit_choice
-from hlo_passes.errors import MalformedModuleError, UnreachableTierError
+from hlo_passes.errors import MalformedModuleError, MemoryBudgetError, UnreachableTierError
 from hlo_passes.fitting import assembling, fit
 from hlo_passes.garbage import collection_paused
 from hlo_passes.hardware.machine import Machine
@@ -131,10 +131,7 @@ def choose_stay(
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    pose, found, _ = _prepared(
-        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
-    )
-    _check_possible(found, pose, budget)
+    pose, found, _ = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
     choices = chain(
         ((pose(found.streamed), *chosen) for chosen in found.stay(budget)),
         ((posed, frozenset[int](), 0) for posed, _ in found.edited_within(budget)),
@@ -162,16 +159,20 @@ def least_budget(
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
 ) -> int:
-    """Returns the least budget in bytes for which `plan_module` finds a plan.
+    """Returns the least budget in bytes for which `plan_module` finds a plan; where `slots` rule
+    out every plan, the one that would do without them.
 
     Args:
       module: scheduled; its loops get their schedule first.
       host_parameters, sliced_parameters, slots: as for `plan_module`.
     """
-    pose, found, _ = _prepared(
-        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
-    )
-    return fit.least_budget(pose(found.lowest), slots)[0]
+    found = tuple(host_parameters), tuple(sliced_parameters)
+    try:
+        pose, in_loops, _ = _prepared(module, machine, *found, slots)
+    except MemoryBudgetError:
+        slots = None
+        pose, in_loops, _ = _prepared(module, machine, *found, slots)
+    return fit.least_budget(pose(in_loops.lowest), slots)[0]
 
 
 @collection_paused()
@@ -206,10 +207,7 @@ def plan_module(
       TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    pose, in_loops, loops = _prepared(
-        module, machine, tuple(host_parameters), tuple(sliced_parameters), slots
-    )
-    _check_possible(in_loops, pose, budget)
+    _, in_loops, loops = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
     planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
         found = fit.fit(posed, budget, slots)
@@ -238,7 +236,7 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
         if {t.source, t.destination} != {link.source, link.destination}:
             far = next(n for n in (t.source, t.destination) if n != link.destination)
             raise UnreachableTierError(machine.name, far, link.source, t.buffer)
-    ordered = loop_rewrite.rewrite_loops(_sunk(module), plan.loops, machine)
+    ordered = loop_rewrite.rewrite_loops(normalized(module), plan.loops, machine)
     verify.verify_loops(ordered, plan.loops)
     edited = edits.apply(body_plans.write_bodies(ordered, plan.bodies), plan.edits)
     rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
@@ -247,20 +245,8 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     return rewritten
 
 
-def _check_possible(
-    bodies: body_plans.Bodies, pose: Callable[[Module], problem.Problem], budget: int
-) -> None:
-    """Refuses, before anything is searched for, what no search can find.
-
-    Raises:
-      MemoryBudgetError: when a single instruction needs more.
-    """
-    forms = (lambda: bodies.streamed, lambda: bodies.lowest)
-    if all(placement.certain_budget(pose(form())) > budget for form in forms):
-        raise bodies.budget_error(budget)
-
-
-def _sunk(module: Module) -> Module:
+def normalized(module: Module) -> Module:
+    """The module in the form in which it is planned, before its loops get their schedule."""
     module = stores.add_stores(barriers.remove_barriers(module))
     return stores.settle_stores(sink.sink_weight_work(views.divide_views(module)))
 
@@ -279,6 +265,31 @@ class _Prepared(NamedTuple):
     loops: tuple[LoopSchedule, ...]
 
 
+def _within(
+    budget: int,
+    module: Module,
+    machine: Machine,
+    host_parameters: Collection[int],
+    sliced_parameters: Collection[int],
+    slots: int | None,
+) -> _Prepared:
+    """The module prepared; refuses, before anything is searched for, what no search can find.
+
+    Raises:
+      MemoryBudgetError: when a single instruction needs more, or `slots` rule out every plan.
+    """
+    on_host, sliced = tuple(host_parameters), tuple(sliced_parameters)
+    try:
+        found = _prepared(module, machine, on_host, sliced, slots)
+    except MemoryBudgetError as error:
+        least = least_budget(module, machine, host_parameters=on_host, sliced_parameters=sliced)
+        raise error.asked_for(budget, least) from None
+    forms = (lambda: found.bodies.streamed, lambda: found.bodies.lowest)
+    if all(placement.certain_budget(found.pose(form())) > budget for form in forms):
+        raise found.bodies.budget_error(budget)
+    return found
+
+
 @memoized
 def _prepared(
     module: Module,
@@ -289,7 +300,7 @@ def _prepared(
 ) -> _Prepared:
     """The least budget, what stays, and the plan are asked for of one module, one after the other,
     and again for each budget."""
-    ordered, loops = _order_loops(_sunk(module), machine)
+    ordered, loops = _order_loops(normalized(module), machine)
     verify.verify_loops(ordered, loops)
     pose = partial(_posed, machine=machine, on_host=on_host, sliced=sliced)
     return _Prepared(pose, body_plans.Bodies(ordered, machine, slots, pose), loops)

@@ -36,9 +36,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NamedTuple
+from types import UnionType
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from hlo_passes.errors import PlanFormatError
 from hlo_passes.units import format_bytes, format_seconds
@@ -123,10 +124,10 @@ class Event:
         return f"{self.kind}:{self.index}"
 
     @classmethod
-    def parse(cls, text: str) -> Event:
+    def parse(cls, text: str, where: str = "event") -> Event:
         kind, _, index = text.partition(":")
-        if kind not in ("compute", "start", "done") or not index.isdigit():
-            raise PlanFormatError("event", text, "'compute:N', 'start:N' or 'done:N'")
+        if kind not in ("compute", "start", "done") or not index.isdecimal():
+            raise PlanFormatError(where, text, "'compute:N', 'start:N' or 'done:N'")
         return cls(kind, int(index))
 
 
@@ -561,10 +562,17 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that is done to the module: what only tells of the program that it
-        was made from, as source lines do, is left out."""
-        told = dataclasses.replace(self, streams=(), left_alone={}, decisions=(), preparation=None)
-        return hashlib.sha256(told.to_json().encode()).hexdigest()[:16]
+        """A digest of all that is written into the module. For how many bytes that was planned,
+        where they lie, and what is predicted of it, is left out: two plans may differ in these."""
+        written = [
+            self.module_fingerprint,
+            self.machine,
+            [self.compiler_options, self.transfers, self.fences, self.loops, self.edits],
+            [(body.computation, body.plan.fingerprint) for body in self.bodies],
+        ]
+        return hashlib.sha256(json.dumps(_encode(written), sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
 
     def to_json(self, indent: int | None = None) -> str:
         """Writes the plan as versioned JSON that `from_json` reads back equal."""
@@ -574,7 +582,7 @@ class Plan:
         return json.dumps(document, indent=indent, sort_keys=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes) -> Plan:
         """Reads what `to_json` wrote.
 
         Raises:
@@ -583,20 +591,13 @@ class Plan:
         """
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanFormatError("plan", text[:40], f"JSON ({error})") from error
         if not isinstance(document, dict) or document.get("format") != "memplan.plan":
             raise PlanFormatError("format", _found(document, "format"), "'memplan.plan'")
         if document.get("version") != FORMAT_VERSION:
             raise PlanFormatError("version", document.get("version"), str(FORMAT_VERSION))
-        try:
-            return _plan(document)
-        except PlanFormatError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanFormatError(
-                "plan", str(error), f"all fields of a version {FORMAT_VERSION} plan"
-            ) from error
+        return _decode(cls, document, "plan")
 
     def save(self, path: Path | str) -> None:
         Path(path).write_text(self.to_json(indent=1), encoding="utf-8")
@@ -609,53 +610,7 @@ class Plan:
           OSError: when there is no such file.
           PlanFormatError: as `from_json`.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-
-def _plan(document: dict[str, Any]) -> Plan:
-    return Plan(
-        module_fingerprint=_str(document, "module_fingerprint"),
-        machine=_str(document, "machine"),
-        budget_bytes=int(document["budget_bytes"]),
-        placements=tuple(_record(Placement, p) for p in document["placements"]),
-        allocations=tuple(_record(Allocation, a) for a in document["allocations"]),
-        slots=tuple(map(_slot, document["slots"])),
-        transfers=tuple(_record(Transfer, t) for t in document["transfers"]),
-        fences=tuple(
-            Fence(Event.parse(f["before"]), Event.parse(f["after"]), f["reason"])
-            for f in document["fences"]
-        ),
-        prediction=_record(Prediction, document["prediction"]),
-        device_tier=_str(document, "device_tier"),
-        loops=tuple(map(_loop, document["loops"])),
-        bodies=tuple(map(_body, document["bodies"])),
-        streams=tuple(map(_streams, document["streams"])),
-        left_alone=document["left_alone"],
-        compiler_options=document["compiler_options"],
-        edits=_edits(document["edits"]),
-        decisions=tuple(_record(Decision, d) for d in document["decisions"]),
-        labels=document["labels"],
-        preparation=_preparation(document["preparation"]),
-    )
-
-
-def _body(document: dict[str, Any]) -> BodyPlan:
-    arguments = tuple((int(k), int(n)) for k, n in document["arguments"])
-    plan = _plan(document["plan"])
-    return _record(BodyPlan, {**document, "arguments": arguments, "plan": plan})
-
-
-def _preparation(document: dict[str, Any] | None) -> Preparation | None:
-    return None if document is None else _record(Preparation, {**document, **_tuples(document)})
-
-
-def _tuples(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of a document, and those inside, as tuples."""
-
-    def frozen(value: Any) -> Any:
-        return tuple(map(frozen, value)) if isinstance(value, list) else value
-
-    return {key: frozen(value) for key, value in document.items() if isinstance(value, list)}
+        return cls.from_json(Path(path).read_bytes())
 
 
 def _encode(value: Any) -> Any:
@@ -663,8 +618,8 @@ def _encode(value: Any) -> Any:
         return str(value)
     if isinstance(value, LiveRange):
         return [value.start, value.end]
-    if isinstance(value, tuple):
-        return [_encode(v) for v in value]
+    if isinstance(value, tuple | list):
+        return [_encode(v) for v in cast("tuple[Any, ...] | list[Any]", value)]
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value):
@@ -672,81 +627,43 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _slot(document: dict[str, Any]) -> Slot:
-    return _record(Slot, {**document, "live_range": LiveRange(*document["live_range"])})
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """What `_encode` made of something of that type."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _decode(arguments[0], value, where)
+    if origin is Event and isinstance(value, str):
+        return Event.parse(value, where)
+    if origin is LiveRange and isinstance(value, list):
+        return LiveRange(*_decode(tuple[int, int], value, where))
+    if origin is tuple and isinstance(value, list):
+        found = cast("list[Any]", value)
+        kinds = arguments[:1] * len(found) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) == len(found):
+            pairs = enumerate(zip(kinds, found, strict=True))
+            return tuple(_decode(k, v, f"{where}[{n}]") for n, (k, v) in pairs)
+    if origin is Mapping and isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        return {k: _decode(arguments[1], v, f"{where}[{k!r}]") for k, v in found.items()}
+    if dataclasses.is_dataclass(origin) and isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        kinds = _kinds(origin)
+        if missing := sorted(kinds.keys() - found.keys()):
+            raise PlanFormatError(f"{where}.{missing[0]}", "nothing", "a value")
+        return origin(**{n: _decode(k, found[n], f"{where}.{n}") for n, k in kinds.items()})
+    if origin is float and type(value) in (int, float):
+        return value
+    if origin in (int, str, bool) and type(value) is origin:
+        return value
+    if origin is Literal and value in arguments:
+        return value
+    raise PlanFormatError(where, value, str(kind) if arguments else kind.__name__)
 
 
-def _loop(document: dict[str, Any]) -> LoopSchedule:
-    transfers = tuple(_record(LoopTransfer, t) for t in document["transfers"])
-    copies = tuple(document["dropped_copies"])
-    return _record(LoopSchedule, {**document, "transfers": transfers, "dropped_copies": copies})
-
-
-def _streams(document: dict[str, Any]) -> LoopStreams:
-    kinds = ("fetched", "stored", "on_device")
-    stacks = {k: tuple(_record(LoopStack, s) for s in document[k]) for k in kinds}
-    return _record(LoopStreams, {**document, **stacks})
-
-
-def _edits(document: dict[str, Any]) -> Edits:
-    def reader(r: dict[str, Any]) -> dict[str, Any]:
-        return {**r, "readers": tuple(r["readers"])}
-
-    return Edits(
-        tuple(document["order"]),
-        tuple(_record(Recompute, reader(r)) for r in document["recomputes"]),
-        tuple(
-            Eviction(
-                _str(e, "buffer"),
-                _str(e, "after"),
-                tuple(_record(Refetch, reader(r)) for r in e["refetches"]),
-            )
-            for e in document["evictions"]
-        ),
-    )
-
-
-_KINDS: dict[object, type | tuple[type, ...]] = {
-    "int": int,
-    "LogicalTime": int,
-    "str": str,
-    "float": (int, float),
-    "bool": bool,
-    "int | None": (int, NoneType),
-    "float | None": (int, float, NoneType),
-}
-
-
-def _record[
-    R: (
-        Placement,
-        Allocation,
-        Slot,
-        Transfer,
-        BodyPlan,
-        LoopTransfer,
-        LoopSchedule,
-        LoopStack,
-        LoopStreams,
-        Prediction,
-        Preparation,
-        Recompute,
-        Refetch,
-        Decision,
-    )
-](kind: type[R], document: dict[str, Any]) -> R:
-    """Builds one of the plan's records, checking the kind of each plain value."""
-    for f in dataclasses.fields(kind):
-        expected, value = _KINDS.get(f.type), document[f.name]
-        if expected is not None and not isinstance(value, expected):
-            raise PlanFormatError(f"{kind.__name__}.{f.name}", value, f"a value of type {f.type}")
-    return kind(**document)
-
-
-def _str(document: dict[str, Any], key: str) -> str:
-    if not isinstance(document[key], str):
-        raise PlanFormatError(key, document[key], "a string")
-    return document[key]
+@cache
+def _kinds(record: Any) -> dict[str, Any]:
+    """The types of a record's fields."""
+    return get_type_hints(record)
 
 
 def _found(document: Any, key: str) -> object:

@@ -183,8 +183,9 @@ class _PlannedFunction:
             results = self._dispatch(*args, **kwargs)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # From C++ it is a ValueError.
             if is_exhausted(error):
-                compiled = self.lower(*args, **kwargs).compile()
-                note(error, program=lambda: compiled.module)
+                compiled = self.lower(*args, **kwargs).compiled
+                if compiled is not None:
+                    note(error, program=lambda: compiled.module)
             raise
         if self._consumed:
             leaves, tree = jax.tree.flatten(self._function.static.dynamic(args, kwargs))
@@ -250,6 +251,7 @@ class _PlannedFunction:
         """Forgets every compiled program."""
         with self._lock:
             self._programs.clear()
+            self._consumed.clear()
         self._jitted.clear_cache()
         self._dispatch = xla.dispatcher(self._jitted, self._miss)
 
@@ -270,7 +272,9 @@ class _PlannedFunction:
         if compiled.is_jax_own and not compiled.displaced(leaves):
             return xla.call_jitted(self._jitted, *args, **kwargs)
         if compiled.consumed:
-            self._consumed[compiled.in_tree] = compiled.consumed
+            # What one program of that tree consumes is donated to each of them.
+            known = self._consumed.get(compiled.in_tree, ())
+            self._consumed[compiled.in_tree] = tuple({*known, *compiled.consumed})
         return compiled.call(*dynamic[0], **dynamic[1])
 
     def _target(self, leaves: Iterable[Any]) -> Target:

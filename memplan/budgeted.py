@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -36,7 +37,7 @@ from memplan import __version__
 from memplan.compiled import Compiled
 from memplan.executable import Executable, device_bytes
 from memplan.kept import other_versions
-from memplan.out_of_memory import note
+from memplan.out_of_memory import is_exhausted, note
 from memplan.paths import dotted
 from memplan.placing import Placing
 from memplan.planner import Candidate, Planner
@@ -80,6 +81,7 @@ class Budgeted:
         self._lowering = placing.lowering
         self._lock = threading.RLock()
         self._own: dict[tuple[tuple[str, Any], ...], Executable | None] = {}
+        self._tries = 0
 
     def plan(self, budget: int) -> Plan:
         """Plans for a budget; compiles the program as XLA has it where the planner refuses.
@@ -119,28 +121,23 @@ class Budgeted:
         Raises:
           StalePlanError: when it does not hold for what XLA schedules, or exceeds the budget.
         """
-        with self._lock:
-            return self._follow(plan, budget, options)
-
-    def _follow(self, plan: Plan, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         assert plan.preparation is not None
         own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
-        options, candidate, room = (
-            {**own, **(options or {})},
-            self.planner.of(plan),
-            self._room(budget),
-        )
+        options = {**own, **(options or {})}
+        candidate, room = self.planner.of(plan), self._room(budget)
         name = self._lowering.traced.fun_name
-        for _ in range(_MAX_ROUNDS):
-            try:
-                executable, _ = self._compile_planned(candidate, options)
-            except (PlanMismatchError, LoopMismatchError):
-                continue  # XLA does not promise to schedule a module in the same way again.
-            total = device_bytes(executable, candidate.hosted_on_cpu)
-            seen = Seen(candidate, total, 0)
-            if total <= room:
-                return self._compiled(_Kept(executable, candidate, total, (seen,), options), budget)
-            raise StalePlanError(name, [f"{seen}, allowed are {room}"])
+        with self._lock:
+            for _ in range(_MAX_ROUNDS):
+                try:
+                    executable, _ = self._compile_planned(candidate, options)
+                except (PlanMismatchError, LoopMismatchError):
+                    continue  # XLA does not promise to schedule a module in the same way again.
+                total = device_bytes(executable, candidate.hosted_on_cpu)
+                seen = Seen(candidate, total, 0)
+                if total > room:
+                    raise StalePlanError(name, [f"{seen}, allowed are {room}"])
+                kept = _Kept(executable, candidate, total, (seen,), options)
+                return self._compiled(kept, budget)
         others = other_versions(plan.preparation.versions, self._lowering.target.versions)
         raise StalePlanError(name, ["XLA schedules the program otherwise than it did", *others])
 
@@ -151,7 +148,8 @@ class Budgeted:
             self._own.clear()
 
     def _room(self, budget: int) -> int:
-        """What of a budget is left for what XLA counts."""
+        """What of a budget, and of the device, is left for what XLA counts."""
+        budget = min(budget, self._lowering.target.capacity_bytes)
         return max(0, budget - self._lowering.closed_bytes)
 
     @contextmanager
@@ -203,13 +201,15 @@ class Budgeted:
         Raises:
           MemoryBudgetError: when that is more, too; its least is what XLA was seen to take.
         """
+        before = self._tries
         try:
             return self._first(options, lambda tried: self._compile_with(room, tried))
         except MemoryBudgetError as error:
             refusal = error
         least = max(refusal.least, room + 1)
         most = self._own_bytes(least, options) or sys.maxsize
-        if least < most and least - room <= self._unseen(room):
+        was_refused = self._tries == before
+        if was_refused and least < most and least - room <= self._unseen(room):
             try:
                 kept = self._first(options, lambda tried: self._compile_with(least, tried))
             except MemoryBudgetError as error:
@@ -262,7 +262,7 @@ class Budgeted:
             return self._compile_within(room, options)
         if self.placing.asked.arguments:
             # What the user has on the host XLA brings when it is read; a plan, before that.
-            with suppress(MemoryBudgetError):
+            with suppress(MemoryBudgetError, PlanMismatchError, LoopMismatchError):
                 return self._compile_within(room, options)
         return _Kept(executable, None, total, (), options)
 
@@ -293,33 +293,31 @@ class Budgeted:
         mismatch: MemplanError | None = None
         for candidate in islice(rounds, _MAX_ROUNDS):
             try:
-                executable, rewritten = self._compile_planned(candidate, options)
+                tried = self._try(candidate, options)
             except (PlanMismatchError, LoopMismatchError) as error:
                 # XLA does not promise to schedule a module in the same way again.
                 _log.info("XLA scheduled the module otherwise than before")
                 self.planner.forget()
                 mismatch = error
                 continue
-            total = device_bytes(executable, candidate.hosted_on_cpu)
-            if total <= room:
-                kept = (*rounds.seen, Seen(candidate, total, 0))
-                return _Kept(executable, candidate, total, kept, options)
-            self.planner.compiled(executable)
-            unexplained = self._unexplained(candidate, total, rewritten)
-            rounds.seen.append(Seen(candidate, total, unexplained))
+            if (kept := tried.kept(room, rounds.seen, options)) is not None:
+                return kept
+            if tried.executable is not None:
+                self.planner.compiled(tried.executable)
+            rounds.seen.append(Seen(candidate, tried.total, self._unexplained(tried)))
         if mismatch is not None and not rounds.seen:
             raise mismatch
         least = min(seen.reported for seen in rounds.seen)
         raise self._shortage(options).asked_for(room, least)
 
-    def _unexplained(self, candidate: Candidate, total: int, rewritten: Module | None) -> int:
+    def _unexplained(self, tried: _Tried) -> int:
         """Bytes by which XLA may exceed another plan as well: those that it reports of this one
         beyond what was predicted, or would be now that its executable has been seen."""
-        exceeded = max(0, total - candidate.predicted_bytes)
-        if not self.planner.knows_chip or rewritten is None:
+        exceeded = max(0, tried.total - tried.candidate.predicted_bytes)
+        if not self.planner.knows_chip or tried.rewritten is None:
             return exceeded
-        unexplained = max(0, total - self.planner.explained(rewritten))
-        return unexplained if candidate.counts_chip else min(exceeded, unexplained)
+        unexplained = max(0, tried.total - self.planner.explained(tried.rewritten))
+        return unexplained if tried.candidate.counts_chip else min(exceeded, unexplained)
 
     def _with_said_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of a plan made with what the first executable says, where that takes longer
@@ -334,17 +332,18 @@ class Budgeted:
         if step_s <= WAITS * candidate.step_time_s:
             return kept
         self.planner.compiled(kept.executable)
-        with suppress(MemoryBudgetError, PlanMismatchError, LoopMismatchError):
-            faster, *_ = self._rounds(room, options).first()
-            if faster.step_time_s > step_s / WAITS:
-                return kept
-            executable, _ = self._compile_planned(faster, options)
-            total = device_bytes(executable, faster.hosted_on_cpu)
-            seen = (*kept.seen, Seen(faster, total, 0))
-            if total <= room and self.planner.seconds(executable) < step_s:
-                return _Kept(executable, faster, total, seen, options)
-            return replace(kept, seen=seen)
-        return kept
+
+        def faster() -> Candidate | None:
+            found, *_ = self._rounds(room, options).first()
+            return found if found.step_time_s <= step_s / WAITS else None
+
+        tried = self._try_beside(faster, options)
+        if tried is None:
+            return kept
+        better = tried.kept(room, kept.seen, options)
+        if better is not None and self.planner.seconds(better.executable) < step_s:
+            return better
+        return replace(kept, seen=(*kept.seen, tried.seen))
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
@@ -359,24 +358,54 @@ class Budgeted:
                 if own is not None and unmoved is not None:
                     seen.append(Seen(unmoved, own, 0))
             aim = aimed_at(room, seen, counts_chip=counts_chip)
-            try:
-                faster = self.planner.plan(aim, options, counts_chip=counts_chip)
-                if not faster.is_faster_than(kept.candidate):
-                    break
-                executable, _ = self._compile_planned(faster, options)
-            except (MemoryBudgetError, PlanMismatchError, LoopMismatchError):
+            slower = kept.candidate
+            tried = self._try_beside(partial(self._faster, slower, aim, options), options)
+            if tried is None:
                 break
-            total = device_bytes(executable, faster.hosted_on_cpu)
-            seen.append(Seen(faster, total, 0))
-            rounds = (*kept.seen, seen[-1])
-            if total > room:
-                kept = replace(kept, seen=rounds)
+            seen.append(tried.seen)
+            better = tried.kept(room, kept.seen, options)
+            if better is None:
+                kept = replace(kept, seen=(*kept.seen, tried.seen))
                 continue
-            gained = kept.candidate.step_time_s / faster.step_time_s
-            kept = _Kept(executable, faster, total, rounds, options)
-            if gained <= WAITS:
+            kept = better
+            if slower.step_time_s <= WAITS * tried.candidate.step_time_s:
                 break  # Nor would another one gain much.
         return kept
+
+    def _faster(self, slower: Candidate, aim: int, options: Mapping[str, Any]) -> Candidate | None:
+        """A plan of the same kind for so many bytes, if it is faster."""
+        found = self.planner.plan(aim, options, counts_chip=slower.counts_chip)
+        return found if found.is_faster_than(slower) else None
+
+    def _try_beside(
+        self, make: Callable[[], Candidate | None], options: Mapping[str, Any]
+    ) -> _Tried | None:
+        """What comes of a plan that may be better than what is there already; None where there is
+        none. What goes wrong with it, the log says."""
+        try:
+            candidate = make()
+            return None if candidate is None else self._try(candidate, options)
+        except (MemplanError, jax.errors.JaxRuntimeError) as error:
+            _log.info("a plan that may be faster was dropped: %s", error)
+            return None
+
+    def _try(self, candidate: Candidate, options: Mapping[str, Any]) -> _Tried:
+        """What XLA makes of a plan.
+
+        Raises:
+          PlanMismatchError, LoopMismatchError: when it schedules the module in another way now.
+        """
+        self._tries += 1
+        try:
+            executable, rewritten = self._compile_planned(candidate, options)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            # How much it would take XLA:TPU does not say as a number.
+            beyond = int(self._lowering.target.capacity_bytes * (1 + NEAR)) + 1
+            return _Tried(candidate, None, beyond, None)
+        total = device_bytes(executable, candidate.hosted_on_cpu)
+        return _Tried(candidate, executable, total, rewritten)
 
     def _compile_planned(
         self, candidate: Candidate, options: Mapping[str, Any] | None
@@ -434,6 +463,32 @@ class Budgeted:
         except MemoryBudgetError as error:
             return error
         raise AssertionError("a plan in one byte")
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What XLA made of a plan.
+
+    Attributes:
+      executable: None where it does not fit the device.
+      total: bytes that XLA reports of it; more than the device has, where it does not fit.
+      rewritten: the module that was written; None where jax had the executable.
+    """
+
+    candidate: Candidate
+    executable: Executable | None
+    total: int
+    rewritten: Module | None
+
+    @property
+    def seen(self) -> Seen:
+        return Seen(self.candidate, self.total, 0)
+
+    def kept(self, room: int, before: Iterable[Seen], options: Mapping[str, Any]) -> _Kept | None:
+        """The executable, if it is within so many bytes."""
+        if self.executable is None or self.total > room:
+            return None
+        return _Kept(self.executable, self.candidate, self.total, (*before, self.seen), options)
 
 
 @dataclass(frozen=True)

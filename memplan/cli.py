@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from memplan.report.view import Report, RunView
 
 FAILED, REFUSED = 1, 2
+
+# How many modules a sentence names.
+_NAMED = 4
 """Exit status when a condition of ``--fail-on`` holds; and when the input or a budget is refused,
 as for a wrong option."""
 
@@ -437,10 +440,17 @@ def _compiled_twice(options: argparse.Namespace, machine: Machine | None) -> Com
 
 
 def _failing(conditions: Sequence[str], compared: Sequence[Compared]) -> list[str]:
-    """What each condition that holds says of each module."""
+    """What each condition that holds says of each module.
+
+    Raises:
+      UsageError: when there are conditions, and no module was found, and read, on both sides.
+    """
     from memplan.report.conditions import parse_condition
     from memplan.report.difference_tables import figure_texts
 
+    if conditions and not any(each.figures for each in compared):
+        why = "; ".join(f"{each.name}: {each.problem}" for each in compared[:_NAMED])
+        raise UsageError(f"--fail-on has nothing to compare: {why}")
     failed: list[str] = []
     for each in compared:
         for text in conditions if each.figures else ():
@@ -528,12 +538,12 @@ def _curve(options: argparse.Namespace) -> None:
 
         step = program.jit(machine=target_of(options.machine))
         result = curve(step, *program.args, points=options.points, found=found)
-    if options.plot:
-        result.plot(options.plot)
     if options.json:
         sys.stdout.write(result.to_json() + "\n")
     else:
         _print_tables([result.table])
+    if options.plot:
+        result.plot(options.plot)
 
 
 def _passes(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
@@ -271,7 +272,7 @@ class Compiled:
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._bound_as(leaves)
         away = self.displaced(leaves) if tree == self.in_tree else []
-        if not away:
+        if not away or not self._takes(leaves):
             return program, args, kwargs, False
         # What jax has not seen yet, a NumPy array, it would have moved as well.
         if arrays := [n for n in away if isinstance(leaves[n], jax.Array)]:
@@ -289,6 +290,15 @@ class Compiled:
         donated = [info.donated for info in self._lowering.arguments]
         delete(leaves[n] for n in away if donated[n])  # The program takes what was moved.
         return program, args, kwargs, True
+
+    def _takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether these are what it was compiled for. What is not, jax refuses, and nothing that is
+        donated may be gone by then."""
+        return all(
+            np.shape(leaf) == info.shape
+            and (not isinstance(leaf, jax.Array) or leaf.dtype == info.dtype)
+            for leaf, info in zip(leaves, self._lowering.arguments, strict=True)
+        )
 
     def _bound_as(self, leaves: Iterable[Any]) -> jax.stages.Compiled:
         """The program with the results of ``jax.jit``: bound where an argument is, on one device

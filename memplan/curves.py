@@ -99,7 +99,7 @@ class Curve:
         """Draws it into a file, in the format that its name ends with (``.svg``, ``.png``).
 
         Raises:
-          CurveError: when matplotlib is not installed.
+          CurveError: when matplotlib is not installed, or has no such format.
         """
         try:
             from matplotlib.figure import Figure
@@ -116,7 +116,10 @@ class Curve:
             axes.axvline(self.capacity_bytes / (1 << 30), color="gray", label=label)
         axes.set(xlabel="device memory (GiB)", ylabel="step (ms)", title=self.name, ylim=(0, None))
         axes.legend()
-        figure.savefig(path)
+        try:
+            figure.savefig(path)
+        except ValueError as error:
+            raise CurveError(f"{path}: {error}") from error
 
 
 def curve(
@@ -175,7 +178,7 @@ def _points(
     add(most, resident)
     least = _least(lowered.within, add)
     if least is None or least >= most:
-        return tuple(points.values())
+        return _envelope(points)
     for budget in _between(least, most, count - len(points)):
         try:
             add(budget, lowered.within(min(budget, capacity)))

@@ -27,7 +27,7 @@ from hlo_passes.hardware.machine import Machine, load_machine, machine_names
 from memplan import __version__
 from memplan.out_of_memory import is_exhausted
 from memplan.signature import as_shape, bound_sharding, on_device, on_one_device
-from memplan.topologies import Topology, topology
+from memplan.topologies import Topology, one_of, topology
 
 
 class Executable(Protocol):
@@ -290,4 +290,4 @@ def find_target(machine: str | Machine | Topology | None, shardings: Iterable[An
         machine = load_machine(machine)
     if machine.platform == here[0].platform:
         return Target(machine, None)
-    return Target(machine, topology(machine.name))
+    return Target(machine, one_of(machine))

@@ -167,6 +167,11 @@ class Planner:
         self._known = _Known()
         self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
 
+    def _planners(self) -> Iterator[Planner]:
+        """Of the program as it is written, and with more and more computed again."""
+        yield self
+        yield from self._recomputing
+
     @functools.cached_property
     def _recomputing(self) -> tuple[Planner, ...]:
         """With what scans leave for others computed again, the more the later."""
@@ -203,12 +208,15 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
-        for planner in (self, *self._recomputing):
+        for planner in self._planners():
             planner._planned.clear()
+            try:
+                again_s = planner._again_s(self, options)
+            except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                _log.warning("%s was dropped: %s", planner._way(None), error)
+                failed.append(error)
+                continue
             for inside, nested in planner._inside(budget):
-                again_s = (
-                    0.0 if planner is self else planner._plain_s(options) - self._plain_s(options)
-                )
                 in_turn = planner._in_turn(inside, nested, budget, options, again_s, found, failed)
                 # Which slots are best is asked of the best of the programs only.
                 candidate = next(in_turn, None)
@@ -250,7 +258,7 @@ class Planner:
                 continue
             if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
                 return  # One slot more was no better.
-            what = f"{self._placing.recomputed} recomputed, {_worded(ring)}"
+            what = self._way(ring)
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
             self._lowering.report("planning", budget, fastest_s, way=what)
             everything = replace(
@@ -265,25 +273,39 @@ class Planner:
                 else:
                     candidate = self._plan_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
-                _log.info("%s: need %d bytes", what, error.least)
+                _log.info("planning%s: need %d bytes", f" with {what}" if what else "", error.least)
                 failed.append(error)
                 if ring is not None:
                     refused = min(refused, _layers(ring))
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
-                slots = 0 if ring is None else ring[0]
-                _log.warning("a plan with rings of %d slots was dropped: %s", slots, error)
+                _log.warning("a plan%s was dropped: %s", f" with {what}" if what else "", error)
                 failed.append(error)
                 continue
             if candidate is None:
                 continue
             candidate = candidate.with_recompute(again_s) if again_s else candidate
-            _log.info("%s: a step of %.3g ms", what, candidate.step_time_s * 1e3)
+            with_what = f" with {what}" if what else ""
+            _log.info("planning%s: a step of %.3g ms", with_what, candidate.step_time_s * 1e3)
             found.append(candidate)
             yield candidate
             best = candidate if best is None or candidate.is_faster_than(best) else best
             if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
                 return
+
+    def _way(self, ring: tuple[int, float] | None) -> str:
+        """In what way the program's loops are written, for a person; nothing where it has none that
+        could be."""
+        parts: list[str] = []
+        if self._placing.recomputed != "nothing":
+            parts.append(f"{self._placing.recomputed} recomputed")
+        if self._placing.streams.rings(self._placing.everything(*_RINGS[0])):
+            parts.append(_worded(ring))
+        return ", ".join(parts)
+
+    def _again_s(self, written: Planner, options: Mapping[str, Any] | None) -> float:
+        """Seconds of compute that the program as it is written does not have."""
+        return 0.0 if self is written else self._plain_s(options) - written._plain_s(options)
 
     def _plain_s(self, options: Mapping[str, Any] | None) -> float:
         """Seconds of compute with all that may be on the device there, all by the machine model: of
@@ -367,6 +389,7 @@ class Planner:
         """Has XLA show everything anew."""
         for planner in (self, *vars(self).get("_recomputing", ())):
             planner._captured.clear()
+            planner._planned.clear()
 
     def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
@@ -396,7 +419,7 @@ class Planner:
         largest, largest_nested = (max(of.values(), default=0) for of in read)
         if not inside or largest < budget:
             yield frozenset(), False
-        if inside and largest_nested < budget:
+        if inside and (largest_nested < budget or not largest_nested):
             yield inside, False
         if inside and largest_nested:
             yield inside, True
@@ -449,7 +472,7 @@ class Planner:
             try:
                 self._planned[hosting] = self._faster_placed(hosting, budget, options)
             except MemoryBudgetError as error:
-                self._planned[hosting] = error
+                self._planned[hosting] = error.with_traceback(None)  # That holds modules.
         found = self._planned[hosting]
         if isinstance(found, MemoryBudgetError):
             raise found

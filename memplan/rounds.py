@@ -82,6 +82,7 @@ class Rounds:
         self._own = own
         self.seen: list[Seen] = []
         self._shares = iter(_SHARES)
+        self._surer: list[Candidate] = []  # Behind the fastest of those made first.
         self._drawn: dict[str, tuple[Candidate, tuple[int, ...]]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -90,10 +91,9 @@ class Rounds:
         Raises:
           MemoryBudgetError: when there is none, or none any more.
         """
-        others: list[Candidate] = []
 
         def fastest() -> Candidate:
-            found, *others[:] = self.first()
+            found, *self._surer = self.first()
             return found
 
         yield from self._until_seen(fastest)
@@ -101,7 +101,7 @@ class Rounds:
             for chance in _CHANCES:
                 yield from self._until_seen(lambda least=chance: self._likely(least))
         for caution in _CAUTIONS:
-            yield from self._until_seen(lambda n=caution: self._with_known(n, others))
+            yield from self._until_seen(lambda n=caution: self._with_known(n))
 
     def _until_seen(self, make: Callable[[], Candidate | None]) -> Iterator[Candidate]:
         compiled = {seen.candidate.plan.fingerprint for seen in self.seen}
@@ -111,6 +111,15 @@ class Rounds:
             if candidate is None or candidate.plan.fingerprint in compiled:
                 return
             yield candidate
+            if len(self.seen) == before:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was planned and not compiled, which was for another module."""
+        compiled = {seen.candidate.plan.fingerprint for seen in self.seen}
+        self._drawn = {name: known for name, known in self._drawn.items() if name in compiled}
+        self._surer.clear()
+        self._shares = iter(_SHARES)
 
     def first(self) -> list[Candidate]:
         """The plan to compile as far as is known before any is, and behind one that counts what is
@@ -209,13 +218,13 @@ class Rounds:
             return self._planner.plan(aim, self._options, counts_chip=True)
         return None
 
-    def _with_known(self, caution: int, surer: list[Candidate]) -> Candidate:
+    def _with_known(self, caution: int) -> Candidate:
         """A plan made with all that is known by now, what remains unexplained left free; where
-        there is none, the `surer` one, or one that counts what is on the chip."""
+        there is none, a surer one, or one that counts what is on the chip."""
         try:
             return self._below(max(seen.unexplained for seen in self.seen), caution)
         except MemoryBudgetError:
-            other = surer.pop() if surer else None
+            other = self._surer.pop() if self._surer else None
             if other is None and self._planner.knows_chip:
                 other = self._counting()
             if other is None:

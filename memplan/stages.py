@@ -118,7 +118,7 @@ class Lowered:
     def __init__(self, traced: Traced) -> None:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
         self._given: Plan | None = None
-        self._follow(self._holding(traced.function.options.plan))
+        self._prepare(self._holding(traced.function.options.plan))
         self._lock = threading.RLock()
         self._compiled: dict[_Options, Compiled] = {}
         self._plan: Plan | None = None
@@ -201,7 +201,7 @@ class Lowered:
             skip_file_prefixes=(os.path.dirname(__file__),),
         )
 
-    def _follow(self, plan: Plan | None) -> None:
+    def _prepare(self, plan: Plan | None) -> None:
         """Takes a plan that was made before, or makes ready to make one."""
         self._given = plan
         preparation = plan.preparation if plan is not None else None
@@ -271,14 +271,22 @@ class Lowered:
                 if not key:
                     self._plan = compiled.plan or self._plan
                 self._compiled[key] = compiled
-                self._log(compiled)
+                self._report(compiled)
                 self._budgeted.forget()
             return self._compiled[key]
 
-    def _log(self, compiled: Compiled) -> None:
+    @property
+    def compiled(self) -> Compiled | None:
+        """What `compile` gave without options; None where it did not yet."""
+        return self._compiled.get(())
+
+    def _report(self, compiled: Compiled) -> None:
         plan, capacity = compiled.plan, self._lowering.target.capacity_bytes
         if self.budget > capacity:
             _log.warning("%s: hbm=%s, and its device has %s", self.fun_name, self.budget, capacity)
+        followed = compiled.followed
+        if followed is not None and (left := (*followed.missing, *followed.loops_missing)):
+            _log.warning("%s: XLA left out %d of the plan's transfers", self.fun_name, len(left))
         # On CPU both memories are one: what moves is only practice.
         slow = plan is not None and plan.prediction.slowdown >= _SLOW
         if not slow or self._lowering.target.platform == "cpu":
@@ -296,7 +304,7 @@ class Lowered:
             compiled = self._compile_given(self._given, options)
             if compiled is not None:
                 return compiled
-            self._follow(None)
+            self._prepare(None)
         if not is_shared(self._lowering):
             return self._budgeted.compile(self.budget, options)
         if jax.process_index() == 0:
@@ -309,10 +317,8 @@ class Lowered:
         if plan is None:
             executable = self.unplanned(options)
             return Compiled(executable, self.placing, self.budget, None, (), options or {})
-        self._follow(plan)
-        compiled = self._compile_given(plan, options)
-        assert compiled is not None
-        return compiled
+        budgeted = Budgeted(Placing(self._lowering, plan.preparation))
+        return budgeted.follow(plan, self.budget, options)
 
     def _compile_given(self, plan: Plan, options: Mapping[str, Any] | None) -> Compiled | None:
         """Compiles with a plan that was made before; None where it does not hold and the user wants

@@ -111,6 +111,19 @@ def _topology(name: str) -> Topology:
         raise TopologyError(name, "a cpu has no extent")
     if colon and _EXTENT.fullmatch(extent) is None:
         raise TopologyError(name, f"expected numbers of at least 1 after ':', found {extent!r}")
+    return _described(name, machine, extent)
+
+
+def one_of(machine: Machine) -> Topology:
+    """Describes one device of a machine, which may be one that no library has.
+
+    Raises:
+      TopologyError, CompilerMissingError: as `topology`.
+    """
+    return _described(machine.name, machine, "")
+
+
+def _described(name: str, machine: Machine, extent: str) -> Topology:
     if machine.platform == "tpu":
         devices = _tpu_devices(name, machine, extent)
     elif machine.platform == "gpu":

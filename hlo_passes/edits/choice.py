@@ -249,7 +249,7 @@ class Work:
             tuple(Weight(m.size, tuple(apart(m.reads)), may_stay) for m in posed.movables),
             out.bytes_per_s * out.engines,
             posed.link.bytes_per_s * posed.link.engines,
-            posed.link.latency_s,
+            min(posed.link.latency_s, posed.link_out.latency_s),
             queue_of(out) == queue_of(posed.link),
             in_busy_s=posed.link_floor_s,
         )

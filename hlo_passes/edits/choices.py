@@ -70,7 +70,7 @@ class Choices:
       load: int64[ticks], bytes live on the device when every gap is kept; weights apart.
       gaps, weights: what can be chosen about.
       out_bytes_per_s, in_bytes_per_s: of the link, away from the device and towards it.
-      latency_s: of a transfer.
+      latency_s: of a transfer, at least.
       shared_queue: the two directions share one queue (a link that is not full duplex).
       in_busy_s: seconds for which other transfers towards the device occupy the link.
     """

@@ -15,7 +15,7 @@ constexpr int64_t kHoldShare = 16;
 double Traffic::MovingSeconds(int64_t size, bool is_away) const {
   const auto bytes = static_cast<double>(size);
   const double seconds = bytes / in.bytes_per_s + in.latency_s;
-  return is_away ? seconds : seconds + bytes / out.bytes_per_s + in.latency_s;
+  return is_away ? seconds : seconds + bytes / out.bytes_per_s + out.latency_s;
 }
 
 GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t ticks,
@@ -243,7 +243,9 @@ int64_t GapState::MostLoad(Tick start, Tick end) const {
 bool GapState::MakeAgain(int64_t n, Tick tick, int64_t depth) {
   const Temporary& t = catalog_->temporaries[n];
   if (!t.repeatable || depth >= depth_ || tick >= ticks_) return false;
-  if (RoleOf(n, tick) == Role::kNone) SetRole(n, tick, Role::kMade);
+  const Role role = RoleOf(n, tick);
+  if (role == Role::kNone) SetRole(n, tick, Role::kMade);
+  if (role == Role::kWaiting) SetRole(n, tick, Role::kPassing);
   if (SiblingsMadeAt(n, tick)) return true;
   AddCost(tick, t.maker_s);
   if (added_s_ > most_s_) return false;

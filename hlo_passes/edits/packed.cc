@@ -159,8 +159,32 @@ class GapState::Sketch {
     }
     pieces_.resize(catalog_.temporaries.size());
     for (int64_t n = 0; n < state_.count(); ++n) {
-      if (catalog_.temporaries[n].resident >= 0) AddTemporary(n);
+      const Temporary& t = catalog_.temporaries[n];
+      if (t.resident >= 0) {
+        AddTemporary(n);
+      } else if (t.size >= catalog_.shared.smallest) {
+        AddCopies(n);
+      }
     }
+  }
+
+  // What comes behind the gaps of a temporary that itself lies in bytes that are there anyway.
+  void AddCopies(int64_t n) {
+    const std::vector<Gap>& gaps = state_.taken_[n];
+    for (size_t k = 0; k < gaps.size(); ++k) {
+      const Tick last = k + 1 < gaps.size() ? gaps[k + 1].start : state_.accesses_[n].back();
+      const int64_t start = ThereFrom({n, gaps[k].end});
+      pieces_[n].push_back(found_.size());
+      found_.push_back({catalog_.temporaries[n].size, start,
+                        std::max(start + 1, ReadUntil(n, last))});
+    }
+  }
+
+  // The time from which a temporary is there again at the end of a gap.
+  int64_t ThereFrom(const GapKey& key) const {
+    if (const auto fetched = begun_.find(key); fetched != begun_.end()) return fetched->second;
+    const auto made = made_at_.find(key);
+    return made != made_at_.end() ? made->second : time_[key.second];
   }
 
   void AddTemporary(int64_t n) {
@@ -180,13 +204,9 @@ class GapState::Sketch {
       }
       if (is_own || piece != rest_[t.resident] || gone > end) found_[piece].end = gone;
       const GapKey key{n, gap.end};
-      const auto fetched = begun_.find(key);
-      const auto made = made_at_.find(key);
-      const int64_t start = fetched != begun_.end()  ? fetched->second
-                            : made != made_at_.end() ? made->second
-                                                     : time_[gap.end];
+      const int64_t start = ThereFrom(key);
       piece = found_.size();
-      if (fetched != begun_.end()) brought_.insert(piece);
+      if (begun_.count(key)) brought_.insert(piece);
       found_.push_back({t.size, start, std::max(start + 1, is_own ? end : start + 1)});
       pieces_[n].push_back(piece);
       if (is_own) rest_[t.resident] = piece;

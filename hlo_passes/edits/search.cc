@@ -131,7 +131,7 @@ void GapState::Improve(int64_t capacity, int64_t packed, const std::vector<Terms
       other.GiveBack(std::numeric_limits<int64_t>::max(), Some(&noise));
       // Where less is live, less is broken up.
       const double lower = noise.Uniform() < 0.5 ? 0.0 : noise.Uniform() * kLower;
-      const auto aim = static_cast<int64_t>((1.0 - lower) * static_cast<double>(capacity));
+      const auto aim = capacity - static_cast<int64_t>(lower * static_cast<double>(capacity));
       other.Take(aim, now, smallest, &noise);
       other.Take(capacity, {kDearest, kInfinity}, smallest);
       other.GiveBack(aim, other.Dearest());

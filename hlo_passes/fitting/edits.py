@@ -124,7 +124,7 @@ def _first_that_packs(
         tried = [fitting for fitting in tried if id(fitting) in fast]
         begun = found[:_IMPROVED]
         if stage:
-            begun += [c for c in found if not c.over][:_IMPROVED]
+            begun += [c for c in found[_IMPROVED:] if not c.over][:_IMPROVED]
         found += [c.fitting.searched(c.choice, c.free) for c in begun]
         best = _fastest_packed(found, packings, best)
         if best is not None and best.step_time_s <= fastest_s * _NEAR:

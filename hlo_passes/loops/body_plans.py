@@ -78,6 +78,9 @@ class Bodies:
         Args:
           module: scheduled; the other transfers of its loops have their places.
           pose_module: poses it, with its bodies written.
+
+        Raises:
+          MemoryBudgetError: when `slots` rule out every plan of a body that brings weights.
         """
         self._module = module
         self._machine = machine
@@ -312,19 +315,22 @@ class Bodies:
         """With the bytes beyond the least in which its weights are streamed; for None, with nothing
         but weights moved."""
         number = body.computation.id
-        posed = self._posed[number] = self._pose(body)
-        if number not in self._least:
-            self._least[number] = placement.least_budget(posed, self._slots)[0] - posed.fixed_bytes
-        budget = posed.fixed_bytes + self._least[number] + (room or 0)
+        posed = self._pose(body)
+        is_first = number not in self._least
+        if is_first:
+            least, _ = placement.least_budget(posed, self._slots)
+        else:
+            least = posed.fixed_bytes + self._least[number]
+        budget = least + (room or 0)
         for _ in range(_LEAST_ROUNDS):
             choice = solution.placed(posed, budget, self._slots)
             if isinstance(choice, placement.Choice):
                 break
-            more = max(choice, posed.arena.alignment)
-            budget += more
-            self._least[number] += more
+            budget += max(choice, posed.arena.alignment)
         else:
-            raise AssertionError(f"nothing fits in %{body.computation.name}")
+            raise fit.budget_error(posed, budget, self._slots)
+        if is_first:
+            self._posed[number], self._least[number] = posed, budget - posed.fixed_bytes
         streamed = solution.Solution(posed, choice, Edits(), posed)
         if room is not None and number not in host_transfers(self._module, self._machine):
             streamed = fit.fit(posed, budget, self._slots) or streamed

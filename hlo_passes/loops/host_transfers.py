@@ -27,6 +27,7 @@ from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import HOST_MEMORY_SPACE, Instruction, Module
 from hlo_passes.loops.bodies import copies_of_bodies
+from hlo_passes.memoize import memoized
 
 
 class HostTransfer(NamedTuple):
@@ -46,6 +47,7 @@ class HostTransfer(NamedTuple):
     kind: Literal["prefetch", "evict"]
 
 
+@memoized
 def host_transfers(module: Module, machine: Machine) -> Mapping[int, tuple[HostTransfer, ...]]:
     """Returns the transfers of each computation that has any, by its id, in schedule order.
 

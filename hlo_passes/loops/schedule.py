@@ -121,10 +121,10 @@ class _Scheduler:
         )
         try:
             order = clear_paths(self.module, self.dataflow, computation, transfers)
+            own = _Problem(self, computation, transfers, [i for i in order if i not in halves])
+            found = replace(kept, transfers=own.solve(), is_resequenced=True)
         except UnorderableError:
             return kept
-        own = _Problem(self, computation, transfers, [i for i in order if i not in halves])
-        found = replace(kept, transfers=own.solve(), is_resequenced=True)
         if dropped:
             return found
         if not given.crosses_a_barrier(kept) and _held_bytes(kept) <= _held_bytes(found):
@@ -418,12 +418,18 @@ class _Problem:
 
 
 def _topological(windows: Sequence[_Window]) -> list[int]:
-    """The transfers, each behind those that it waits for."""
+    """The transfers, each behind those that it waits for.
+
+    Raises:
+      UnorderableError: when two of them have to be in flight at once.
+    """
     order: list[int] = []
     placed: set[int] = set()
     left = list(range(len(windows)))
     while left:
         free = [k for k in left if placed.issuperset(windows[k].waits_for)]
+        if not free:
+            raise UnorderableError
         order += free
         placed.update(free)
         left = [k for k in left if k not in placed]

@@ -44,7 +44,15 @@ from hlo_passes.placing.prefetch import (
     least_capacity,
     schedule_starts,
 )
-from hlo_passes.placing.problem import Departure, Movable, Problem, fetches, streamed_load
+from hlo_passes.placing.problem import (
+    Departure,
+    Movable,
+    Problem,
+    device_sizes,
+    fetches,
+    streamed_load,
+)
+from hlo_passes.plan import LogicalTime
 from hlo_passes.simulator.timeline import queue_of
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
@@ -130,18 +138,29 @@ def unpacked_budget(problem: Problem) -> int:
 def certain_budget(problem: Problem) -> int:
     """Returns bytes that no plan for the module undercuts, in whatever order, and whatever it
     streams, evicts or computes again: what stays, and what one instruction makes, reads last, or
-    reads of what may move."""
+    reads of what may move.
+
+    In another order XLA:GPU and XLA:CPU may pack it where results will be, or what is donated was.
+    """
     at_once = np.zeros(problem.ticks.end + 1, np.int64)
+    elsewhere = np.zeros_like(at_once)  # What of it may lie there.
+    results = device_sizes(problem.module.entry.root.shape)
+    largest = max(results, default=0) if problem.machine.platform != "tpu" else 0
+
+    def add(size: int, ticks: set[LogicalTime]) -> None:
+        for tick in ticks:
+            at_once[tick] += size
+            elsewhere[tick] += size if size <= largest else 0
+
     # Where a donated argument stays on the device, what replaces it is made in its bytes.
     stores = {problem.evictions[m.store].holder for m in problem.movables if m.store is not None}
     for t in problem.arena.temporaries:
         if t.kind == "workspace" or t.name not in stores:
-            for tick in {t.live_range.start, t.live_range.end - 1}:
-                at_once[tick] += t.size
+            add(t.size, {t.live_range.start, t.live_range.end - 1})
     for m in problem.movables:
-        for tick in {tick for read in m.reads for tick in (read.start, read.end - 1)}:
-            at_once[tick] += m.size
-    return problem.fixed_bytes + problem.arena.tables + int(at_once.max())
+        add(m.size, {tick for read in m.reads for tick in (read.start, read.end - 1)})
+    certain = at_once - np.minimum(elsewhere, sum(results))
+    return problem.fixed_bytes + problem.arena.tables + int(certain.max())
 
 
 def choose_placement(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:

@@ -199,8 +199,7 @@ class Problem:
 
     def moving_s(self, size: int) -> float:
         """Seconds of links to take `size` bytes away and back."""
-        out_s, in_s = size / self.link_out.bytes_per_s, size / self.link.bytes_per_s
-        return out_s + in_s + 2 * self.link.latency_s
+        return sum(k.latency_s + size / k.bytes_per_s for k in (self.link, self.link_out))
 
     @property
     def fixed_bytes(self) -> int:
@@ -356,9 +355,14 @@ def apart(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
     yield LiveRange(start, end)
 
 
+def device_sizes(shape: Shape) -> list[int]:
+    """Bytes of each array in a shape that is in device memory."""
+    return [s.byte_size for _, s in shape.leaves() if s.memory_space == DEVICE_MEMORY_SPACE]
+
+
 def _boundary(module: Module, on_host: Collection[int]) -> Boundary:
     def device_bytes(shape: Shape) -> int:
-        return sum(s.byte_size for _, s in shape.leaves() if s.memory_space == DEVICE_MEMORY_SPACE)
+        return sum(device_sizes(shape))
 
     parameters = {p.parameter_number: p.shape for p in module.entry.parameters}
     # XLA:CPU calls all arguments the device's: its host memory is the same memory.

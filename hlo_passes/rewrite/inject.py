@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -112,14 +112,11 @@ def watched() -> Generator[list[bytes]]:
         del seen[:-_WATCHED]
 
     name = f"memplan-{next(_serial)}"
-    platforms = xla.loaded_platforms()
-    for platform in platforms:
-        xla.register_hook(platform, name, look)
-    try:
+    with ExitStack() as registered:
+        for platform in xla.loaded_platforms():
+            xla.register_hook(platform, name, look)
+            registered.callback(xla.clear_hook, platform, name)
         yield seen
-    finally:
-        for platform in platforms:
-            xla.clear_hook(platform, name)
 
 
 @contextmanager

@@ -256,7 +256,7 @@ class _FenceValues:
         while tick >= 0:
             instruction = self._editor.compute[tick]
             if instruction.opcode not in self._SILENT:
-                if not instruction.shape.tuple_shapes:
+                if self._editor.module.instructions[instruction.id].shape.is_array:
                     return {instruction.id}
                 if (element := self._element(tick)) is not None:
                     return {element}

@@ -1,4 +1,7 @@
-"""A program that is a loop, whose own temporaries are the peak, and machines for it."""
+"""Programs that are loops, one whose own temporaries are the peak and some that bring weights from
+the host, and machines for them."""
+
+from collections.abc import Sequence
 
 from hlo_passes.hardware.machine import Machine, Tier
 from hlo_passes.ir import Module
@@ -7,6 +10,8 @@ from tests.hlo_passes.toys import link, module_of, toy_machine
 
 WORDS, TRIPS = 4096, 5
 SIZE = 4 * WORDS
+
+_VALUE, _HOSTED = f"f32[{WORDS}]{{0}}", f"f32[{WORDS}]{{0:S(5)}}"
 
 
 def _machine(bytes_per_s: float) -> Machine:
@@ -72,6 +77,66 @@ WORK = """
 
 def module() -> Module:
     return module_of(loop(WORK))
+
+
+def fetching(*loops: Sequence[Sequence[int]]) -> Module:
+    """Loops inside each other, the outermost first: of each instruction in one, the weights on the
+    host that are brought for it, by number."""
+    count = 1 + max(w for reads in loops for read in reads for w in read)
+    hosted = [f"w{k}" for k in range(count)]
+    state = f"(s32[], {', '.join([_VALUE, *[_HOSTED] * count])})"
+    lines = ["HloModule fetching, is_scheduled=true"]
+    for depth, reads in reversed([*enumerate(loops)]):
+        lines += [
+            f"%condition.{depth} {{",
+            f"  %t.{depth} = {state} parameter(0)",
+            f"  %j.{depth} = s32[] get-tuple-element(%t.{depth}), index=0",
+            f"  %n.{depth} = s32[] constant({TRIPS})",
+            f"  ROOT %less.{depth} = pred[] compare(%j.{depth}, %n.{depth}), direction=LT",
+            "}",
+            f"%body.{depth} {{",
+            f"  %s.{depth} = {state} parameter(0)",
+            f"  %i.{depth} = s32[] get-tuple-element(%s.{depth}), index=0",
+            f"  %x.{depth} = {_VALUE} get-tuple-element(%s.{depth}), index=1",
+            *(
+                f"  %{w}.{depth} = {_HOSTED} get-tuple-element(%s.{depth}), index={k}"
+                for k, w in enumerate(hosted, 2)
+            ),
+            f"  %one.{depth} = s32[] constant(1)",
+            f"  %next.{depth} = s32[] add(%i.{depth}, %one.{depth})",
+        ]
+        x, own = f"x.{depth}", [f"{w}.{depth}" for w in hosted]
+        for n, read in enumerate(reads):
+            for w in read:
+                shape = f"({_VALUE}, {_HOSTED}, u32[])"
+                lines.append(f"  %go{w}.{depth} = {shape} copy-start(%w{w}.{depth})")
+                lines.append(f"  %here{w}.{depth} = {_VALUE} copy-done(%go{w}.{depth})")
+            operands = ", ".join(f"%{name}" for name in (x, *(f"here{w}.{depth}" for w in read)))
+            x = f"y{n}.{depth}"
+            lines.append(f'  %{x} = {_VALUE} custom-call({operands}), custom_call_target="op"')
+        if depth + 1 < len(loops):
+            lines += _run(depth + 1, state, x, own)
+            x = f"out.{depth + 1}"
+        lines.append(f"  %new.{depth} = {_VALUE} negate(%{x})")
+        given = ", ".join(f"%{name}" for name in (f"next.{depth}", f"new.{depth}", *own))
+        lines += [f"  ROOT %again.{depth} = {state} tuple({given})", "}"]
+    lines += ["ENTRY %main {", f"  %p = {_VALUE} parameter(0)", f"  %first = {_VALUE} negate(%p)"]
+    lines += [f"  %{w} = {_HOSTED} parameter({k})" for k, w in enumerate(hosted, 1)]
+    *before, out = _run(0, state, "first", hosted)
+    return module_of("\n".join([*lines, *before, out.replace("%", "ROOT %", 1), "}"]))
+
+
+def _run(depth: int, state: str, x: str, weights: list[str]) -> list[str]:
+    """A loop of `fetching` in what is around it."""
+    given = ", ".join(f"%{name}" for name in (f"zero.{depth}", x, *weights))
+    parts = f"condition=%condition.{depth}, body=%body.{depth}"
+    return [
+        f"  %none.{depth} = s32[] constant(0)",
+        f"  %zero.{depth} = s32[] copy(%none.{depth})",
+        f"  %state.{depth} = {state} tuple({given})",
+        f"  %loop.{depth} = {state} while(%state.{depth}), {parts}",
+        f"  %out.{depth} = {_VALUE} get-tuple-element(%loop.{depth}), index=1",
+    ]
 
 
 def taken(of: Module) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ from hlo_passes.normalize.stores import settle_stores
 from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
 from hlo_passes.placing.fences import slot_name
 from hlo_passes.placing.problem import Problem, pose
-from hlo_passes.plan import Event, LiveRange, Plan, Transfer
+from hlo_passes.plan import Edits, Event, LiveRange, Plan, Transfer
 from hlo_passes.reading.reader import read_module
 from hlo_passes.verify import verify_executable, verify_plan
 from hlo_passes.xla import hlo_proto_to_text
@@ -429,7 +431,63 @@ def test_a_value_of_the_wrong_kind_is_named(records: str, field: str, value: obj
         Plan.from_json(json.dumps({**whole, records: [item]}))
 
 
-@pytest.mark.parametrize("before", ["compute", "compute:", "compute:-1", "evict:1", "1", ""])
+@pytest.mark.parametrize(
+    ("path", "value", "where"),
+    [
+        (("transfers", 0, "kind"), "nonsense", "transfers[0].kind"),
+        (("fences", 0, "reason"), {}, "fences[0].reason"),
+        (("fences", 0, "before"), 3, "fences[0].before"),
+        (("labels",), [1], "labels"),
+        (("labels",), {"a": 1}, "labels['a']"),
+        (("slots", 0, "live_range"), ["a", "b"], "slots[0].live_range[0]"),
+        (("slots", 0, "live_range"), [1], "slots[0].live_range"),
+        (("slots", 0, "size"), True, "slots[0].size"),
+        (("transfers", 0), 3, "transfers[0]"),
+        (("budget_bytes",), float("inf"), "budget_bytes"),
+        (("prediction", "stall_s"), False, "prediction.stall_s"),
+        (("edits", "order"), "abc", "edits.order"),
+        (("preparation",), {}, "preparation.argument_layouts"),
+    ],
+)
+def test_where_a_value_of_the_wrong_kind_is_is_said(
+    path: tuple[str | int, ...], value: object, where: str
+):
+    whole: Any = document()
+    at = whole
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(PlanFormatError, match=re.escape(f"plan file, plan.{where}: found ")):
+        Plan.from_json(json.dumps(whole))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", b"\x89PNG\r\n", b"\x80", b""])
+def test_a_file_that_is_no_text_is_no_plan(content: bytes, tmp_path: Path):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanFormatError, match="expected JSON"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("name", ["chain.tpu", "chain.gpu"])
+def test_plans_that_do_the_same_to_a_module_have_one_fingerprint(name: str):
+    module, machine = captured(name)
+    least = least_budget(module, machine)
+    tight, loose = (plan_module(module, machine, least + more) for more in (0, 1 << 14))
+    assert (tight.transfers, tight.fences) == (loose.transfers, loose.fences)
+    assert tight.budget_bytes != loose.budget_bytes
+    assert tight.prediction != loose.prediction
+    assert tight.fingerprint == loose.fingerprint
+    assert plan_module(module, machine, 1 << 30).fingerprint != tight.fingerprint
+    *others, last = tight.transfers
+    early = replace(tight, transfers=(*others, replace(last, start=last.start - 1)))
+    assert early.fingerprint != tight.fingerprint
+    ordered = replace(tight, edits=Edits(order=("a", "b")))
+    assert ordered.fingerprint != tight.fingerprint
+
+
+@pytest.mark.parametrize(
+    "before", ["compute", "compute:", "compute:-1", "compute:²", "evict:1", "1", ""]
+)
 def test_a_fence_of_no_event_is_refused(before: str):
     fence = {"before": before, "after": "start:0", "reason": "data"}
     with pytest.raises(PlanFormatError, match="compute:N"):

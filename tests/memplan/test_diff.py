@@ -229,6 +229,19 @@ def test_what_is_forbidden_is_told_and_fails(capsys, files):
     assert cli.main([*words, "--fail-on", "nothing>+0"]) == 2
 
 
+def test_conditions_on_nothing_are_refused(capsys, files, tmp_path: Path):
+    words = ["diff", "--machine", str(TOY)]
+    for side, name in (("before", "train"), ("after", "eval")):
+        folder = tmp_path / side
+        folder.mkdir()
+        target = folder / f"module_0001.jit_{name}.cpu_after_optimizations.txt"
+        target.write_text(files[0].read_text())
+        words.append(str(folder))
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--fail-on", "peak>+5%"]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+
+
 def test_diff_as_json(run, files):
     data = json.loads(run("diff", *files, "--machine", TOY, "--json"))
     (module,) = data["modules"]

@@ -76,6 +76,18 @@ def test_state_that_is_fed_back_stays_on_the_host():
 
 
 @pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
+def test_nothing_is_deleted_where_an_argument_is_refused():
+    x = jnp.linspace(-1, 1, 32 * WIDTH, dtype=jnp.float32).reshape(32, WIDTH)
+    total = xla_total(train, fresh(), x, donate_argnums=0)
+    step = memplan.jit(train, hbm=int(0.6 * total), donate_argnums=0)
+    given, compiled = fresh(), step.lower(fresh(), x).compile()
+    for refused in (x[:16], x.astype(jnp.bfloat16)):
+        with pytest.raises(TypeError, match="types differ"):
+            compiled(given, refused)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+@pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
 def test_what_was_not_placed_is_deleted_all_the_same():
     x = jnp.linspace(-1, 1, 32 * WIDTH, dtype=jnp.float32).reshape(32, WIDTH)
     total = xla_total(train, fresh(), x, donate_argnums=0)

@@ -39,6 +39,16 @@ def counted(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, TRIPS, lambda _, x: net(weights, x), x)
 
 
+def test_a_budget_of_nothing_is_refused_as_any_other():
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    lowered = memplan.jit(counted, hbm=1 << 20, machine="h200").lower(
+        weights, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    )
+    for budget in (0, -(1 << 20)):
+        with pytest.raises(MemoryBudgetError):
+            lowered._budgeted.planner.plan(budget, {})
+
+
 def scanned(weights: list[jax.Array], x: jax.Array) -> Any:
     return lax.scan(lambda x, noise: (net(weights, x) + noise, x[0]), x, jnp.ones(TRIPS))
 

@@ -1,10 +1,12 @@
 """Programs compiled for hardware that is not here."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -377,6 +379,28 @@ def test_a_device_that_is_here_gives_programs_what_it_reports(
     assert target.capacity_bytes == min(has, limit or has)
     elsewhere = executable.Target(target.machine, topologies.Topology("", target.machine, ()))
     assert elsewhere.capacity_bytes == has
+
+
+def test_a_machine_of_the_users_own_need_not_be_here():
+    own = dataclasses.replace(load_machine("cpu_cxl"), name="mine")
+    assert executable.find_target(own).machine is own
+    gpu = dataclasses.replace(load_machine("h200"), name="mine")
+    described = mock.Mock(return_value=["device"])
+    with mock.patch.object(topologies, "_gpu_devices", described):
+        target = executable.find_target(gpu)
+    assert target.machine is gpu
+    assert target.absent.devices == ("device",)
+    assert described.call_args.args == ("mine", gpu, "")
+
+
+def test_of_more_than_the_device_has_what_is_closed_over_is_taken_off_the_device_s(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    closed = jnp.ones((64, 64))
+    capacity = mock.PropertyMock(return_value=1 << 20)
+    monkeypatch.setattr(executable.Target, "capacity_bytes", capacity)
+    lowered = memplan.jit(lambda x: x @ closed, hbm="1TiB").lower(jnp.ones((8, 64)))
+    assert lowered._budgeted._room(1 << 40) == (1 << 20) - closed.nbytes
 
 
 def test_a_device_that_no_machine_file_describes(monkeypatch: pytest.MonkeyPatch):

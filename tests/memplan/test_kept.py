@@ -279,6 +279,10 @@ same = all(
     np.array_equal(a.data, b.data)
     for a, b in zip(y.addressable_shards, plain.addressable_shards, strict=True)
 )
+again = forward.lower(weights, x).compile({"xla_cpu_enable_fast_min_max": True})
+assert (again.plan is None) == (compiled.plan is None)
+after = memplan.jit(jnp.tanh, hbm="1GiB").lower(x).compile()
+assert after.plan is None
 plan = compiled.plan and [compiled.plan.fingerprint, compiled.device_bytes]
 print(json.dumps([plan, same, placed[0][0].sharding.memory_kind]))
 """

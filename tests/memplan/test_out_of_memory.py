@@ -16,6 +16,7 @@ import memplan
 from hlo_passes.rewrite import inject
 from memplan import out_of_memory, topologies
 from memplan.executable import Program
+from memplan.stages import Lowered
 from tests.memplan.chains import chain
 
 HEADING = "memplan on what the memory is for:"
@@ -128,6 +129,21 @@ def test_memplan_jit_explains_by_itself(call: str):
     command = [sys.executable, "-c", textwrap.dedent(program)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "jit_too_large, as XLA scheduled it" in found.stdout
+
+
+def test_what_could_not_be_compiled_is_not_compiled_again_to_explain_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    compiled: list[object] = []
+
+    def failing(self: Lowered, options: Any = None) -> None:
+        compiled.append(options)
+        raise exhausted("at compile time")
+
+    monkeypatch.setattr(Lowered, "compile", failing)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at compile time"):
+        memplan.jit(too_large, hbm="1024TiB")(jnp.ones(8))
+    assert len(compiled) == 1
 
 
 def test_sizes_are_found_as_they_are_rounded():

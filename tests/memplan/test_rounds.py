@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import jax
 import pytest
 
 import memplan.api as memplan
@@ -61,6 +63,26 @@ def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pyte
     assert compiled.plan is planned[1].plan
 
 
+def test_what_does_not_fit_the_device_takes_another_round(monkeypatch: pytest.MonkeyPatch):
+    compile_planned = budgeted.Budgeted._compile_planned
+    tried: list[planner.Candidate] = []
+
+    def exhausted_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+        tried.append(candidate)
+        if len(tried) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm.")
+        return compile_planned(self, candidate, options)
+
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_planned", exhausted_once)
+    monkeypatch.setattr(budgeted, "_IDLE", 1.0)
+    capacity = mock.PropertyMock(return_value=HALF)
+    monkeypatch.setattr(executable.Target, "capacity_bytes", capacity)
+    compiled = memplan.jit(chain, hbm=2 * HALF).lower(weights(), activations()).compile()
+    assert len(compiled.rounds) == len(tried) == 2
+    assert tried[1].predicted_bytes < tried[0].predicted_bytes
+    assert compiled.device_bytes <= HALF
+
+
 def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     """Whatever is asked for, plans take the same, and XLA exceeds it twice."""
     plan = planner.Planner.plan
@@ -68,7 +90,7 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
 
     def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         asked.append(budget)
-        return plan(self, HALF - len(asked), options)
+        return marked(plan(self, HALF - len(asked), options))
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (len(asked) < 3))
@@ -83,8 +105,16 @@ def knows_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: (2 * HALF,))
 
 
+def marked(candidate: planner.Candidate) -> planner.Candidate:
+    """The same, as if a plan for another budget did something else."""
+    mark = {"within": str(candidate.plan.budget_bytes)}
+    plan = dataclasses.replace(candidate.plan, compiler_options=mark)
+    return dataclasses.replace(candidate, plan=plan)
+
+
 def slowed(candidate: planner.Candidate, factor: float) -> planner.Candidate:
     """The same, whose step is said to take longer."""
+    candidate = marked(candidate)
     prediction = candidate.plan.prediction
     prediction = dataclasses.replace(prediction, step_time_s=factor * prediction.step_time_s)
     plan = dataclasses.replace(candidate.plan, prediction=prediction)
@@ -159,7 +189,7 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
         if counts_chip:
             raise no_plan(budget, HALF)
         asked.append(budget)
-        return plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return marked(plan(self, HALF - len(asked), options, counts_chip=counts_chip))
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     knows_the_chip(monkeypatch)
@@ -298,7 +328,7 @@ def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
         asked.append(counts_chip)
         if not counts_chip and len(asked) > 1:
             raise no_plan(budget, HALF)
-        return plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return marked(plan(self, HALF - len(asked), options, counts_chip=counts_chip))
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     knows_the_chip(monkeypatch)
@@ -321,7 +351,7 @@ def test_where_there_is_no_room_for_all_caution_half_of_it_is_left_free(
         asked.append(budget)
         if len(asked) == 3:
             raise no_plan(budget, HALF)
-        return plan(self, HALF - len(asked), options)
+        return marked(plan(self, HALF - len(asked), options))
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 3))
@@ -337,7 +367,7 @@ def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytes
     def refuses(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         if budget < least:
             raise no_plan(budget, least)
-        return plan(self, budget, options)
+        return marked(plan(self, budget, options))
 
     monkeypatch.setattr(planner.Planner, "plan", refuses)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *_: next(reported))
@@ -451,7 +481,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
     def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
         if budget < HALF:
             raise no_plan(budget, HALF)
-        return plan(self, budget, options)
+        return marked(plan(self, budget, options))
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * part))
@@ -511,7 +541,7 @@ def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
         if budget < HALF:
             failed.append(budget)
             raise no_plan(budget, 3 * HALF)
-        return plan(self, budget, options)
+        return marked(plan(self, budget, options))
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
     with pytest.raises(MemoryBudgetError) as raised:
@@ -558,7 +588,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
         asked.append(budget)
         if len(asked) in (2, 3):
             raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))
-        return plan(self, budget, options)
+        return marked(plan(self, budget, options))
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
     reported = itertools.chain([HALF + 1000], itertools.repeat(HALF + 11_000))
@@ -625,6 +655,17 @@ def test_of_those_that_were_drawn_the_fastest_that_fits_is_next():
     assert tried._fits(slower, 1.0)
     assert tried._fits(faster, 1.0)
     assert next(plans) is faster
+
+
+def test_what_was_made_for_another_module_is_not_handed_out_again():
+    """Nothing was seen of a plan: XLA had scheduled another module."""
+    planned = Scripted({False: 1.0, True: 2.0}, {False: 100, True: 100})
+    tried = scripted(planned)
+    plans = iter(tried)
+    tried.seen.append(rounds.Seen(next(plans), 100, 0))
+    first, again = next(plans), next(plans)
+    assert again is not first
+    assert again.plan.fingerprint == first.plan.fingerprint
 
 
 def test_a_report_is_aimed_at_by_those_of_plans_of_the_kind():

@@ -65,6 +65,22 @@ def test_donated_arguments_on_the_host_are_consumed(hosted: Any, placed: bool):
     assert [a.is_deleted() for a in args] == [True, False, False]
 
 
+def test_what_programs_of_one_tree_consume_is_known_of_each(monkeypatch: pytest.MonkeyPatch):
+    """Two shapes, of which each has another stack on the host."""
+    step = memplan.jit(lambda a, b: (a + 1, b + 1), donate_argnums=(0, 1))
+    of_width = {4: (0,), 8: (1,)}
+    monkeypatch.setattr(
+        Compiled, "consumed", property(lambda c: of_width[c.in_avals[0][0].shape[0]])
+    )
+    monkeypatch.setattr(Compiled, "is_jax_own", False)
+    for width in (4, 8):
+        step(jnp.ones(width), jnp.ones(width))
+    (known,) = step._consumed.values()
+    assert set(known) == {0, 1}
+    step.clear_cache()
+    assert not step._consumed
+
+
 def test_what_is_stored_in_its_place_is_xlas_to_consume(hosted: Any):
     compiled, _ = hosted(donated=(0, 1), on_host={0, 1}, stored={0: 0})
     assert compiled.consumed == (1,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -131,6 +133,82 @@ def test_what_a_clone_reads_on_the_host_is_brought_to_it():
     assert load.tolist() == [8, 8, 24, 16]
     # 8 bytes, one a second, before the clone; the program and the clone take 5 seconds.
     assert state.step_seconds(100, -1) == pytest.approx(10.0)
+
+
+def test_what_waits_for_a_clone_and_is_made_again_after_all_counts_with_what_is_beside_it():
+    """b is made of a, which is small and held for its clone, until it is made again there, too."""
+    a = (40, 40, 5000, 0, 0, 0, 1.0, False, True, [1], [(-1, 10)], [])
+    b = (640, 640, 0, 1, 1, 1, 1.0, False, True, [2, 8], [(0, 0)], [])
+    of = catalog(a, b, ticks=10, residents=(40, 0, 2, 640, 1, 9))
+    load = np.array([5040, 680, 640, *[10640] * 5, 640, 0])
+    state = State(of, load, np.ones(10), 16)
+    assert state.recompute(1, 2, 6000, math.inf)
+    assert load.tolist() == [5040, 680, 680, *[10040] * 5, 680, 0]
+    assert state.recompute(0, 1, 6000, math.inf)
+    taken = load.tolist()
+    assert taken == [5040, 680, 640, *[10000] * 5, 5040, 0]
+    state.give_back(6000, [])
+    assert load.tolist() == taken
+    assert state.gaps() == [(0, 1, "recompute", 8), (1, 2, "recompute", 8)]
+
+
+def program(draw: random.Random, ticks: int) -> list[tuple[Any, ...]]:
+    """Rows of a catalog: a few makers, each at a tick of its own, of one or two temporaries."""
+    rows: list[tuple[Any, ...]] = []
+    written = 0
+    for maker in range(draw.randint(2, 4)):
+        read = draw.sample(range(len(rows)), draw.randint(1, min(2, len(rows)))) if rows else []
+        for n in read:
+            rows[n][9].append(written)
+        operands = [(n, 0) for n in read] or [draw.choice([(-1, ticks), (-2, ticks)])]
+        beside, repeatable = draw.choice([0, 5000]), draw.random() < 0.8
+        for _ in range(draw.randint(1, 2)):
+            size = draw.choice([2, 40, 640])
+            reads = [draw.randrange(written + 1, ticks) for _ in range(draw.randint(1, 2))]
+            over = [n for n in read if draw.random() < 0.5]
+            kind = maker, -1, written, 1.0, False, repeatable
+            rows.append((size, size, beside, *kind, reads, operands, over))
+        written += draw.randint(1, 2)
+    return [(*row[:9], sorted({*row[9]}), *row[10:]) for row in rows]
+
+
+def test_the_load_is_never_less_than_that_of_the_gaps_that_are_taken():
+    """Nothing that is given back counts all that is left anew."""
+    ticks, least = 10, -(10**6)
+    for seed in range(2000):
+        draw = random.Random(seed)
+        rows, load = program(draw, ticks), np.zeros(ticks, np.int64)
+        state = State(catalog(*rows, ticks=ticks), load, np.ones(ticks), 16)
+        for _ in range(8):
+            taken = [gap[:2] for gap in state.gaps()]
+            gaps = [
+                (n, start)
+                for n in range(len(rows))
+                for start, end in pairwise(state.accesses(n))
+                if end > start + 1 and (n, start) not in taken
+            ]
+            action = draw.choice(["recompute", "recompute", "recompute", "evict", "give back"])
+            if action == "give back" and taken:
+                state.give_back(-least, [draw.choice(taken)])
+            elif action == "evict" and gaps:
+                state.evict(*draw.choice(gaps))
+            elif gaps:
+                state.recompute(*draw.choice(gaps), least, math.inf)
+        before = load.copy()
+        state.give_back(least, [])
+        assert (load <= before).all(), seed
+
+
+def test_the_packing_has_what_is_made_again_of_bytes_that_are_there_anyway():
+    """a lies in a result's bytes; for b it is made again elsewhere."""
+    a = (600, 0, 0, 0, -1, 0, 1.0, True, True, [1], [(-1, 6)], [])
+    b = (640, 640, 0, 1, 0, 1, 1.0, False, True, [2, 5], [(0, 0)], [])
+    of = catalog(a, b, ticks=6, residents=(640, 1, 6, 640, 3, 4))
+    load = np.array([0, 640, 640, 1280, 640, 640])
+    state = State(of, load, np.ones(6), 16)
+    assert state.recompute(1, 2, 1240, math.inf)
+    assert load.tolist() == [0, 640, 640, 640, 0, 1240]
+    assert state.fitted(1240, -1)[0] == 1240
 
 
 @pytest.mark.parametrize(("over", "packed"), [([0], 8), ([], 16)])

@@ -10,8 +10,8 @@ from jax import lax
 
 from hlo_passes import pipeline
 from hlo_passes.analysis.host_copies import host_copies
-from hlo_passes.errors import VerificationError
-from hlo_passes.hardware.machine import load_machine
+from hlo_passes.errors import MemoryBudgetError, VerificationError
+from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Module
 from hlo_passes.loops.bodies import copies_of_bodies, fetching_bodies, with_body
 from hlo_passes.loops.body_plans import Bodies
@@ -22,6 +22,7 @@ from hlo_passes.rewrite import inject
 from hlo_passes.verify import verify_equivalent
 from memplan.api import jit
 from memplan.topologies import topology
+from tests.hlo_passes.looped import FAST, SIZE, SLOW, fetching
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -146,3 +147,29 @@ def test_another_weight_than_the_reader_s_is_refused(target: str):
     changed = Module(proto)
     with pytest.raises(VerificationError):
         verify_equivalent(module, changed)
+
+
+@pytest.mark.parametrize("plan", [pipeline.plan_module, pipeline.choose_stay])
+def test_slots_with_which_no_body_can_do_are_said(plan: Callable[..., object]):
+    """One instruction reads two weights."""
+    module = fetching([[0, 1]])
+    with pytest.raises(MemoryBudgetError, match="with slots=1") as refused:
+        plan(module, FAST, 1 << 20, slots=1)
+    error = refused.value
+    assert (error.budget, error.slots, error.instruction) == (1 << 20, 1, "y0.0")
+    assert pipeline.least_budget(module, FAST, slots=1) == error.least
+    for budget, slots in ((error.least, None), (1 << 20, 2)):
+        assert pipeline.plan_module(module, FAST, budget, slots=slots).bodies
+
+
+@pytest.mark.parametrize("machine", [SLOW, FAST], ids=["slow link", "fast link"])
+def test_what_stays_is_the_same_whatever_was_planned_before(machine: Machine):
+    loops = [[0], [1], [2]], [[3], [4], [5]]
+    budget = pipeline.least_budget(fetching(*loops), machine) + 4 * SIZE
+    stays = pipeline.choose_stay(fetching(*loops), machine, budget)
+    plan = pipeline.plan_module(fetching(*loops), machine, budget)
+    for other in (budget - 2 * SIZE, 1 << 20):
+        module = fetching(*loops)
+        assert len(pipeline.plan_module(module, machine, other).bodies) == 2
+        assert pipeline.choose_stay(module, machine, budget) == stays
+        assert pipeline.plan_module(module, machine, budget) == plan

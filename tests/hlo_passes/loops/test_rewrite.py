@@ -41,7 +41,7 @@ def test_a_plan_of_loops(name: str):
 def test_a_loop_record_of_another_kind():
     plan = plan_module(MODULE, load_machine("v5e"), 1 << 30)
     text = plan.to_json().replace('"executions": 3', '"executions": "often"')
-    with pytest.raises(PlanFormatError, match=r"LoopSchedule\.executions.*'often'"):
+    with pytest.raises(PlanFormatError, match=r"plan\.loops\[0\]\.executions.*'often'"):
         Plan.from_json(text)
 
 

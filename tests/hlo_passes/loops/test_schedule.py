@@ -177,6 +177,33 @@ def test_a_transfer_is_not_known_by_what_only_fills_memory(filled: str, mark: st
     assert [t.done_after for t in entry.transfers] == [mark]
 
 
+def test_transfers_that_are_in_flight_at_once_by_control_edges_stay_in_xla_s_order():
+    ring = Ring()
+    (start, done), (late, later) = (ring.fetch(name, "stack", "zero") for name in "ab")
+    product = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    lines = [
+        "  %x = f32[8,8]{1,0} parameter(0)",
+        f"  %stack = {ring.stack} parameter(1)",
+        "  %zero = s32[] constant(0)",
+        start,
+        f"{late}, control-predecessors={{%a.start}}",
+        f"{done}, control-predecessors={{%b.start}}",
+        later,
+        "  %v = f32[8,8]{1,0} bitcast(%a.done)",
+        f"  %y0 = f32[8,8]{{1,0}} dot(%x, %v), {product}",
+        "  %w = f32[8,8]{1,0} bitcast(%b.done)",
+        f"  ROOT %y1 = f32[8,8]{{1,0}} dot(%y0, %w), {product}",
+    ]
+    machine = ring_machine(SLOW)
+    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    (entry,) = schedule_loops(module, machine)
+    assert not entry.is_resequenced
+    assert [t.start_name for t in entry.transfers] == ["a.start", "b.start"]
+    names = [i.name for i in module.entry.instructions]
+    kept = rewrite_loops(module, (entry,), machine)
+    assert [i.name for i in kept.entry.instructions] == names
+
+
 def test_no_transfers_no_loops():
     machine = ring_machine(FAST)
     text = Ring().text().replace("S(5)", "S(0)")

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 import hlo_passes.fitting.fit as fitting
 import hlo_passes.placing.placement as placement
+from hlo_passes.analysis.sharing import Target
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.hardware.machine import Machine, Tier
+from hlo_passes.ir import Module
 from hlo_passes.memory.assignment import Packing
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.pipeline import plan_module
 from hlo_passes.placing.arena import Arena
 from hlo_passes.placing.budget_bound import budget_lower_bound_s
@@ -271,6 +274,55 @@ def test_what_is_certain_is_no_more_than_the_least_budget(posed: Problem):
     certain = placement.certain_budget(posed)
     largest = max(m.size for m in posed.movables)
     assert posed.fixed_bytes + largest <= certain <= fitting.least_budget(posed, None)[0]
+
+
+def one_after_another(*order: str, words: int = 90_000) -> Module:
+    """u can lie in the result's bytes, and where it is not there yet, t can."""
+    lines = {
+        "u": "%u = f32[100000]{0} broadcast(%p), dimensions={}",
+        "t": f"%t = f32[{words}]{{0}} broadcast(%p), dimensions={{}}",
+        "s": '%s = f32[] custom-call(%t), custom_call_target="op"',
+    }
+    body = "\n  ".join(lines[name] for name in order)
+    return module_of(f"""HloModule toy, is_scheduled=true
+
+ENTRY %main {{
+  %p = f32[] parameter(0)
+  {body}
+  ROOT %o = f32[100000]{{0}} clamp(%s, %u, %s)
+}}
+""")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_what_another_order_packs_where_results_will_be_is_not_certain(
+    platform: Target, monkeypatch: pytest.MonkeyPatch
+):
+    machine = replace(GPU, platform=platform)
+    given, other = one_after_another(*"uts"), one_after_another(*"tsu")
+    taken = [memory_usage(m, platform).total_bytes for m in (given, other)]
+    assert taken[1] <= 400_008 < 760_000 < taken[0]
+    assert placement.certain_budget(pose(given, machine, ())) <= taken[1]
+    searched: list[int] = []
+
+    def search(_: Problem, budget: int, __: int | None) -> None:
+        searched.append(budget)
+
+    monkeypatch.setattr(fitting, "fit", search)
+    with pytest.raises(MemoryBudgetError):
+        plan_module(given, machine, taken[1] + GPU_ALIGNMENT)
+    assert searched == [taken[1] + GPU_ALIGNMENT]
+
+
+def test_what_is_larger_than_any_result_is_certain():
+    posed = pose(one_after_another(*"uts", words=110_000), GPU, ())
+    assert placement.certain_budget(posed) == posed.fixed_bytes + 440_000
+
+
+def test_on_tpu_nothing_lies_where_results_will_be():
+    posed = pose(one_after_another(*"uts"), TPU, ())
+    both = 400_000 + 4  # u and s
+    assert placement.certain_budget(posed) == posed.fixed_bytes + posed.arena.tables + both
 
 
 def test_too_few_slots_are_no_matter_of_the_budget():

@@ -13,6 +13,7 @@ import hlo_passes.xla as xla
 from hlo_passes.errors import HookError
 from hlo_passes.ir import Module
 from hlo_passes.reading.reader import read_module
+from hlo_passes.rewrite import inject
 from hlo_passes.rewrite.inject import TOKEN, capture, compile_with
 
 
@@ -111,6 +112,21 @@ def test_nothing_is_left_registered_for_later_compilations(registered: list[str]
     compile_through(renamed)
     assert len(registered) == 1
     assert "%seen" not in lower().compile().as_text()
+
+
+def test_where_a_hook_cannot_be_registered_none_is_left(monkeypatch: pytest.MonkeyPatch):
+    cleared: list[str] = []
+
+    def register(platform: str, *_: object) -> None:
+        if platform == "second":
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(inject.xla, "loaded_platforms", lambda: ["first", "second"])
+    monkeypatch.setattr(inject.xla, "register_hook", register)
+    monkeypatch.setattr(inject.xla, "clear_hook", lambda platform, _: cleared.append(platform))
+    with pytest.raises(RuntimeError, match="no"), inject.watched():
+        pass
+    assert cleared == ["first"]
 
 
 class Mine(BaseException):

@@ -129,5 +129,5 @@ def test_source_lines_are_no_part_of_the_fingerprint():
 def test_a_record_of_another_kind_is_refused():
     plan = memplan.jit(forward, hbm=5 * SLICE).plan(WEIGHTS, X)
     text = plan.to_json().replace('"slots": 2, "share"', '"slots": "two", "share"')
-    with pytest.raises(PlanFormatError, match=r"LoopStreams\.slots.*'two'"):
+    with pytest.raises(PlanFormatError, match=r"plan\.streams\[0\]\.slots.*'two'"):
         Plan.from_json(text)
