@@ -148,8 +148,7 @@ class Budgeted:
             self._own.clear()
 
     def _room(self, budget: int) -> int:
-        """What of a budget, and of the device, is left for what XLA counts."""
-        budget = min(budget, self._lowering.target.capacity_bytes)
+        """What of a budget is left for what XLA counts."""
         return max(0, budget - self._lowering.closed_bytes)
 
     @contextmanager
@@ -291,6 +290,7 @@ class Budgeted:
         """Plans and compiles until XLA reports no more than `room` bytes."""
         rounds = self._rounds(room, options)
         mismatch: MemplanError | None = None
+        exhausted: Exception | None = None
         for candidate in islice(rounds, _MAX_ROUNDS):
             try:
                 tried = self._try(candidate, options)
@@ -304,9 +304,12 @@ class Budgeted:
                 return kept
             if tried.executable is not None:
                 self.planner.compiled(tried.executable)
+            exhausted = tried.exhausted
             rounds.seen.append(Seen(candidate, tried.total, self._unexplained(tried)))
         if mismatch is not None and not rounds.seen:
             raise mismatch
+        if exhausted is not None:
+            raise exhausted
         least = min(seen.reported for seen in rounds.seen)
         raise self._shortage(options).asked_for(room, least)
 
@@ -403,9 +406,9 @@ class Budgeted:
                 raise
             # How much it would take XLA:TPU does not say as a number.
             beyond = int(self._lowering.target.capacity_bytes * (1 + NEAR)) + 1
-            return _Tried(candidate, None, beyond, None)
+            return _Tried(candidate, None, beyond, None, error)
         total = device_bytes(executable, candidate.hosted_on_cpu)
-        return _Tried(candidate, executable, total, rewritten)
+        return _Tried(candidate, executable, total, rewritten, None)
 
     def _compile_planned(
         self, candidate: Candidate, options: Mapping[str, Any] | None
@@ -473,12 +476,14 @@ class _Tried:
       executable: None where it does not fit the device.
       total: bytes that XLA reports of it; more than the device has, where it does not fit.
       rewritten: the module that was written; None where jax had the executable.
+      exhausted: what XLA said where it does not fit.
     """
 
     candidate: Candidate
     executable: Executable | None
     total: int
     rewritten: Module | None
+    exhausted: Exception | None
 
     @property
     def seen(self) -> Seen:

@@ -202,7 +202,7 @@ class Planner:
             raise OrderedEffectsError(self._lowering.traced.fun_name)
         if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
-        budget = min(budget, self._lowering.target.capacity_bytes)
+        budget = min(budget, self._lowering.target.capacity_bytes - self._lowering.closed_bytes)
         self._known.counts_chip = counts_chip
         best: Candidate | None = None
         rest: Iterator[Candidate] = iter(())

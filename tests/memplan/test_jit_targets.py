@@ -400,7 +400,7 @@ def test_of_more_than_the_device_has_what_is_closed_over_is_taken_off_the_device
     capacity = mock.PropertyMock(return_value=1 << 20)
     monkeypatch.setattr(executable.Target, "capacity_bytes", capacity)
     lowered = memplan.jit(lambda x: x @ closed, hbm="1TiB").lower(jnp.ones((8, 64)))
-    assert lowered._budgeted._room(1 << 40) == (1 << 20) - closed.nbytes
+    assert lowered.plan().budget_bytes == (1 << 20) - closed.nbytes
 
 
 def test_a_device_that_no_machine_file_describes(monkeypatch: pytest.MonkeyPatch):

@@ -70,7 +70,7 @@ def test_a_ring_that_is_refused_is_dropped_and_the_log_says_why(
     assert chosen(monkeypatch, {(2, 1.0): refusal, (1, 1.0): other}) is other
     (record,) = caplog.records
     assert record.name == "memplan"
-    assert record.getMessage() == f"a plan with rings of 2 slots was dropped: {refusal}"
+    assert record.getMessage() == f"a plan was dropped: {refusal}"
 
 
 def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.MonkeyPatch):

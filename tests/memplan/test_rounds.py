@@ -77,7 +77,7 @@ def test_what_does_not_fit_the_device_takes_another_round(monkeypatch: pytest.Mo
     monkeypatch.setattr(budgeted, "_IDLE", 1.0)
     capacity = mock.PropertyMock(return_value=HALF)
     monkeypatch.setattr(executable.Target, "capacity_bytes", capacity)
-    compiled = memplan.jit(chain, hbm=2 * HALF).lower(weights(), activations()).compile()
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
     assert len(compiled.rounds) == len(tried) == 2
     assert tried[1].predicted_bytes < tried[0].predicted_bytes
     assert compiled.device_bytes <= HALF
