@@ -129,15 +129,14 @@ class Budgeted:
         with self._lock:
             for _ in range(_MAX_ROUNDS):
                 try:
-                    executable, _ = self._compile_planned(candidate, options)
+                    tried = self._try(candidate, options)
                 except (PlanMismatchError, LoopMismatchError):
                     continue  # XLA does not promise to schedule a module in the same way again.
-                total = device_bytes(executable, candidate.hosted_on_cpu)
-                seen = Seen(candidate, total, 0)
-                if total > room:
-                    raise StalePlanError(name, [f"{seen}, allowed are {room}"])
-                kept = _Kept(executable, candidate, total, (seen,), options)
-                return self._compiled(kept, budget)
+                if tried.exhausted is not None:
+                    raise tried.exhausted
+                if (kept := tried.kept(room, (), options)) is not None:
+                    return self._compiled(kept, budget)
+                raise StalePlanError(name, [f"{tried.seen}, allowed are {room}"])
         others = other_versions(plan.preparation.versions, self._lowering.target.versions)
         raise StalePlanError(name, ["XLA schedules the program otherwise than it did", *others])
 
@@ -304,7 +303,7 @@ class Budgeted:
                 return kept
             if tried.executable is not None:
                 self.planner.compiled(tried.executable)
-            exhausted = tried.exhausted
+            exhausted = tried.exhausted  # Where the last one fits, its bytes say more.
             rounds.seen.append(Seen(candidate, tried.total, self._unexplained(tried)))
         if mismatch is not None and not rounds.seen:
             raise mismatch

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from memplan.report.view import Report, RunView
 
 FAILED, REFUSED = 1, 2
+"""Exit status when a condition of ``--fail-on`` holds; and when the input or a budget is refused,
+as for a wrong option."""
 
 # How many modules a sentence names.
 _NAMED = 4
-"""Exit status when a condition of ``--fail-on`` holds; and when the input or a budget is refused,
-as for a wrong option."""
 
 
 class UsageError(MemplanError, ValueError):

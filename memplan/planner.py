@@ -115,6 +115,11 @@ class Candidate:
         return replace(self, plan=replace(self.plan, prediction=prediction))
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a step takes so much longer than its compute that another way may be faster."""
+        return self.step_time_s > _SLOW * self.compute_s
+
+    @property
     def is_hidden(self) -> bool:
         """Whether a step takes no longer than its compute, as far as counts."""
         return self.step_time_s * _WORTH_IT <= self.compute_s
@@ -256,9 +261,12 @@ class Planner:
         for ring in self._rings(budget):
             if ring is not None and _layers(ring) > refused:
                 continue
-            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
-                return  # One slot more was no better.
+            if best is not None and ring is None and not best.is_slow:
+                return
+            if best is not None and ring is not None and ring[0] > best.hosting.depth + 1:
+                continue  # One slot more was no better.
             what = self._way(ring)
+            how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
             self._lowering.report("planning", budget, fastest_s, way=what)
             everything = replace(
@@ -273,24 +281,23 @@ class Planner:
                 else:
                     candidate = self._plan_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
-                _log.info("planning%s: need %d bytes", f" with {what}" if what else "", error.least)
+                _log.info("planning%s: need %d bytes", how, error.least)
                 failed.append(error)
                 if ring is not None:
                     refused = min(refused, _layers(ring))
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
-                _log.warning("a plan%s was dropped: %s", f" with {what}" if what else "", error)
+                _log.warning("a plan%s was dropped: %s", how, error)
                 failed.append(error)
                 continue
             if candidate is None:
                 continue
             candidate = candidate.with_recompute(again_s) if again_s else candidate
-            with_what = f" with {what}" if what else ""
-            _log.info("planning%s: a step of %.3g ms", with_what, candidate.step_time_s * 1e3)
+            _log.info("planning%s: a step of %.3g ms", how, candidate.step_time_s * 1e3)
             found.append(candidate)
             yield candidate
             best = candidate if best is None or candidate.is_faster_than(best) else best
-            if best.is_hidden or (ring is None and best.step_time_s <= _SLOW * best.compute_s):
+            if best.is_hidden or (ring is None and not best.is_slow):
                 return
 
     def _way(self, ring: tuple[int, float] | None) -> str:
@@ -484,11 +491,7 @@ class Planner:
         candidate = self._plan_with_fewer(hosting, budget, options)
         unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
         fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget
-        if (
-            candidate.step_time_s <= _SLOW * candidate.compute_s
-            or candidate.hosting == unmoved
-            or not fits
-        ):
+        if not candidate.is_slow or candidate.hosting == unmoved or not fits:
             return candidate
         try:
             other = self._plan_with(unmoved, budget, options)

@@ -28,9 +28,10 @@ class Seen:
     waits_s = planner.Candidate.waits_s
     is_faster_than = planner.Candidate.is_faster_than
     is_hidden = planner.Candidate.is_hidden
+    is_slow = planner.Candidate.is_slow
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) -> Any:
+def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float] | None, Any]) -> Any:
     """The plan that is taken, where these, or errors, come of the rings."""
 
     def plan(_self: Any, everything: Any, *_: Any) -> Any:
@@ -54,6 +55,16 @@ def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_tak
 def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
     slow, fast, same = Seen(2, 0.9, 0.7), Seen(1, 0.8, 0.7), Seen(2, 0.795, 0.7)
     assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
+
+
+@pytest.mark.parametrize(("step_s", "is_tried"), [(1.4, False), (1.6, True)])
+def test_where_rings_are_slow_none_is_tried(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, is_tried: bool
+):
+    ring, none = Seen(1, step_s, 1.0), Seen(1, 1.1, 1.0)
+    monkeypatch.setattr(planner.Planner, "_plan_placed", lambda *_: none)
+    found = chosen(monkeypatch, {(1, 1.0): ring, None: none})
+    assert found is (none if is_tried else ring)
 
 
 REFUSALS = [

@@ -29,6 +29,11 @@ RINGS = [
 ]
 
 
+def of_lines(lines: list[str]) -> Module:
+    """A scheduled module whose entry these are."""
+    return module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+
+
 def timed(module: Module, machine: Machine) -> Timeline:
     events = schedule_events(module, instruction_costs(module, machine), machine)
     return simulate(events, machine)
@@ -148,7 +153,7 @@ def test_the_nearest_deadline_goes_first_though_its_index_comes_a_little_later()
         f"  ROOT %y2 = f32[8,8]{{1,0}} dot(%y1, %w), {product}",
     ]
     machine = ring_machine(SLOW)
-    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    module = of_lines(lines)
     (entry,) = schedule_loops(module, machine)
     assert [t.start_name for t in entry.transfers] == ["sooner.start", "later.start"]
     assert [t.done_after for t in entry.transfers] == ["y0", "y1"]
@@ -172,7 +177,7 @@ def test_a_transfer_is_not_known_by_what_only_fills_memory(filled: str, mark: st
         f"  %y1 = f32[8,8]{{1,0}} dot(%y0, %w), {product}",
         "  ROOT %r = (f32[8,8]{1,0}, f32[32,32]{1,0}) tuple(%y1, %fill)",
     ]
-    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    module = of_lines(lines)
     (entry,) = schedule_loops(module, ring_machine(SLOW))
     assert [t.done_after for t in entry.transfers] == [mark]
 
@@ -195,7 +200,7 @@ def test_transfers_that_are_in_flight_at_once_by_control_edges_stay_in_xla_s_ord
         f"  ROOT %y1 = f32[8,8]{{1,0}} dot(%y0, %w), {product}",
     ]
     machine = ring_machine(SLOW)
-    module = module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
+    module = of_lines(lines)
     (entry,) = schedule_loops(module, machine)
     assert not entry.is_resequenced
     assert [t.start_name for t in entry.transfers] == ["a.start", "b.start"]
