@@ -261,10 +261,8 @@ class Planner:
         for ring in self._rings(budget):
             if ring is not None and _layers(ring) > refused:
                 continue
-            if best is not None and ring is None and not best.is_slow:
-                return
-            if best is not None and ring is not None and ring[0] > best.hosting.depth + 1:
-                continue  # One slot more was no better.
+            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
+                return  # One slot more was no better.
             what = self._way(ring)
             how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)

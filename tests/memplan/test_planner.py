@@ -57,16 +57,6 @@ def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
     assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
 
 
-@pytest.mark.parametrize(("step_s", "is_tried"), [(1.4, False), (1.6, True)])
-def test_where_rings_are_slow_none_is_tried(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, is_tried: bool
-):
-    ring, none = Seen(1, step_s, 1.0), Seen(1, 1.1, 1.0)
-    monkeypatch.setattr(planner.Planner, "_plan_placed", lambda *_: none)
-    found = chosen(monkeypatch, {(1, 1.0): ring, None: none})
-    assert found is (none if is_tried else ring)
-
-
 REFUSALS = [
     VerificationError("loop ring_3", "slot 1 is written while layer 2 reads it"),
     jax.errors.JaxRuntimeError("INTERNAL: no such slice"),
