@@ -150,12 +150,22 @@ def _pass_by(work: Work, smem: Smem, first_step: jax.Array, block: jax.Array) ->
     smem.q_ring.release(step)
 
 
+def _store_rows(rows: Ref, values: jax.Array) -> None:
+    """Stores rows of any width in HBM: jax 0.12 takes whole lines only, unless it is told not to
+    optimize, and jax 0.11 knows no other way than that."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        rows[...] = values
+    else:
+        store(rows, values, optimized=False)
+
+
 def _store(work: Work, smem: Ref, keys: _Keys, gradient: jax.Array, to: Ref) -> None:
     """A gradient of a consumer's keys; through SMEM, where they were, if it is the last word."""
     rows = pl.ds(keys.first, work.config.block_kv)
     if work.config.group_splits > 1:
         part = to.at[work.part, work.batch, rows, work.kv_head]
-        part[...] = gradient
+        _store_rows(part, gradient)
         return
     smem[...] = gradient.astype(work.problem.dtype)
     plgpu.commit_smem()

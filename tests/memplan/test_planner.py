@@ -31,7 +31,7 @@ class Seen:
     is_slow = planner.Candidate.is_slow
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float] | None, Any]) -> Any:
+def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) -> Any:
     """The plan that is taken, where these, or errors, come of the rings."""
 
     def plan(_self: Any, everything: Any, *_: Any) -> Any:
