@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,18 @@ def _layers(ring: tuple[int, float]) -> float:
     return 1 + (slots - 1) * share
 
 
+def _may_be_better(ring: tuple[int, float] | None, best: Candidate) -> bool:
+    """Whether a ring may be better than the best of those tried before."""
+    if ring is None:
+        return False
+    slots, share = ring
+    if share < 1:
+        return best.hosting.depth < slots  # It lies between one slot less, and as many.
+    # More slots even out layers that take differently long, and leave less room for all else: no
+    # help where the link is what a step waits for.
+    return slots <= best.hosting.depth + (not best.is_slow)
+
+
 def _worded(ring: tuple[int, float] | None) -> str:
     """What the log calls the way in which a program's loops are streamed."""
     if ring is None:
@@ -170,7 +182,7 @@ class Planner:
         # The module as it was shown last, with what is on the chip counted and left out.
         self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
         self._known = _Known()
-        self._planned: dict[Hosting, Candidate | MemoryBudgetError] = {}
+        self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
 
     def _planners(self) -> Iterator[Planner]:
         """Of the program as it is written, and with more and more computed again."""
@@ -248,8 +260,8 @@ class Planner:
         found: list[Candidate],
         failed: list[Exception],
     ) -> Iterator[Candidate]:
-        """Yields plans with one ring after another, as long as the next may be faster, and has no
-        more layers than one that was refused.
+        """Yields plans with those rings, one after another, that may be faster than the best before
+        them, and have no more layers than one that was refused.
 
         Args:
           inside: what loops bring whole.
@@ -261,8 +273,8 @@ class Planner:
         for ring in self._rings(budget):
             if ring is not None and _layers(ring) > refused:
                 continue
-            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
-                return  # One slot more was no better.
+            if best is not None and not _may_be_better(ring, best):
+                continue
             what = self._way(ring)
             how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
@@ -473,12 +485,17 @@ class Planner:
         one: that is planned once."""
         if not self._placing.streams.rings(hosting):
             hosting = replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
-        if hosting not in self._planned:
+        return self._once("placed", hosting, lambda: self._faster_placed(hosting, budget, options))
+
+    def _once(self, what: str, hosting: Hosting, make: Callable[[], Candidate]) -> Candidate:
+        """What is planned with that on the host, or the error that it ends with, made once."""
+        key = what, hosting
+        if key not in self._planned:
             try:
-                self._planned[hosting] = self._faster_placed(hosting, budget, options)
+                self._planned[key] = make()
             except MemoryBudgetError as error:
-                self._planned[hosting] = error.with_traceback(None)  # That holds modules.
-        found = self._planned[hosting]
+                self._planned[key] = error.with_traceback(None)  # That holds modules.
+        found = self._planned[key]
         if isinstance(found, MemoryBudgetError):
             raise found
         return found
@@ -492,7 +509,7 @@ class Planner:
         if not candidate.is_slow or candidate.hosting == unmoved or not fits:
             return candidate
         try:
-            other = self._plan_with(unmoved, budget, options)
+            other = self._plan_once(unmoved, budget, options)
         except MemoryBudgetError:
             return candidate
         return other if other.is_faster_than(candidate) else candidate
@@ -526,7 +543,7 @@ class Planner:
                     break
                 tried.add(stay)
                 try:
-                    candidate = self._plan_with(hosting.without(stay), budget, options)
+                    candidate = self._plan_once(hosting.without(stay), budget, options)
                 except MemoryBudgetError as error:
                     failures.append(error)
                 else:
@@ -557,6 +574,11 @@ class Planner:
             (frozenset(n for n in hosting.arguments if numbers[n] in stay), seconds)
             for stay, seconds in choices
         )
+
+    def _plan_once(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        return self._once("whole", hosting, lambda: self._plan_with(hosting, budget, options))
 
     def _plan_with(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None

@@ -389,6 +389,7 @@ def test_a_machine_of_the_users_own_need_not_be_here():
     with mock.patch.object(topologies, "_gpu_devices", described):
         target = executable.find_target(gpu)
     assert target.machine is gpu
+    assert target.absent is not None
     assert target.absent.devices == ("device",)
     assert described.call_args.args == ("mine", gpu, "")
 
