@@ -91,7 +91,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(None, lambda tried: self._rounds(room, tried).first()[0].plan)
+            return self._or_finer(None, lambda tried: self._rounds(room, tried).first()[0].plan)
 
     def within(self, budget: int) -> Plan:
         """Plans for a budget, and compiles nothing further than XLA's scheduler.
@@ -101,7 +101,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, None):
-            return self._first(None, lambda tried: self.planner.plan(room, tried).plan)
+            return self._or_finer(None, lambda tried: self.planner.plan(room, tried).plan)
 
     def compile(self, budget: int, options: Mapping[str, Any] | None) -> Compiled:
         """Compiles the program within a budget, as XLA itself reports it.
@@ -111,7 +111,7 @@ class Budgeted:
         """
         room = self._room(budget)
         with self._lock, self._telling(budget, options):
-            kept = self._with_said_used(self._kept_to(room, options), room)
+            kept = self._replanned_with_estimates(self._executable_within(room, options), room)
             kept = self._with_idle_used(kept, room)
             return self._compiled(kept, budget)
 
@@ -124,7 +124,7 @@ class Budgeted:
         assert plan.preparation is not None
         own = {k: v for k, v in plan.compiler_options.items() if k not in self.placing.ring_options}
         options = {**own, **(options or {})}
-        candidate, room = self.planner.of(plan), self._room(budget)
+        candidate, room = self.planner.candidate_of(plan), self._room(budget)
         name = self._lowering.traced.fun_name
         with self._lock:
             for _ in range(_MAX_ROUNDS):
@@ -169,7 +169,7 @@ class Budgeted:
                 find_least=lambda: self._least_budget(refusal, budget, options),
             ) from None
 
-    def _first[T](
+    def _or_finer[T](
         self, options: Mapping[str, Any] | None, planned: Callable[[dict[str, Any]], T]
     ) -> T:
         """What is planned with the user's options, or else with those that leave more to plan."""
@@ -192,7 +192,7 @@ class Budgeted:
         rounds = tuple(map(str, kept.seen))
         return Compiled(kept.executable, self.placing, budget, kept.candidate, rounds, kept.options)
 
-    def _kept_to(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
+    def _executable_within(self, room: int, options: Mapping[str, Any] | None) -> _Kept:
         """Plans and compiles for so many bytes, and where the planner refuses, for its least, if so
         much less may be what XLA takes of it.
 
@@ -201,15 +201,15 @@ class Budgeted:
         """
         before = self._tries
         try:
-            return self._first(options, lambda tried: self._compile_with(room, tried))
+            return self._or_finer(options, lambda tried: self._compile_with(room, tried))
         except MemoryBudgetError as error:
             refusal = error
         least = max(refusal.least, room + 1)
         most = self._own_bytes(least, options) or sys.maxsize
         was_refused = self._tries == before
-        if was_refused and least < most and least - room <= self._unseen(room):
+        if was_refused and least < most and least - room <= self._slack(room):
             try:
-                kept = self._first(options, lambda tried: self._compile_with(least, tried))
+                kept = self._or_finer(options, lambda tried: self._compile_with(least, tried))
             except MemoryBudgetError as error:
                 raise refusal.asked_for(room, min(most, max(least, error.least))) from None
             if kept.total <= room:
@@ -217,7 +217,7 @@ class Budgeted:
             least = kept.total
         raise refusal.asked_for(room, min(most, least))
 
-    def _unseen(self, room: int) -> int:
+    def _slack(self, room: int) -> int:
         """Bytes by which XLA may stay below what the planner predicts: what packing makes of them,
         and on TPU what is in VMEM."""
         chip = self._lowering.target.machine.on_chip_memory
@@ -237,20 +237,20 @@ class Budgeted:
             least, step = max(planned, self._room(budget) + 1), NEAR
             for _ in range(_LEAST_ROUNDS):
                 try:
-                    kept = self._kept_to(least, options)
+                    kept = self._executable_within(least, options)
                 except MemoryBudgetError as error:
                     refusal, least = error, max(error.least, int(least * (1 + step)))
                     step *= 2
                 else:
-                    return self._less(least, kept.total, options) + self._lowering.closed_bytes
+                    return self._reduced(least, kept.total, options) + self._lowering.closed_bytes
             raise refusal
 
-    def _less(self, works: int, reported: int, options: Mapping[str, Any] | None) -> int:
+    def _reduced(self, works: int, reported: int, options: Mapping[str, Any] | None) -> int:
         """Of a budget that works and what XLA reports for it, the less that does."""
         least = min(works, self._own_bytes(works, options) or works)
         if reported < (1 - _IDLE) * least:
             with suppress(MemoryBudgetError):
-                self._kept_to(reported, options)
+                self._executable_within(reported, options)
                 return reported
         return least
 
@@ -274,7 +274,7 @@ class Budgeted:
             self._lowering.report("compiling without a plan", room)
             executable = self._own[key] = self.placing.program.fitting(options)
             if executable is not None:
-                self.planner.compiled(executable)
+                self.planner.learn_from(executable)
         return self._own[key]
 
     def _own_bytes(self, room: int, options: Mapping[str, Any] | None) -> int | None:
@@ -302,7 +302,7 @@ class Budgeted:
             if (kept := tried.kept(room, rounds.seen, options)) is not None:
                 return kept
             if tried.executable is not None:
-                self.planner.compiled(tried.executable)
+                self.planner.learn_from(tried.executable)
             exhausted = tried.exhausted  # Where the last one fits, its bytes say more.
             rounds.seen.append(Seen(candidate, tried.total, self._unexplained(tried)))
         if mismatch is not None and not rounds.seen:
@@ -321,7 +321,7 @@ class Budgeted:
         unexplained = max(0, tried.total - self.planner.explained(tried.rewritten))
         return unexplained if tried.candidate.counts_chip else min(exceeded, unexplained)
 
-    def _with_said_used(self, kept: _Kept, room: int) -> _Kept:
+    def _replanned_with_estimates(self, kept: _Kept, room: int) -> _Kept:
         """What comes of a plan made with what the first executable says, where that takes longer
         than predicted, if it is faster and within the room: where arguments alone are more than
         that, nothing was known before."""
@@ -333,7 +333,7 @@ class Budgeted:
         step_s = self.planner.seconds(kept.executable)
         if step_s <= WAITS * candidate.step_time_s:
             return kept
-        self.planner.compiled(kept.executable)
+        self.planner.learn_from(kept.executable)
 
         def faster() -> Candidate | None:
             found, *_ = self._rounds(room, options).first()

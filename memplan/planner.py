@@ -348,13 +348,13 @@ class Planner:
             return None
         return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
 
-    def of(self, plan: Plan) -> Candidate:
+    def candidate_of(self, plan: Plan) -> Candidate:
         """The program that a plan was made for, which XLA has not shown yet."""
         assert plan.preparation is not None
         hosting = Hosting.of(plan.preparation)
         return self._as_candidate(self._placing.placed(hosting), plan, hosting)
 
-    def compiled(self, executable: Executable) -> None:
+    def learn_from(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, and what it holds
         on the chip, where it says so, which is for TPU."""
         if self._lowering.target.platform == "tpu":

@@ -26,7 +26,7 @@ from hlo_passes.edits.relaxation import lower_bound_s
 from hlo_passes.edits.state import EditState, catalog
 from hlo_passes.edits.writer import edits_of
 from hlo_passes.memoize import memoized
-from hlo_passes.placing.problem import Problem, apart, streamed_load
+from hlo_passes.placing.problem import Problem, disjoint, streamed_load
 from hlo_passes.plan import (
     Decision,
     Edits,
@@ -60,11 +60,11 @@ class EditChoice:
     """Gaps that are taken.
 
     Attributes:
-      taken: with it the load of the arena fits.
+      selection: with it the load of the arena fits.
       step_time_s: predicted, before packing.
     """
 
-    taken: EditState
+    selection: EditState
     step_time_s: float
 
 
@@ -169,12 +169,12 @@ class Work:
         seen: set[frozenset[object]] = set()
         for terms in among:
             taken = self.select(capacity, terms, reserve, aim)
-            if taken.all not in seen:
-                seen.add(taken.all)
+            if taken.gaps not in seen:
+                seen.add(taken.gaps)
                 seconds = taken.step_seconds(capacity, slots)
                 if seconds < np.inf:
                     yield EditChoice(taken, seconds)
-            if not taken.all and taken.load.max(initial=0) <= capacity:
+            if not taken.gaps and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
 
     def terms(self) -> Iterator[Terms]:
@@ -246,7 +246,7 @@ class Work:
             posed.costs,
             load,
             tuple(gaps),
-            tuple(Weight(m.size, tuple(apart(m.reads)), may_stay) for m in posed.movables),
+            tuple(Weight(m.size, tuple(disjoint(m.reads)), may_stay) for m in posed.movables),
             out.bytes_per_s * out.engines,
             posed.link.bytes_per_s * posed.link.engines,
             min(posed.link.latency_s, posed.link_out.latency_s),
@@ -260,7 +260,7 @@ class Work:
         over = np.concatenate([[0], np.cumsum(self.load > capacity)])
         clock, names = self.posed.clock, [i.name for i in self.posed.ticks.instructions]
         found: list[Decision] = []
-        all_taken = selection.taken
+        all_taken = selection.by_temporary
         for t in self.temporaries:
             for start, end in pairwise(t.accesses):
                 if end <= start + 1 or over[end] == over[start + 1]:

@@ -100,7 +100,7 @@ class EditSearch:
         recomputed = np.flatnonzero(relaxation.recomputed >= likely).tolist()
         for k in sorted(recomputed, key=lambda k: self._choices.gaps[k].end):
             n, start = self._starts[k]
-            if start not in taken.taken.get(n, {}):
+            if start not in taken.by_temporary.get(n, {}):
                 taken.recompute(n, start, capacity, np.inf)
         complete(taken, capacity, work.smallest)
         taken.give_back(capacity)

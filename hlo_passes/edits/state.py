@@ -171,12 +171,12 @@ class EditState:
         return other
 
     @property
-    def all(self) -> frozenset[tuple[int, LogicalTime, Action, LogicalTime]]:
+    def gaps(self) -> frozenset[tuple[int, LogicalTime, Action, LogicalTime]]:
         """Of every gap that is taken the temporary, its start, what is done with it, its end."""
         return frozenset(self._state.gaps())
 
     @property
-    def taken(self) -> Mapping[int, Mapping[LogicalTime, Taken]]:
+    def by_temporary(self) -> Mapping[int, Mapping[LogicalTime, Taken]]:
         """Of each temporary with gaps that are taken, the start of each (an access) to what is
         done with it, in order."""
         found: dict[int, dict[LogicalTime, Taken]] = {}

@@ -65,7 +65,7 @@ class _Writer:
     def __init__(
         self, posed: Problem, temporaries: Sequence[Temporary], selection: EditState
     ) -> None:
-        self._taken = selection.taken
+        self._taken = selection.by_temporary
         self._temporaries = temporaries
         self._names = [i.name for i in posed.ticks.instructions]
         self._tick_of_name = {name: tick for tick, name in enumerate(self._names)}

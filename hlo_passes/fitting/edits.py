@@ -145,7 +145,7 @@ def _fastest_packed(
     """The fastest that fits among so many candidates, and `best`. First what is probably packed
     within the capacity, then what is probably not."""
     likely = {
-        (id(c.fitting), c.choice.taken.all): c
+        (id(c.fitting), c.choice.selection.gaps): c
         for c in candidates
         if c.over <= _HOPELESS * c.fitting.capacity and not c.fitting.has_packed(c.choice)
     }
@@ -219,18 +219,18 @@ class _Fitting:
         reserve = self._uncounted + int(part * self.capacity)
         found = self._work.choose(self.capacity, self._slots, reserve)
         found += self._search.rounded(reserve)
-        return list({choice.taken.all: choice for choice in found}.values())
+        return list({choice.selection.gaps: choice for choice in found}.values())
 
     def has_packed(self, choice: EditChoice) -> bool:
-        return choice.taken.all in self._tried
+        return choice.selection.gaps in self._tried
 
     def candidate(self, choice: EditChoice, free: int = 0) -> _Candidate:
-        over = max(0, self._search.over(choice.taken))
+        over = max(0, self._search.over(choice.selection))
         return _Candidate(self, choice, free, self._uncounted, over)
 
     def searched(self, choice: EditChoice, free: int = 0, longer: int = 1) -> _Candidate:
         """What a search from a choice finds that is faster, or packed closer to the capacity."""
-        found = self.candidate(self._search.improved(choice.taken, longer=longer), free)
+        found = self.candidate(self._search.improved(choice.selection, longer=longer), free)
         if found.over and (self.nearest is None or found.over < self.nearest.over):
             self.nearest = found
         return found
@@ -258,7 +258,7 @@ class _Fitting:
         chosen, free = candidate.choice, candidate.free
         if self.has_packed(chosen):
             return None
-        self._tried.add(chosen.taken.all)
+        self._tried.add(chosen.selection.gaps)
         found = self._packed(chosen, free)
         if isinstance(found, Solution):
             return _Packed(self, found, chosen, free)
@@ -272,19 +272,19 @@ class _Fitting:
           fastest_s: seconds of the fastest that is known, packed or not; where `best` takes far
             longer, it is searched for longer.
         """
-        taken, within = best.chosen.taken.with_load(-best.free), self.capacity
+        taken, within = best.chosen.selection.with_load(-best.free), self.capacity
         for _ in range(_ROUNDS):
             longer = _LONGER if best.step_time_s > fastest_s * _FAR else 1
             chosen = self._search.improved(taken, within, longer)
-            predicted = self.capacity + self._search.over(chosen.taken)
+            predicted = self.capacity + self._search.over(chosen.selection)
             if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
                 break
             if self.has_packed(chosen):
                 break
-            self._tried.add(chosen.taken.all)
+            self._tried.add(chosen.selection.gaps)
             found = self._packed(chosen, 0)
             if isinstance(found, Solution):
-                best, taken = _Packed(self, found, chosen, 0), chosen.taken
+                best, taken = _Packed(self, found, chosen, 0), chosen.selection
             else:
                 within = predicted - found.over
         return best
@@ -292,20 +292,20 @@ class _Fitting:
     def given_back(self, best: _Packed) -> _Packed:
         """Keeps after all what need not go, as XLA packs it: of all that is taken, of half of it,
         and so on, the dearest first."""
-        chosen, taken = best.chosen, best.chosen.taken.with_load(-best.free)
+        chosen, taken = best.chosen, best.chosen.selection.with_load(-best.free)
         parts = deque([taken.dearest])
         left = affordable(_GIVEN_BACK, len(self._work.load))
         while parts and left:
-            now = taken.taken
+            now = taken.by_temporary
             part = [(n, start) for n, start in parts.popleft() if start in now.get(n, {})]
             less = taken.copied()
             less.give_back(self.capacity, part)
-            if less.all == taken.all or self._search.over(less) > _HOPELESS * self.capacity:
+            if less.gaps == taken.gaps or self._search.over(less) > _HOPELESS * self.capacity:
                 continue  # Even their load has no room, or their packing.
             left -= 1
-            found = self._packed(replace(chosen, taken=less), 0)
+            found = self._packed(replace(chosen, selection=less), 0)
             if isinstance(found, Solution) and found.choice.step_time_s <= best.step_time_s:
-                chosen = replace(chosen, taken=less, step_time_s=found.choice.step_time_s)
+                chosen = replace(chosen, selection=less, step_time_s=found.choice.step_time_s)
                 best, taken = _Packed(self, found, chosen, 0), less
             elif len(part) > 1:
                 parts += part[: len(part) // 2], part[len(part) // 2 :]
@@ -315,7 +315,7 @@ class _Fitting:
         """What a search from a choice that does not fit finds, once it is known where more was live
         than had been counted, and by how much its packing was not what was predicted; None where
         that is not packed within the capacity either, or a step takes `best_s` seconds then."""
-        taken, free, uncounted = candidate.choice.taken, candidate.free, candidate.uncounted
+        taken, free, uncounted = candidate.choice.selection, candidate.free, candidate.uncounted
         for _ in range(_REPAIRS):
             live = int(found.load.max(initial=0)) - self.capacity
             wrong = found.over - max(self._search.over(taken), live)
@@ -327,11 +327,11 @@ class _Fitting:
             chosen = self._search.improved(taken, self.capacity - max(0, wrong))
             if self.has_packed(chosen) or chosen.step_time_s >= best_s:
                 return None
-            self._tried.add(chosen.taken.all)
+            self._tried.add(chosen.selection.gaps)
             packed = self._packed(chosen, free)
             if isinstance(packed, Solution):
                 return _Packed(self, packed, chosen, free)
-            taken, found = chosen.taken, packed
+            taken, found = chosen.selection, packed
         return None
 
     def _packed(self, chosen: EditChoice, free: int) -> Solution | _Excess:
@@ -340,19 +340,19 @@ class _Fitting:
         Args:
           free: bytes that transfers leave free.
         """
-        edits = self._work.edits(chosen.taken)
+        edits = self._work.edits(chosen.selection)
         again = edited(self._posed, edits)
         choice = self._as_predicted(chosen, again) or placed(again, self._budget, self._slots, free)
         if not isinstance(choice, placement.Choice):
             return _Excess(choice, self._load_of(again))
         done = replace(edits, order=self._order.order)
-        decisions = self._work.decisions(chosen.taken, self.capacity)
+        decisions = self._work.decisions(chosen.selection, self.capacity)
         return Solution(again, choice, done, self._posed, decisions)
 
     def _as_predicted(self, chosen: EditChoice, again: Problem) -> placement.Choice | None:
         """With the transfers as they were scheduled when its packing was predicted, if that comes
         within the capacity."""
-        found = chosen.taken.fitted(self.capacity, self._slots)
+        found = chosen.selection.fitted(self.capacity, self._slots)
         if found.packed > self.capacity:
             return None
         return as_predicted(found, self._work.temporaries, self._posed, again, self._budget)

@@ -152,7 +152,7 @@ def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
         if capacity <= 0:
             continue
         chosen = edit_choice.work_on(posed.staying(names)).choose(capacity, slots)
-        if chosen and chosen[0].taken.all:  # Without edits the search above has done better.
+        if chosen and chosen[0].selection.gaps:  # Without edits the search above has done better.
             yield Stay(names, chosen[0].step_time_s)
 
 

@@ -107,7 +107,7 @@ class _Scheduler:
     ) -> LoopSchedule:
         halves = {h.id for t in transfers for h in (t.start, t.done)}
         given_order = [i.id for i in computation.instructions if i.id not in halves]
-        given = _Problem(self, computation, transfers, given_order)
+        given = _BodySchedule(self, computation, transfers, given_order)
         kept = LoopSchedule(
             computation=computation.name,
             loop=nest.caller.name if nest.caller is not None else "",
@@ -121,7 +121,7 @@ class _Scheduler:
         )
         try:
             order = clear_paths(self.module, self.dataflow, computation, transfers)
-            own = _Problem(self, computation, transfers, [i for i in order if i not in halves])
+            own = _BodySchedule(self, computation, transfers, [i for i in order if i not in halves])
             found = replace(kept, transfers=own.solve(), is_resequenced=True)
         except UnorderableError:
             return kept
@@ -198,7 +198,7 @@ class _Window:
     ahead_of: list[int]
 
 
-class _Problem:
+class _BodySchedule:
     """One computation in ticks."""
 
     def __init__(

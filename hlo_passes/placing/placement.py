@@ -108,20 +108,20 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
     arena = problem.arena
     capacity, tick = least_capacity(fetches(problem.movables), arena.load)
     least = unpacked_budget(problem)
-    if fit(problem, least, slots) is not None:
+    if stream_all(problem, least, slots) is not None:
         return least, tick
     # Packing takes some bytes more. How many, is found by doubling and then by halving, until
     # it is known to a thousandth of what is needed.
     close = max(arena.alignment, least >> 10)
     step, most = close, least + capacity + sum(m.size for m in problem.movables)
-    while not (fits := fit(problem, least + step, slots)) and least + step < most:
+    while not (fits := stream_all(problem, least + step, slots)) and least + step < most:
         step *= 2
     if not fits:
         return least if slots is None else least_budget(problem)[0], tick
     too_little, enough = step // 2, step
     while enough - too_little > close:
         middle = (too_little + enough) // 2
-        if fit(problem, least + middle, slots) is None:
+        if stream_all(problem, least + middle, slots) is None:
             too_little = middle
         else:
             enough = middle
@@ -177,7 +177,7 @@ def choose_placement(problem: Problem, budget: int, slots: int | None = None) ->
     return found if isinstance(found, Choice) else None
 
 
-def fit(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
+def stream_all(problem: Problem, budget: int, slots: int | None = None) -> Choice | None:
     """Streams what may move, such that the arena fits when it is packed."""
     found = fit_or_excess(problem, budget, slots)
     return found if isinstance(found, Choice) else None

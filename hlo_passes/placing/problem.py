@@ -321,7 +321,7 @@ def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = No
       room: int64[ticks], bytes beside all that is read: where there is room for a copy, it is kept,
         the shortest time first. The rest is left in it.
     """
-    parts = [list(apart(m.reads)) for m in movables]
+    parts = [list(disjoint(m.reads)) for m in movables]
     gaps = [
         (after.start - before.end, n, before.end, after.start)
         for n, reads in enumerate(parts if room is not None else ())
@@ -343,7 +343,7 @@ def fetches(movables: Sequence[Movable], room: npt.NDArray[np.int64] | None = No
     return sorted(found, key=lambda f: f.reads)
 
 
-def apart(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
+def disjoint(reads: Sequence[LiveRange]) -> Iterator[LiveRange]:
     """The same ticks in ranges that do not touch."""
     start, end = reads[0]
     for read in reads[1:]:

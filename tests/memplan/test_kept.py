@@ -161,7 +161,7 @@ def test_layouts_and_forms_are_part_of_it(monkeypatch):
     assert list(placing.forms.values()) == [Form("contracted", None, True)]
     text = placing.program.lowered.as_text()
     assert "LayoutConstraint" in text
-    assert placing.prepared(Planner(placing).of(plan).hosting) == laid_out
+    assert placing.prepared(Planner(placing).candidate_of(plan).hosting) == laid_out
 
 
 @pytest.mark.parametrize(

@@ -232,8 +232,8 @@ ENTRY e {
     monkeypatch.setattr(planner, "read_module", lambda _: final)
     monkeypatch.setattr(planner, "held_on_chip", lambda _: next(held))
     found = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
-    found._budgeted.planner.compiled(None)
-    found._budgeted.planner.compiled(None)
+    found._budgeted.planner.learn_from(None)
+    found._budgeted.planner.learn_from(None)
     known = found._budgeted.planner._known
     assert known.on_chip == {"a": second, "b": first, "c": third}
     assert known.table_bytes == 0

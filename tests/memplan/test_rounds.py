@@ -489,7 +489,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
 
 def test_what_the_planner_refuses_is_kept_where_xla_takes_less(monkeypatch: pytest.MonkeyPatch):
     refusing(monkeypatch, 0.6)
-    monkeypatch.setattr(budgeted.Budgeted, "_unseen", lambda *_: HALF)
+    monkeypatch.setattr(budgeted.Budgeted, "_slack", lambda *_: HALF)
     budget = int(HALF * 0.7)
     compiled = memplan.jit(chain, hbm=budget).lower(weights(), activations()).compile()
     assert compiled.device_bytes * 0.6 <= budget
@@ -508,7 +508,7 @@ def test_what_the_planner_refuses_is_not_compiled_where_xla_cannot_take_so_much_
 
 def test_the_least_is_what_xla_takes_where_that_works(monkeypatch: pytest.MonkeyPatch):
     refusing(monkeypatch, 0.6)
-    monkeypatch.setattr(budgeted.Budgeted, "_unseen", lambda *_: HALF)
+    monkeypatch.setattr(budgeted.Budgeted, "_slack", lambda *_: HALF)
     args = weights(), activations()
     with pytest.raises(MemoryBudgetError) as raised:
         memplan.jit(chain, hbm=HALF // 4).lower(*args).compile()

@@ -59,7 +59,7 @@ def peak(of: Problem) -> int:
 
 def fastest(of: Problem, capacity: int) -> Edits:
     """The edits of the first choice."""
-    return Work(of).edits(Work(of).choose(capacity)[0].taken)
+    return Work(of).edits(Work(of).choose(capacity)[0].selection)
 
 
 def temporaries(of: Problem) -> dict[str, Temporary]:
@@ -276,7 +276,7 @@ def test_edits_need_what_they_say_and_plans_with_them_hold(
     choices = work.choose(capacity)
     if not choices:
         return
-    edited_module = edits.apply(module, work.edits(choices[0].taken))
+    edited_module = edits.apply(module, work.edits(choices[0].selection))
     verify.verify_equivalent(module, edited_module)
     again = problem.pose(edited_module, machine, ())
     assert Work(again).load.max() <= capacity
@@ -291,7 +291,7 @@ def test_every_gap_that_is_taken_is_needed(program: Edited, machine: Machine, sh
     capacity = int(share * work.load.max())
     taken = work.select(capacity, Terms(1e-3, math.inf, 0))
     for t in work.temporaries:
-        for start, gap in taken.taken.get(t.number, {}).items():
+        for start, gap in taken.by_temporary.get(t.number, {}).items():
             if gap.action == "evict" and start != max(r.tick for r in t.reads):
                 assert taken.load[start + 1 : gap.end].max(initial=0) + t.size > capacity
 
@@ -307,13 +307,13 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
     bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
     search = EditSearch(work, capacity, None)
     assert all(bound <= c.step_time_s * (1 + 1e-9) for c in search.rounded(0))
-    improved = search.improved(choices[0].taken)
+    improved = search.improved(choices[0].selection)
     assert bound <= improved.step_time_s * (1 + 1e-9)
     # What is faster, or what is packed in fewer bytes.
     slower = improved.step_time_s > choices[0].step_time_s
-    assert not slower or search.over(improved.taken) < search.over(choices[0].taken)
-    again = search.improved(choices[0].taken)
-    assert again.taken.all == improved.taken.all
+    assert not slower or search.over(improved.selection) < search.over(choices[0].selection)
+    again = search.improved(choices[0].selection)
+    assert again.selection.gaps == improved.selection.gaps
 
 
 @given(edited(), st.floats(0.3, 1))
@@ -323,13 +323,13 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     capacity = int(share * work.load.max())
     reserve = np.where(np.arange(len(work.load)) % 2, capacity // 4, 0)
     choices = work.choose(capacity, reserve=reserve)
-    assert len({c.taken.all for c in choices}) == len(choices)
+    assert len({c.selection.gaps for c in choices}) == len(choices)
     assert choices == sorted(choices, key=lambda c: c.step_time_s)
     for choice in choices:
-        edited_module = edits.apply(program.original, work.edits(choice.taken))
+        edited_module = edits.apply(program.original, work.edits(choice.selection))
         load = problem.pose(edited_module, FAST_LINK, ()).arena.load
-        assert (reserve <= choice.taken.load).all()
-        assert choice.taken.load.max() <= capacity
+        assert (reserve <= choice.selection.load).all()
+        assert choice.selection.load.max() <= capacity
         assert load.max() <= capacity
 
 
@@ -379,7 +379,7 @@ def test_a_chain_that_is_made_again_counts_where_most_of_it_is_there():
     )
     work = Work(of)
     taken = work.select(peak(of) - SIZE, Terms(DEAREST, math.inf, 16))
-    names = {work.temporaries[n].name for n in taken.taken}
+    names = {work.temporaries[n].name for n in taken.by_temporary}
     assert names == {"a", "b", "c", "d"}
     added = taken.load - work.load
     assert added.tolist() == [0, 0, 0, 0, 0, -SIZE, 0, 0]
@@ -438,7 +438,7 @@ def test_the_peak_of_an_edited_training_step_is_known(name: str, share: float):
     of = problem.pose(corpus.read(name), NO_LINK, ())
     work = Work(of)
     taken = work.select(int(share * work.load.max()), Terms(DEAREST, math.inf, 16))
-    assert len(taken.all) > 10
+    assert len(taken.gaps) > 10
     again = Work(problem.pose(edits.apply(of.module, work.edits(taken)), NO_LINK, ()))
     # Buffers that XLA shares in other ways when there are clones are up to 1 % of it.
     assert 0.99 <= taken.load.max() / again.load.max() <= 1.05
@@ -467,7 +467,7 @@ def test_links_have_only_so_many_seconds_at_their_price():
     once = work.posed.moving_s(SIZE)
 
     def actions(link_s: float) -> list[str]:
-        taken = work.select(peak(of) - 2 * SIZE, Terms(1e-9, link_s, 16)).taken
+        taken = work.select(peak(of) - 2 * SIZE, Terms(1e-9, link_s, 16)).by_temporary
         return [t.action for gaps in taken.values() for t in gaps.values()]
 
     assert actions(math.inf).count("evict") > actions(once).count("evict") >= 1
@@ -498,5 +498,5 @@ def test_a_refused_recomputation_leaves_no_trace():
     assert (taken.load == before[0]).all()
     assert (taken.costs == before[1]).all()
     assert [taken.accesses(n) for n in every] == before[2]
-    assert not taken.taken
+    assert not taken.by_temporary
     assert not work.edits(taken)

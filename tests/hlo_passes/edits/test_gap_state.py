@@ -114,8 +114,8 @@ def test_what_packing_takes_is_known_before_a_selection_is_written(share: float)
     work = Work(of)
     capacity = int(share * work.load.max())
     for choice in work.choose(capacity)[:4]:
-        predicted = choice.taken.fitted(capacity, None).packed
-        again = edited(of, work.edits(choice.taken))
+        predicted = choice.selection.fitted(capacity, None).packed
+        again = edited(of, work.edits(choice.selection))
         found = placed(again, 10**15, None, 10**15 - of.fixed_bytes - of.arena.base - capacity)
         assert isinstance(found, placement.Choice)
         budget = of.fixed_bytes + of.arena.base + predicted
@@ -272,8 +272,8 @@ def test_stores_and_what_clones_read_are_packed_as_predicted():
     for share in (0.9, 0.8, 0.7, 0.6):
         capacity = int(share * work.load.max())
         for choice in work.choose(capacity)[:6]:
-            edits = work.edits(choice.taken)
-            predicted = choice.taken.fitted(capacity, None)
+            edits = work.edits(choice.selection)
+            predicted = choice.selection.fitted(capacity, None)
             budget = of.fixed_bytes + of.arena.base + int(1.02 * predicted.packed)
             found = as_predicted(predicted, work.temporaries, of, edited(of, edits), budget)
             assert found is not None
@@ -300,5 +300,5 @@ def test_a_search_finds_the_same_each_time_and_keeps_to_the_capacity(share: floa
         assert state.load.max() <= capacity
         # The load is that of the gaps that are taken, however often they were changed.
         assert state.costs.sum() >= of.costs.sum() * (1 - 1e-9)
-    assert found[0].all == found[1].all
+    assert found[0].gaps == found[1].gaps
     assert (found[0].load == found[1].load).all()

@@ -22,7 +22,7 @@ def test_a_module_that_is_too_large_for_a_search_keeps_what_was_chosen(
     searched = EditSearch(work, capacity, None).improved(slow)
     assert searched.step_time_s < slow.step_seconds(capacity, None)
     monkeypatch.setattr(search, "_TICKS", 1)
-    assert EditSearch(work, capacity, None).improved(slow).taken.all == slow.all
+    assert EditSearch(work, capacity, None).improved(slow).selection.gaps == slow.gaps
 
 
 @pytest.mark.parametrize(("target", "share"), [("v5e", 0.35), ("h200", 0.6)])
@@ -36,5 +36,5 @@ def test_what_is_packed_within_the_capacity_is_not_given_up(target: str, share: 
     for taken in fits:
         found = searching.improved(taken)
         assert found.step_time_s < taken.step_seconds(capacity, None)
-        assert found.step_time_s == found.taken.fitted(capacity, None).step_time_s
-        assert searching.over(found.taken) <= 0
+        assert found.step_time_s == found.selection.fitted(capacity, None).step_time_s
+        assert searching.over(found.selection) <= 0

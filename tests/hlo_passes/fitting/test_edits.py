@@ -113,7 +113,7 @@ def test_the_excess_is_known_wherever_parameters_stand():
       %unread = f32[4096]{0} parameter(2)
     """
     of = problem.pose(entry(text), FAST, ())
-    choice = placement.fit(of, 10**9)
+    choice = placement.stream_all(of, 10**9)
     assert choice is not None
     taken = memory_usage(move_copies(of.module, issue(of, choice)), "gpu").total_bytes
     assert excess_of(of, choice, taken) == 0
@@ -124,7 +124,7 @@ def test_the_excess_is_known_wherever_parameters_stand():
 def test_only_what_depends_on_the_instructions_is_packed_once_more(platform: Target):
     evicted = Edits(evictions=(Eviction("a", "d", (Refetch("g", ("g",)),)),))
     of = edited(problem.pose(entry(BODY), replace(FAST, platform=platform), ()), evicted)
-    choice = placement.fit(of, 10**9)
+    choice = placement.stream_all(of, 10**9)
     assert choice is not None
     taken = memory_usage(move_copies(of.module, issue(of, choice)), platform).total_bytes
     assert excess_of(of, choice, taken) == 0
@@ -274,8 +274,8 @@ def test_what_is_seen_live_again_after_a_repair_adds_up(monkeypatch: pytest.Monk
     packed: list[npt.NDArray[np.int64]] = []
 
     def over(chosen: edit_choice.EditChoice, _: int) -> edit_fitting._Excess:
-        packed.append(chosen.taken.load)
-        seen = chosen.taken.load.copy()
+        packed.append(chosen.selection.load)
+        seen = chosen.selection.load.copy()
         seen[tick] = fitted.capacity + more * len(packed)
         return edit_fitting._Excess(more, seen)
 
@@ -338,7 +338,7 @@ def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_
         longer_: int = 1,
         **given: int,
     ) -> edit_choice.EditChoice:
-        longer.append((not taken.all, given.get("longer", longer_)))
+        longer.append((not taken.gaps, given.get("longer", longer_)))
         return improved(self, taken, packed, longer[-1][1])
 
     monkeypatch.setattr(edit_fitting, "_first_that_packs", far)
@@ -380,7 +380,7 @@ def test_the_load_of_an_edited_module_is_that_at_the_ticks_before():
     of = fitted._posed
     assert (fitted._load_of(of) == Work(of).load).all()
     chosen = fitted.choices(0)[0]
-    again = edited(of, Work(of).edits(chosen.taken))
+    again = edited(of, Work(of).edits(chosen.selection))
     assert again.ticks.end > of.ticks.end
     before, load = {i.name for i in of.ticks.instructions}, [0]
     for i, live in zip(again.ticks.instructions, Work(again).load.tolist(), strict=False):
@@ -456,12 +456,12 @@ def test_effort_ends_where_nothing_is_ever_packed(monkeypatch: pytest.MonkeyPatc
 def test_gaps_that_are_copied_change_apart():
     work = Work(posed())
     taken = work.select(0, Terms(DEAREST, np.inf, 16))
-    before, load = taken.all, taken.load.copy()
+    before, load = taken.gaps, taken.load.copy()
     other = taken.copied()
     other.give_back(10**9)
     assert before
-    assert not other.all
-    assert taken.all == before
+    assert not other.gaps
+    assert taken.gaps == before
     assert (taken.load == load).all()
 
 

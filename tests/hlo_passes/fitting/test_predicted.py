@@ -23,8 +23,8 @@ def chosen() -> tuple[Work, Fitted, Problem, int]:
     work = Work(of)
     capacity = int(work.load.max()) - SIZE // 4
     (choice, *_) = work.choose(capacity)
-    predicted = choice.taken.fitted(capacity, None)
-    again = edited(of, work.edits(choice.taken))
+    predicted = choice.selection.fitted(capacity, None)
+    again = edited(of, work.edits(choice.selection))
     assert predicted.packed <= capacity
     assert again.evictions
     return work, predicted, again, of.fixed_bytes + of.arena.base + capacity

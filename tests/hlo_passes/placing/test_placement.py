@@ -100,7 +100,7 @@ def best_of_all(posed: Problem, budget: int) -> float:
     sizes = {m.buffer: m.size for m in posed.movables}
     sets = chain.from_iterable(combinations(sizes, k) for k in range(len(sizes) + 1))
     found = (
-        placement.fit(posed.staying(frozenset(stay)), budget - sum(sizes[s] for s in stay))
+        placement.stream_all(posed.staying(frozenset(stay)), budget - sum(sizes[s] for s in stay))
         for stay in sets
     )
     return min((c.step_time_s for c in found if c is not None), default=float("inf"))
@@ -242,14 +242,14 @@ def test_what_nothing_hides_stays():
 def test_a_weight_that_is_read_twice_is_dropped_in_between():
     """w0 and w1 do not fit at once; 1000 KiB of compute hide the second fetch of w0."""
     posed = problem([(0, 1), (-1, 1000), (1, 1), (-1, 1000), (0, 1)], [96, 96])
-    choice = placement.fit(posed, placement.least_budget(posed)[0])
+    choice = placement.stream_all(posed, placement.least_budget(posed)[0])
     assert choice is not None
     assert [f.buffer for f in choice.fetches] == ["w0", "w1", "w0"]
-    kept = placement.fit(posed, all_bytes(posed))
+    kept = placement.stream_all(posed, all_bytes(posed))
     assert kept is not None
     assert len(kept.fetches) <= 3
     near = problem([(0, 1), (-1, 1), (0, 1)], [96])
-    held = placement.fit(near, all_bytes(near))
+    held = placement.stream_all(near, all_bytes(near))
     assert held is not None
     assert [f.reads for f in held.fetches] == [(0, 3)]
 
@@ -371,7 +371,7 @@ def test_starts_are_late_at_no_cost(
     reads: list[tuple[int, int]], sizes: list[int], more: int
 ) -> None:
     posed = problem(reads, sizes)
-    choice = placement.fit(posed, placement.least_budget(posed)[0] + more * KIB)
+    choice = placement.stream_all(posed, placement.least_budget(posed)[0] + more * KIB)
     assert choice is not None
     late = placement.started_late(posed, choice)
     assert list(late.starts) == sorted(late.starts)
