@@ -131,18 +131,6 @@ def _layers(ring: tuple[int, float]) -> float:
     return 1 + (slots - 1) * share
 
 
-def _may_be_better(ring: tuple[int, float] | None, best: Candidate) -> bool:
-    """Whether a ring may be better than the best of those tried before."""
-    if ring is None:
-        return False
-    slots, share = ring
-    if share < 1:
-        return best.hosting.depth < slots  # It lies between one slot less, and as many.
-    # More slots even out layers that take differently long, and leave less room for all else: no
-    # help where the link is what a step waits for.
-    return slots <= best.hosting.depth + (not best.is_slow)
-
-
 def _worded(ring: tuple[int, float] | None) -> str:
     """What the log calls the way in which a program's loops are streamed."""
     if ring is None:
@@ -260,8 +248,8 @@ class Planner:
         found: list[Candidate],
         failed: list[Exception],
     ) -> Iterator[Candidate]:
-        """Yields plans with those rings, one after another, that may be faster than the best before
-        them, and have no more layers than one that was refused.
+        """Yields plans with one ring after another, as long as the next may be faster, and has no
+        more layers than one that was refused.
 
         Args:
           inside: what loops bring whole.
@@ -273,8 +261,8 @@ class Planner:
         for ring in self._rings(budget):
             if ring is not None and _layers(ring) > refused:
                 continue
-            if best is not None and not _may_be_better(ring, best):
-                continue
+            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
+                return  # One slot more was no better.
             what = self._way(ring)
             how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
