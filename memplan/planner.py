@@ -494,7 +494,7 @@ class Planner:
         candidate = self._plan_with_fewer(hosting, budget, options)
         unmoved = hosting.without(hosting.arguments - self._placing.streams.stacks.keys())
         fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget
-        if not candidate.is_slow or candidate.hosting == unmoved or not fits:
+        if not candidate.is_slow or not fits:
             return candidate
         try:
             other = self._plan_once(unmoved, budget, options)

@@ -137,6 +137,7 @@ def looked_at(
     stays: dict[int, int],
     seconds: dict[int, float],
     others: Sequence[tuple[int, float]] = (),
+    planned: list[int] | None = None,
 ) -> Candidate:
     """The candidate for `chain` that is taken.
 
@@ -145,6 +146,7 @@ def looked_at(
       others: numbers of arguments that could stay as well, with the seconds expected then.
       seconds: by the number of those that are on the host, of a step with 1 s of compute; else
         there is no plan.
+      planned: is told of each plan that is made how many arguments are on the host.
     """
 
     def stay(_self: Any, hosting: Hosting, room: int, *_: Any) -> Any:
@@ -155,6 +157,8 @@ def looked_at(
         return tuple((frozenset(sorted(hosting.arguments)[:n]), s) for n, s in found)
 
     def plan_with(_self: Any, hosting: Hosting, budget: int, *_: Any) -> Any:
+        if planned is not None:
+            planned.append(len(hosting.arguments))
         if len(hosting.arguments) not in seconds:
             raise refusal(budget)
         found: Any = Seen(2, seconds[len(hosting.arguments)], 1.0)
@@ -200,6 +204,16 @@ def test_where_a_plan_is_slower_than_expected_another_choice_is_tried(
     assert kept([(3, 1.1)]) == 3
     assert kept([(3, 1.3)]) == 4  # It promises too little.
     assert kept([(3, 1.1), (2, 1.1)]) == 3  # No better than what was found by then.
+
+
+@pytest.mark.parametrize("moved", [{3: 1.6, 0: 1.8}, {3: 1.6}])
+def test_what_moves_nothing_is_planned_once(
+    monkeypatch: pytest.MonkeyPatch, moved: dict[int, float]
+):
+    """It is one of the choices of what stays, and what a slow plan gives way to."""
+    planned: list[int] = []
+    looked_at(monkeypatch, {1_000_000: 4}, moved, [(LAYERS + 1, 1.0)], planned)
+    assert planned == [3, 0]
 
 
 def test_a_plan_that_is_not_slow_is_taken(monkeypatch: pytest.MonkeyPatch):
