@@ -7,6 +7,10 @@ from setuptools import Extension, setup
 
 # Of Python only the stable ABI, as of 3.12: one wheel serves every later version.
 STABLE_ABI = {"define_macros": [("Py_LIMITED_API", "0x030C0000")], "py_limited_api": True}
+DISK = [
+    f"custom_calls/disk/{name}.cc" for name in ("file", "file_engine", "io_queue", "mapped_file")
+]
+DISK_HEADERS = [source.removesuffix("cc") + "h" for source in DISK]
 FLAGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
@@ -24,8 +28,8 @@ setup(
     ext_modules=[
         Extension(
             "custom_calls._transfer",
-            sources=["custom_calls/module.cc", "custom_calls/transfer.cc"],
-            depends=["custom_calls/transfer.h"],
+            sources=["custom_calls/module.cc", "custom_calls/transfer.cc", *DISK],
+            depends=["custom_calls/transfer.h", *DISK_HEADERS],
             language="c++",
             **STABLE_ABI,
             # As system headers: their warnings are not ours to fix.

@@ -1,3 +1,6 @@
+from collections.abc import Buffer
+from os import PathLike
+
 from typing_extensions import CapsuleType
 
 copy_start: CapsuleType
@@ -8,3 +11,50 @@ type _Record = tuple[int, int, int, int, int, int, int, int, int, int, int, int,
 def trace_begin(capacity: int, /) -> None: ...
 def trace_end() -> tuple[list[_Record], int]: ...
 def set_link_bandwidth(bytes_per_second: float, /) -> None: ...
+def read_file(
+    path: str | PathLike[str],
+    buffer: Buffer,
+    offset: int,
+    *,
+    depth: int = 16,
+    chunk: int = 1 << 20,
+    use_uring: bool = True,
+) -> None:
+    """Fills a buffer with the bytes of a file from `offset` on, as a `copy_start` out of a
+    mapped one does.
+
+    Args:
+      depth: requests under way at once.
+      chunk: bytes of a request, a multiple of 4096.
+      use_uring: False for threads, as where the kernel has no io_uring.
+
+    Raises:
+      OSError: names the file, and the byte at which the read ended.
+    """
+
+def write_file(
+    path: str | PathLike[str],
+    buffer: Buffer,
+    offset: int,
+    *,
+    depth: int = 16,
+    chunk: int = 1 << 20,
+    use_uring: bool = True,
+) -> None:
+    """Writes a buffer into a file that is there; see `read_file`. It is on the disk after an
+    `os.fdatasync`."""
+
+def is_mapped(address: int, /) -> bool:
+    """Whether the byte at an address is that of a `MappedFile`."""
+
+class MappedFile:
+    """All bytes of a file, read-only, as a buffer. While it lives, a `copy_start` whose operand
+    lies in it reads the file itself, past the page cache; whoever else touches the bytes has the
+    kernel read pages on demand.
+
+    Raises:
+      OSError: when the file cannot be opened or mapped, or is empty.
+    """
+
+    def __new__(cls, path: str | PathLike[str], /) -> MappedFile: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -3,8 +3,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <memory>
+#include <new>
 #include <optional>
+#include <string>
 
+#include "disk/file_engine.h"
+#include "disk/mapped_file.h"
 #include "transfer.h"
 
 namespace {
@@ -59,6 +64,105 @@ PyObject* SetLinkBandwidth(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Copies between a file and a buffer, and waits: one call of an engine of its own.
+PyObject* CopyFile(PyObject* args, PyObject* named, bool is_write) {
+  static const char* names[] = {"path", "buffer", "offset", "depth", "chunk", "use_uring", nullptr};
+  PyObject* path;
+  Py_buffer buffer;
+  unsigned long long offset;
+  memplan::FileEngineOptions options;
+  int use_uring = options.use_uring;
+  const char* const format = is_write ? "O&y*K|$IIp" : "O&w*K|$IIp";
+  if (!PyArg_ParseTupleAndKeywords(args, named, format, const_cast<char**>(names),
+                                   PyUnicode_FSConverter, &path, &buffer, &offset, &options.depth,
+                                   &options.chunk, &use_uring)) {
+    return nullptr;
+  }
+  options.use_uring = use_uring != 0;
+  const std::string where = PyBytes_AsString(path);
+  Py_DECREF(path);
+  std::string error;
+  if (options.depth == 0 || options.chunk == 0 ||
+      options.chunk % memplan::File::kMaxAlignment != 0) {
+    error = "depth must be at least 1, and chunk a multiple of 4096";
+  } else {
+    Py_BEGIN_ALLOW_THREADS;
+    error = memplan::CopyAndWait(where, offset, static_cast<std::byte*>(buffer.buf),
+                                 static_cast<uint64_t>(buffer.len), is_write, options);
+    Py_END_ALLOW_THREADS;
+  }
+  PyBuffer_Release(&buffer);
+  if (error.empty()) Py_RETURN_NONE;
+  PyErr_SetString(PyExc_OSError, error.c_str());
+  return nullptr;
+}
+
+PyObject* ReadFile(PyObject*, PyObject* args, PyObject* named) {
+  return CopyFile(args, named, /*is_write=*/false);
+}
+
+PyObject* WriteFile(PyObject*, PyObject* args, PyObject* named) {
+  return CopyFile(args, named, /*is_write=*/true);
+}
+
+// A file as a buffer of bytes, mapped for as long as anything has a view of it.
+struct MappedFileObject {
+  PyObject_HEAD
+  std::unique_ptr<memplan::MappedFile> file;
+};
+
+MappedFileObject* MappedFileOf(PyObject* self) {
+  return reinterpret_cast<MappedFileObject*>(self);
+}
+
+PyObject* MappedFileNew(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* path;
+  if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &path)) return nullptr;
+  std::string error;
+  std::unique_ptr<memplan::MappedFile> file =
+      memplan::MappedFile::Map(PyBytes_AsString(path), &error);
+  Py_DECREF(path);
+  if (file == nullptr) {
+    PyErr_SetString(PyExc_OSError, error.c_str());
+    return nullptr;
+  }
+  const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+  PyObject* self = allocate(type, 0);
+  if (self != nullptr) new (&MappedFileOf(self)->file) std::unique_ptr(std::move(file));
+  return self;
+}
+
+void MappedFileDealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  MappedFileOf(self)->file.~unique_ptr();
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+int MappedFileGetBuffer(PyObject* self, Py_buffer* view, int flags) {
+  const memplan::MappedFile& file = *MappedFileOf(self)->file;
+  return PyBuffer_FillInfo(view, self, const_cast<std::byte*>(file.data()),
+                           static_cast<Py_ssize_t>(file.size()), /*readonly=*/1, flags);
+}
+
+PyType_Slot mapped_file_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(MappedFileNew)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(MappedFileDealloc)},
+    {Py_bf_getbuffer, reinterpret_cast<void*>(MappedFileGetBuffer)},
+    {0, nullptr},
+};
+
+PyType_Spec mapped_file_spec = {
+    "custom_calls._transfer.MappedFile", sizeof(MappedFileObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, mapped_file_slots,
+};
+
+PyObject* IsMapped(PyObject*, PyObject* address) {
+  const void* const found = PyLong_AsVoidPtr(address);
+  if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
+  return PyBool_FromLong(memplan::FilePlaceOf(static_cast<const std::byte*>(found)).has_value());
+}
+
 // XLA looks for handlers in nameless capsules (jax.ffi.pycapsule makes the same).
 int AddHandler(PyObject* module, const char* name, XLA_FFI_Handler* handler) {
   PyObject* capsule = PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr);
@@ -69,13 +173,22 @@ int AddHandler(PyObject* module, const char* name, XLA_FFI_Handler* handler) {
 
 int Exec(PyObject* module) {
   if (AddHandler(module, "copy_start", memplan::CopyStart) < 0) return -1;
-  return AddHandler(module, "copy_done", memplan::CopyDone);
+  if (AddHandler(module, "copy_done", memplan::CopyDone) < 0) return -1;
+  PyObject* type = PyType_FromModuleAndSpec(module, &mapped_file_spec, nullptr);
+  const int status = PyModule_AddObjectRef(module, "MappedFile", type);
+  Py_XDECREF(type);
+  return status;
 }
 
 PyMethodDef methods[] = {
     {"trace_begin", TraceBegin, METH_VARARGS, nullptr},
     {"trace_end", TraceEnd, METH_NOARGS, nullptr},
     {"set_link_bandwidth", SetLinkBandwidth, METH_VARARGS, nullptr},
+    {"read_file", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(ReadFile)),
+     METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"write_file", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(WriteFile)),
+     METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"is_mapped", IsMapped, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -46,6 +46,10 @@ TO_HOST = 1
 """The engine that evicts: copies away from the fast tier."""
 
 
+FROM_DISK = 2
+"""The engine, in traces, of what `TO_DEVICE` was asked to copy and lies in a mapped file."""
+
+
 def attributes(transfer_id: int, engine: int = TO_DEVICE) -> str:
     """The backend configuration of a `copy_start` or a `copy_done`, in MLIR's syntax.
 

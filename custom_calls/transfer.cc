@@ -1,5 +1,7 @@
 #include "transfer.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -18,6 +20,9 @@
 #include <utility>
 #include <vector>
 
+#include "disk/file_engine.h"
+#include "disk/mapped_file.h"
+
 namespace memplan {
 namespace {
 
@@ -25,6 +30,7 @@ namespace ffi = xla::ffi;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kEngines = 2;                // targets.py: TO_DEVICE and TO_HOST.
+constexpr int64_t kFromDisk = 2;               // targets.py: FROM_DISK.
 constexpr size_t kThrottledChunk = 256 << 10;  // Bytes; 0.26 ms at 1 GB/s.
 
 int64_t Now() {
@@ -96,15 +102,24 @@ Trace& TheTrace() {
 
 // -------------------------------------------------------------------------------- Engines
 
-struct Transfer {
+struct Transfer : FileCopy {
   const std::byte* source;
-  std::byte* destination;
-  size_t bytes;
   Trace::Ticket ticket;
   TransferRecord record;
+  std::string error;  // Empty, or why the copy failed; written before `copied` is set.
   std::promise<void> copied;
+  std::shared_ptr<Transfer> itself;  // While an engine that knows pointers only has it.
 
   bool traced() const { return ticket.generation != 0; }
+  void Began() override {
+    if (traced()) record.copy_began = Now();
+  }
+  void Ended(const std::string* failure) override {
+    const std::shared_ptr<Transfer> until_return = std::move(itself);
+    if (failure != nullptr) error = *failure;
+    if (traced()) record.copy_ended = Now();
+    copied.set_value();
+  }
 };
 
 std::atomic<double> link_bandwidth{0};
@@ -119,7 +134,7 @@ void CopyAtRate(const Transfer& transfer, double bytes_per_second) {
     const std::chrono::duration<double> due(static_cast<double>(offset + size) /
                                             bytes_per_second);
     std::this_thread::sleep_until(began + std::chrono::duration_cast<Clock::duration>(due));
-    std::memcpy(transfer.destination + offset, transfer.source + offset, size);
+    std::memcpy(transfer.memory + offset, transfer.source + offset, size);
   }
 }
 
@@ -150,14 +165,13 @@ class Engine {
   }
 
   static void Copy(Transfer& transfer) {
-    if (transfer.traced()) transfer.record.copy_began = Now();
+    transfer.Began();
     if (const double rate = link_bandwidth; rate > 0) {
       CopyAtRate(transfer, rate);
     } else {
-      std::memcpy(transfer.destination, transfer.source, transfer.bytes);
+      std::memcpy(transfer.memory, transfer.source, transfer.bytes);
     }
-    if (transfer.traced()) transfer.record.copy_ended = Now();
-    transfer.copied.set_value();
+    transfer.Ended(nullptr);
   }
 
   std::mutex mutex_;
@@ -170,6 +184,37 @@ Engine& EngineOf(int64_t index) {
   return (*engines)[index];
 }
 
+// The engine of what is read from files.
+FileEngine& TheFileEngine() {
+  static auto* engine = new FileEngine;
+  return *engine;
+}
+
+// Pages that a program has not touched yet come from the kernel one by one, as a disk writes to
+// them; large ones are that many fewer.
+void AdviseHugePages(std::byte* memory, size_t bytes) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t begin = (address + kHugePage - 1) & ~(kHugePage - 1);
+  const uintptr_t end = (address + bytes) & ~(kHugePage - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+void Begin(std::shared_ptr<Transfer> transfer) {
+  std::optional<FilePlace> place = FilePlaceOf(transfer->source);
+  if (!place) {
+    EngineOf(transfer->record.engine).Enqueue(std::move(transfer));
+    return;
+  }
+  transfer->record.engine = kFromDisk;
+  transfer->file = std::move(place->file);
+  transfer->offset = place->offset;
+  AdviseHugePages(transfer->memory, transfer->bytes);
+  FileCopy* const copy = transfer.get();
+  transfer->itself = std::move(transfer);
+  TheFileEngine().Enqueue(copy);
+}
+
 // ----------------------------------------------------------------------------- Rendezvous
 
 // The transfers between their start and their done, by destination: while it is live no two
@@ -179,7 +224,7 @@ class InFlight {
  public:
   void Put(std::shared_ptr<Transfer> transfer) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const void* destination = transfer->destination;
+    const void* destination = transfer->memory;
     by_destination_.insert_or_assign(destination, std::move(transfer));
   }
 
@@ -282,13 +327,13 @@ ffi::Error Start(ffi::AnyBuffer source, ffi::RemainingArgs /*fences*/,
 
   auto transfer = std::make_shared<Transfer>();
   transfer->source = static_cast<const std::byte*>(source.untyped_data());
-  transfer->destination = static_cast<std::byte*>(destination->untyped_data());
+  transfer->memory = static_cast<std::byte*>(destination->untyped_data());
   transfer->bytes = source.size_bytes();
-  if (std::less<>()(transfer->source, transfer->destination + transfer->bytes) &&
-      std::less<>()(transfer->destination, transfer->source + transfer->bytes)) {
+  if (std::less<>()(transfer->source, transfer->memory + transfer->bytes) &&
+      std::less<>()(transfer->memory, transfer->source + transfer->bytes)) {
     return fail("source and destination overlap");
   }
-  if (const auto previous = TheInFlight().Take(transfer->destination)) {
+  if (const auto previous = TheInFlight().Take(transfer->memory)) {
     // Its copy may still be queued on the other engine, and must not land on top of this one.
     previous->copied.get_future().wait();
     // A transfer of another run is what a run that failed before its done left behind: XLA has
@@ -312,7 +357,7 @@ ffi::Error Start(ffi::AnyBuffer source, ffi::RemainingArgs /*fences*/,
     record.start_issued = Now();
   }
   TheInFlight().Put(transfer);
-  EngineOf(engine).Enqueue(std::move(transfer));
+  Begin(std::move(transfer));
   return ffi::Error::Success();
 }
 
@@ -338,6 +383,7 @@ ffi::Error Done(ffi::AnyBuffer buffer, ffi::RemainingArgs source_and_fences,
   if (record.transfer_id != *transfer_id) {
     return fail("operand 0 is the destination of transfer ", record.transfer_id);
   }
+  if (!transfer->error.empty()) return fail(transfer->error);
   const ffi::ErrorOr<ffi::AnyBuffer> source = source_and_fences.get<ffi::AnyBuffer>(0);
   if (source.has_error() || source->untyped_data() != transfer->source) {
     return fail("operand 1 is not the buffer that memplan.copy_start read");

@@ -67,6 +67,13 @@ class OffloadPatternError(MemplanError, ValueError):
         )
 
 
+class TensorFileError(MemplanError, ValueError):
+    """A file of tensors is not what it should be, or cannot hold what it should."""
+
+    def __init__(self, where: object, problem: str) -> None:
+        super().__init__(f"{where}: {problem}.")
+
+
 class UnreadableModuleError(MemplanError, ValueError):
     """The input is no HLO or StableHLO that memplan can read."""
 

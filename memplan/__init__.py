@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine, load_machine, machine_names
     from hlo_passes.plan import Plan
     from hlo_passes.reading.reader import read_module
+    from memplan import disk as disk
     from memplan.api import jit
     from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
@@ -94,6 +95,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "disk":  # A module, which its import makes an attribute.
+        return import_module("memplan.disk")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

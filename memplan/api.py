@@ -31,6 +31,7 @@ from hlo_passes.errors import (
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from hlo_passes.units import format_bytes
+from memplan import disk
 from memplan.compiled import Compiled, PlacementWarning, delete
 from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
@@ -281,8 +282,9 @@ class _PlannedFunction:
         """What arguments like these are compiled for."""
         given = self._function.jit_options
         asked = jax.tree.leaves([given.get(k) for k in ("in_shardings", "out_shardings")])
+        leaves = list(leaves)
         shardings = [*asked, *(getattr(leaf, "sharding", None) for leaf in leaves)]
-        return find_target(self._function.options.machine, shardings)
+        return disk.fed(find_target(self._function.options.machine, shardings), leaves)
 
     def _program(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Lowered]:
         """Returns the dynamic arguments, the same flat, and the program for them."""

@@ -21,7 +21,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -182,6 +182,16 @@ class Machine:
         """The link that feeds the device's memory: the first that ends there."""
         device = self.device_memory.name
         return next(link for link in self.links if link.destination == device)
+
+    def fed_from(self, tier: str) -> Machine:
+        """Returns the same machine where device memory is fed from another tier: `host_link` is
+        the link from there.
+
+        Raises:
+          NotOnMachineError: when no link joins the two.
+        """
+        link = self.link(tier, self.device_memory.name)
+        return replace(self, links=(link, *(other for other in self.links if other != link)))
 
     @property
     def on_chip_memory(self) -> Tier | None:

@@ -1,0 +1,64 @@
+#include "file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace memplan {
+namespace {
+
+// What most disks ask for where the kernel does not say (before Linux 6.1).
+constexpr uint64_t kUsualAlignment = 4096;
+
+#ifndef STATX_DIOALIGN
+#define STATX_DIOALIGN 0x00002000U
+#endif
+
+}  // namespace
+
+std::shared_ptr<const File> File::Open(const std::string& path, bool writable,
+                                       std::string* error) {
+  std::shared_ptr<File> file(new File);
+  file->path_ = path;
+  const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
+  struct stat status;
+  file->buffered_ = open(path.c_str(), flags);
+  if (file->buffered_ < 0 || fstat(file->buffered_, &status) < 0) {
+    *error = path + ": cannot be opened (" + strerror(errno) + ")";
+    return nullptr;
+  }
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
+    *error = path + ": is no regular file";
+    return nullptr;
+  }
+  file->size_ = static_cast<uint64_t>(status.st_size);
+  file->direct_ = open(path.c_str(), flags | O_DIRECT);
+  if (file->direct_ < 0) {
+    // Some file systems have no direct reads; through the page cache the bytes are the same.
+    file->direct_ = dup(file->buffered_);
+    return file;
+  }
+  file->offset_alignment_ = file->memory_alignment_ = kUsualAlignment;
+  struct statx extended;
+  // The alignment that is asked of an address may be finer than that of an offset.
+  if (statx(file->direct_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+      (extended.stx_mask & STATX_DIOALIGN) != 0 && extended.stx_dio_offset_align != 0) {
+    file->offset_alignment_ = extended.stx_dio_offset_align;
+    file->memory_alignment_ = extended.stx_dio_mem_align;
+  }
+  if (file->offset_alignment_ > kMaxAlignment || file->memory_alignment_ > kMaxAlignment) {
+    dup2(file->buffered_, file->direct_);
+    file->offset_alignment_ = file->memory_alignment_ = 1;
+  }
+  return file;
+}
+
+File::~File() {
+  if (direct_ >= 0) close(direct_);
+  if (buffered_ >= 0) close(buffered_);
+}
+
+}  // namespace memplan

@@ -1,0 +1,351 @@
+"""Arrays whose bytes stay in files, for what does not fit into memory.
+
+    memplan.disk.repack("model.safetensors", "model.aligned.safetensors")     once
+    params = memplan.disk.load("model.aligned.safetensors", like=shapes)
+    step = memplan.jit(decode, hbm="1GiB")
+    params, cache = step.place(params, cache)          what stays in memory is read here
+    logits, cache = step(params, cache)                the rest is streamed in each step
+
+A file is safetensors' own format, so that whatever reads that reads these. What `save` adds is
+where the tensors stand::
+
+    0        8              64 mod 4096
+    │ length │ JSON, padded │ those of whole blocks │ of whole cache lines │ the others │
+
+Such a tensor has an address in memory without being there: the file is mapped, and an array in
+``pinned_host`` memory is made of its bytes in place (XLA:CPU asks for multiples of 64). A program
+of ``memplan.jit`` never touches that address: its transfers read the file, past the page cache,
+straight into the slot that XLA has for them. For that the file's bytes lie as far into a block as
+XLA's slots do, 64 bytes. Any other program that takes the array has the kernel read it page by
+page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import SingleDeviceSharding
+
+from custom_calls import library
+from hlo_passes import xla
+from hlo_passes.errors import TensorFileError
+from memplan.executable import Target
+from memplan.signature import HOST_MEMORY_KIND
+
+__all__ = ["load", "repack", "save"]
+
+_TIER = "nvme"
+_BLOCK = 4096
+"""Bytes: no disk asks for coarser alignment."""
+_SKEW = 64
+"""Where XLA:CPU's large allocations begin, modulo `_BLOCK`: malloc's header, rounded up to the
+alignment that XLA asks for."""
+_LINE = 64
+"""Bytes: XLA:CPU makes an array in place at multiples of this only."""
+_SMALL = 1 << 20
+"""Bytes up to which a tensor is read into memory where it cannot stay in its file."""
+_MOST_HEADER = 100_000_000
+"""Bytes; the limit of safetensors' own readers."""
+
+_DTYPES: Mapping[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "C64": np.complex64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> None:
+    """Writes the arrays of a pytree into a file, from which `load` streams them.
+
+    The file is complete, or not there: it takes its name when all is on the disk. One array is in
+    memory at a time, besides those that are anyway.
+
+    Args:
+      tree: of jax or NumPy arrays. The name of each is its path, joined by dots.
+
+    Raises:
+      TensorFileError: when two arrays have one name, or a type that safetensors does not know.
+      OSError: when the file cannot be written.
+    """
+    named = dict[str, Any]()
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = _name(keys)
+        if name in named:
+            raise TensorFileError(path, f"two arrays are called {name!r}")
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        if array.dtype not in _CODES:
+            problem = f"{name!r} has type {array.dtype}, which safetensors does not know"
+            raise TensorFileError(path, problem)
+        named[name] = array
+    _write(Path(path), named)
+
+
+def repack(
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+) -> None:
+    """Writes the tensors of safetensors files into one from which `load` streams them.
+
+    Args:
+      sources: a file, several, or a folder of them.
+
+    Raises:
+      TensorFileError: when a source is no such file, or two tensors have one name.
+      OSError: when a file cannot be read or written.
+    """
+    named = dict[str, Any]()
+    for source in _files(sources):
+        data = np.memmap(source, np.uint8, mode="r")
+        for tensor in _read_header(source):
+            if tensor.name in named:
+                raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
+            named[tensor.name] = tensor.of(data)
+    _write(Path(path), named)
+
+
+def load(
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], like: Any = None
+) -> Any:
+    """Returns the arrays of safetensors files; their bytes stay there.
+
+    The files must not be written to while an array of them is in use.
+
+    Args:
+      sources: a file, several, or a folder of them.
+      like: a pytree of arrays or ``jax.ShapeDtypeStruct``; None for a dict by name.
+
+    Returns:
+      jax arrays in ``pinned_host`` memory of the default device, a CPU: for each leaf of `like`
+      the tensor that has its path, joined by dots, as its name. What no array can be made of in
+      place is in memory, if it is no more than 1 MiB.
+
+    Raises:
+      TensorFileError: when a file is not what it should be, or has a large tensor at an address
+        that no array can have (`repack` mends it), or `like` asks for what is not there.
+      OSError: when a file cannot be read.
+    """
+    device = xla.devices()[0]
+    if device.platform != "cpu":
+        raise TensorFileError(
+            ", ".join(map(str, _files(sources))),
+            f"arrays in files are streamed on CPU only, and the default device is {device}",
+        )
+    host = SingleDeviceSharding(device, memory_kind=HOST_MEMORY_KIND)
+    found = dict[str, jax.Array]()
+    for source in _files(sources):
+        tensors = _read_header(source)
+        data = np.frombuffer(library.load().MappedFile(source), np.uint8)
+        for tensor in tensors:
+            if tensor.name in found:
+                raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
+            if tensor.offset % _LINE and tensor.bytes > _SMALL:
+                problem = (
+                    f"tensor {tensor.name!r} begins at byte {tensor.offset}, and arrays that stay "
+                    f"in a file begin at multiples of {_LINE}: write the file anew with "
+                    "memplan.disk.repack"
+                )
+                raise TensorFileError(source, problem)
+            found[tensor.name] = jax.device_put(tensor.of(data), host, may_alias=True)
+    return found if like is None else _as_tree(found, like, _files(sources))
+
+
+def is_on_disk(array: Any) -> bool:
+    """Whether an array's bytes stay in a file that `load` mapped."""
+    if not isinstance(array, jax.Array) or array.sharding.memory_kind != HOST_MEMORY_KIND:
+        return False
+    if not array.is_fully_addressable or len(array.devices()) > 1 or array.size == 0:
+        return False
+    if next(iter(array.devices())).platform != "cpu":
+        return False
+    return library.load().is_mapped(array.unsafe_buffer_pointer())
+
+
+def fed(target: Target, leaves: Iterable[Any]) -> Target:
+    """What arguments like these are planned for: where some stay in files, the host's link is as
+    fast as the machine's disk, if it has one."""
+    machine = target.machine
+    if all(tier.name != _TIER for tier in machine.tiers) or not any(map(is_on_disk, leaves)):
+        return target
+    return replace(target, machine=machine.fed_from(_TIER))
+
+
+# --- from here on: how --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where a tensor stands in its file; `offset` in bytes from the file's begin."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def of(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """The tensor as a view of all bytes of its file."""
+        own = data[self.offset : self.offset + self.bytes]
+        # Bytes that begin anywhere: NumPy is told so by a type without alignment.
+        return np.ndarray(self.shape, self.dtype, own.data if own.size else b"")
+
+
+def _name(keys: Sequence[Any]) -> str:
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator=".")
+
+
+def _files(sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    if not isinstance(sources, str | os.PathLike):
+        return [Path(source) for source in sources]
+    path = Path(sources)
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise TensorFileError(path, "the folder has no file that ends in .safetensors")
+    return found
+
+
+def _read_header(path: Path) -> list[_Tensor]:
+    """The tensors of a safetensors file, in the order in which they stand there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise TensorFileError(
+                path,
+                f"is no safetensors file: it has {size} bytes, and says its header has {length}",
+            )
+        try:
+            header: Any = json.loads(file.read(length))
+        except ValueError as error:
+            raise TensorFileError(
+                path, f"is no safetensors file: its header is no JSON ({error})"
+            ) from None
+    if not isinstance(header, dict):
+        raise TensorFileError(path, "is no safetensors file: its header is no JSON object")
+    begin = 8 + length
+    tensors = [
+        _tensor(path, name, entry, begin, size)
+        for name, entry in cast("dict[str, Any]", header).items()
+        if name != "__metadata__"
+    ]
+    return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _tensor(path: Path, name: str, entry: Any, begin: int, size: int) -> _Tensor:
+    try:
+        code, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        problem = f"tensor {name!r}: expected dtype, shape and data_offsets, found {entry!r}"
+        raise TensorFileError(path, problem) from None
+    if code not in _DTYPES:
+        raise TensorFileError(path, f"tensor {name!r} has type {code!r}, which jax does not have")
+    numbers = [*shape, start, end]
+    if not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise TensorFileError(path, f"tensor {name!r}: shape and data_offsets are {entry!r}")
+    tensor = _Tensor(name, np.dtype(_DTYPES[code]), tuple(shape), begin + start)
+    if end - start != tensor.bytes:
+        problem = (
+            f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, {tensor.bytes} bytes, and its "
+            f"data_offsets have {end - start}"
+        )
+        raise TensorFileError(path, problem)
+    if begin + end > size:
+        problem = f"tensor {name!r} ends at byte {begin + end}, and the file has {size}"
+        raise TensorFileError(path, problem)
+    return tensor
+
+
+def _write(path: Path, named: Mapping[str, Any]) -> None:
+    # What is a multiple of a block keeps what comes after it as aligned as it was itself.
+    order = sorted(named, key=lambda name: -_alignment(named[name].nbytes))
+    header, offset = dict[str, Any](), 0
+    for name in order:
+        array = named[name]
+        end = offset + array.nbytes
+        header[name] = {
+            "dtype": _CODES[np.dtype(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * ((_SKEW - 8 - len(text)) % _BLOCK)
+    with _replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            file.write(
+                np.ascontiguousarray(np.asarray(named[name])).reshape(-1).view(np.uint8).data
+            )
+
+
+def _alignment(size: int) -> int:
+    """The largest power of two up to a block that divides a number of bytes."""
+    return math.gcd(size, _BLOCK) if size else _BLOCK
+
+
+@contextmanager
+def _replacing(path: Path) -> Generator[IO[bytes]]:
+    """A file that takes the place of `path` when all of it is on the disk, and only then."""
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _as_tree(found: Mapping[str, jax.Array], like: Any, files: Sequence[Path]) -> Any:
+    def leaf(keys: Sequence[Any], wanted: Any) -> jax.Array:
+        name = _name(keys)
+        where = ", ".join(map(str, files))
+        if name not in found:
+            near = ", ".join(map(repr, sorted(found)[:5]))
+            raise TensorFileError(
+                where, f"has no tensor {name!r}; it has {near}, {len(found)} in all"
+            )
+        array = found[name]
+        if (array.shape, array.dtype) != (tuple(wanted.shape), np.dtype(wanted.dtype)):
+            problem = (
+                f"tensor {name!r} is {array.dtype}{list(array.shape)}, expected "
+                f"{np.dtype(wanted.dtype)}{list(wanted.shape)}"
+            )
+            raise TensorFileError(where, problem)
+        return array
+
+    return jax.tree_util.tree_map_with_path(leaf, like)
