@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BUILT_FROM := pyproject.toml constraints.txt \
-  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h hlo_passes/*.h hlo_passes/*/*.cc hlo_passes/*/*.h)
+  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h custom_calls/*/*.cc custom_calls/*/*.h hlo_passes/*.h hlo_passes/*/*.cc hlo_passes/*/*.h)
 
 export PYTHON
 
@@ -70,7 +70,7 @@ constraints: ## Resolve every dependency afresh into constraints.txt
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f custom_calls/*.so hlo_passes/*/*.so
+	rm -f custom_calls/*.so custom_calls/*/*.so hlo_passes/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extensions are built against the headers of the jaxlib they will run with: jaxlib comes

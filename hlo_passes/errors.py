@@ -130,6 +130,65 @@ class PlanFormatError(MemplanError, ValueError):
         )
 
 
+class ChainError(MemplanError, ValueError):
+    """A chain whose parts do not fit together.
+
+    Attributes:
+      where, expected, found: the field, and what is wrong with it.
+      table, row: the part that it is of, if it is of one.
+    """
+
+    def __init__(
+        self, where: str, expected: str, found: object, table: str = "", row: int = 0
+    ) -> None:
+        self.where, self.expected, self.found = where, expected, found
+        self.table, self.row = table, row
+        super().__init__(
+            f"chain: {where}: expected {expected}, found {found}. Indices count the chain's tables "
+            "from 0; Builder.build makes the waits of a chain."
+        )
+
+
+class ChainFormatError(MemplanError, ValueError):
+    """Bytes that are no chain.
+
+    Attributes:
+      offset: of the first thing that is wrong, in bytes.
+      problem: what it is.
+    """
+
+    def __init__(self, offset: int, problem: str) -> None:
+        self.offset, self.problem = offset, problem
+        super().__init__(
+            f"chain file, byte {offset}: {problem}. Write chains with to_bytes of the same memplan "
+            "version."
+        )
+
+
+class ChainTextError(MemplanError, ValueError):
+    """A text that is no chain.
+
+    Attributes:
+      line, column: from 1.
+    """
+
+    def __init__(self, line: int, column: int, text: str, expected: str, found: str) -> None:
+        self.line, self.column = line, column
+        super().__init__(
+            f"chain text, line {line}, column {column}: expected {expected}, found {found}\n"
+            f"  {text}\n"
+            f"  {' ' * (column - 1)}^\n"
+            "disassemble() shows the form."
+        )
+
+
+class ChainCheckError(MemplanError, ValueError):
+    """The independent checker rejects a chain."""
+
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(f"chain rejected: {problem}. {hint}")
+
+
 class VerificationError(MemplanError):
     """The independent checker rejects a plan or a rewritten module."""
 

@@ -1,0 +1,34 @@
+// Memory of whole pages that is there before anything runs.
+
+#ifndef CUSTOM_CALLS_RUNTIME_ARENA_H_
+#define CUSTOM_CALLS_RUNTIME_ARENA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace memplan {
+
+class Arena {
+ public:
+  // `alignment`: of the first byte, a power of two. Every page is there when this returns. On
+  // failure nothing, and `error` is a sentence.
+  static std::unique_ptr<Arena> Allocate(uint64_t bytes, uint64_t alignment, std::string* error);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  std::byte* data() const { return data_; }
+  uint64_t allocated_bytes() const { return allocated_bytes_; }  // Whole pages.
+
+ private:
+  Arena() = default;
+
+  std::byte* data_ = nullptr;
+  uint64_t allocated_bytes_ = 0;
+};
+
+}  // namespace memplan
+
+#endif  // CUSTOM_CALLS_RUNTIME_ARENA_H_
