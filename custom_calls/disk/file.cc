@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,9 +14,21 @@ namespace {
 // What most disks ask for where the kernel does not say (before Linux 6.1).
 constexpr uint64_t kUsualAlignment = 4096;
 
-#ifndef STATX_DIOALIGN
-#define STATX_DIOALIGN 0x00002000U
-#endif
+// What Linux 6.1 and later say of direct I/O in statx(2). C libraries and headers older than that
+// have neither the call nor the fields.
+struct DirectAlignments {
+  uint32_t memory = 0;
+  uint32_t offset = 0;  // 0: direct I/O is not said to work.
+};
+
+DirectAlignments AlignmentsOf(int descriptor) {
+  constexpr uint32_t kDioAlign = 0x2000;  // STATX_DIOALIGN.
+  uint32_t found[64] = {};                // struct statx; stx_mask is its first word.
+  constexpr size_t kMemory = 38, kOffset = 39;
+  if (syscall(SYS_statx, descriptor, "", AT_EMPTY_PATH, kDioAlign, found) < 0) return {};
+  if ((found[0] & kDioAlign) == 0) return {};
+  return {found[kMemory], found[kOffset]};
+}
 
 }  // namespace
 
@@ -42,12 +55,11 @@ std::shared_ptr<const File> File::Open(const std::string& path, bool writable,
     return file;
   }
   file->offset_alignment_ = file->memory_alignment_ = kUsualAlignment;
-  struct statx extended;
   // The alignment that is asked of an address may be finer than that of an offset.
-  if (statx(file->direct_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
-      (extended.stx_mask & STATX_DIOALIGN) != 0 && extended.stx_dio_offset_align != 0) {
-    file->offset_alignment_ = extended.stx_dio_offset_align;
-    file->memory_alignment_ = extended.stx_dio_mem_align;
+  const DirectAlignments said = AlignmentsOf(file->direct_);
+  if (said.offset != 0 && said.memory != 0) {
+    file->offset_alignment_ = said.offset;
+    file->memory_alignment_ = said.memory;
   }
   if (file->offset_alignment_ > kMaxAlignment || file->memory_alignment_ > kMaxAlignment) {
     dup2(file->buffered_, file->direct_);
