@@ -29,7 +29,7 @@ def sample_builder(unit: int = 512) -> Builder:
     b = Builder()
     hbm = b.arena("hbm", "hbm", 8 * unit, alignment=512)
     weights = b.file("weights", "ssd", 4 * unit, "/models/größe 7b.bin")
-    cache = b.file("cache", "ssd", 2 * unit, "/tmp/cache", writable=True)
+    cache = b.file("cache", "ssd", 2 * unit, "/mnt/cache", writable=True)
     x, y = b.bound("x", "hbm", unit), b.bound("y", "hbm", unit, writable=True)
     w0, w1 = (b.slot(f"w{k}", weights, 2 * unit * k, 2 * unit) for k in range(2))
     ring, act = b.slot("ring", hbm, 0, 2 * unit), b.slot("act of layer", hbm, 2 * unit, unit)

@@ -163,7 +163,7 @@ def test_releases_change_no_waits(program: Builder):
 def test_spaces_are_what_they_were_declared_to_be():
     kinds = [(s.kind, s.writable, s.alignment, s.path) for s in sample().spaces]
     assert kinds[0] == (SpaceKind.ARENA, True, 512, "")
-    assert kinds[2] == (SpaceKind.FILE, True, 0, "/tmp/cache")
+    assert kinds[2] == (SpaceKind.FILE, True, 0, "/mnt/cache")
     assert kinds[3] == (SpaceKind.BOUND, False, 0, "")
 
 
