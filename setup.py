@@ -18,11 +18,12 @@ def xla_headers() -> str:
     """The folder of XLA's FFI headers: what `jax.ffi.include_dir()` says, without importing jax."""
     jaxlib = find_spec("jaxlib")
     if jaxlib is None or jaxlib.origin is None:
-        raise SystemExit(
-            "building custom_calls._transfer needs jaxlib, which carries XLA's headers"
-        )
+        raise SystemExit("building custom_calls needs jaxlib, which carries XLA's headers")
     return str(Path(jaxlib.origin).parent / "include")
 
+
+# As system headers: their warnings are not ours to fix.
+WITH_XLA = [*FLAGS, f"-isystem{xla_headers()}"]
 
 setup(
     ext_modules=[
@@ -32,8 +33,7 @@ setup(
             depends=["custom_calls/transfer.h", *DISK_HEADERS],
             language="c++",
             **STABLE_ABI,
-            # As system headers: their warnings are not ours to fix.
-            extra_compile_args=[*FLAGS, f"-isystem{xla_headers()}"],
+            extra_compile_args=WITH_XLA,
         ),
         Extension(
             "hlo_passes.memory._packing",
@@ -91,6 +91,7 @@ setup(
             "custom_calls.runtime._runtime",
             sources=[
                 "custom_calls/runtime/module.cc",
+                "custom_calls/runtime/gate.cc",
                 "custom_calls/runtime/runtime.cc",
                 "custom_calls/runtime/arena.cc",
                 "hlo_passes/chains/reader.cc",
@@ -99,6 +100,7 @@ setup(
             depends=[
                 "custom_calls/runtime/arena.h",
                 "custom_calls/runtime/counter.h",
+                "custom_calls/runtime/gate.h",
                 "custom_calls/runtime/runtime.h",
                 "hlo_passes/chains/chain_layout.h",
                 "hlo_passes/chains/reader.h",
@@ -107,7 +109,7 @@ setup(
             ],
             language="c++",
             **STABLE_ABI,
-            extra_compile_args=FLAGS,
+            extra_compile_args=WITH_XLA,
         ),
         Extension(
             "hlo_passes.chains._reader",

@@ -44,8 +44,8 @@ def write_file(
     """Writes a buffer into a file that is there; see `read_file`. It is on the disk after an
     `os.fdatasync`."""
 
-def is_mapped(address: int, /) -> bool:
-    """Whether the byte at an address is that of a `MappedFile`."""
+def file_place(address: int, /) -> tuple[str, int] | None:
+    """The path and the offset of the byte at an address, if it is that of a `MappedFile`."""
 
 class MappedFile:
     """All bytes of a file, read-only, as a buffer. While it lives, a `copy_start` whose operand

@@ -11,6 +11,13 @@ class CustomCallLibraryError(RuntimeError):
     """`custom_calls._transfer`, the C++ handlers, is not built or cannot be loaded."""
 
 
+def _load_runtime() -> ModuleType:
+    """The extension module `custom_calls.runtime._runtime`, built with the other."""
+    from custom_calls.runtime import _runtime
+
+    return _runtime
+
+
 _registration = threading.Lock()
 _registered = False
 
@@ -50,6 +57,7 @@ def register() -> None:
 
         jax.ffi.register_ffi_target(targets.COPY_START, library.copy_start, platform="cpu")
         jax.ffi.register_ffi_target(targets.COPY_DONE, library.copy_done, platform="cpu")
+        jax.ffi.register_ffi_target(targets.GATE, _load_runtime().gate, platform="cpu")
         _registered = True
 
 

@@ -157,10 +157,13 @@ PyType_Spec mapped_file_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, mapped_file_slots,
 };
 
-PyObject* IsMapped(PyObject*, PyObject* address) {
+PyObject* FilePlace(PyObject*, PyObject* address) {
   const void* const found = PyLong_AsVoidPtr(address);
   if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
-  return PyBool_FromLong(memplan::FilePlaceOf(static_cast<const std::byte*>(found)).has_value());
+  const auto place = memplan::FilePlaceOf(static_cast<const std::byte*>(found));
+  if (!place) Py_RETURN_NONE;
+  return Py_BuildValue("NK", PyUnicode_DecodeFSDefault(place->file->path().c_str()),
+                       static_cast<unsigned long long>(place->offset));
 }
 
 // XLA looks for handlers in nameless capsules (jax.ffi.pycapsule makes the same).
@@ -188,7 +191,7 @@ PyMethodDef methods[] = {
      METH_VARARGS | METH_KEYWORDS, nullptr},
     {"write_file", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(WriteFile)),
      METH_VARARGS | METH_KEYWORDS, nullptr},
-    {"is_mapped", IsMapped, METH_O, nullptr},
+    {"file_place", FilePlace, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -30,11 +30,25 @@ The contract that the compiler keeps (the handlers check what they can):
 - Nothing but `copy_done` uses the result of `copy_start`, and it runs in the same execution.
 - No element type is narrower than a byte: the FFI does not say whether they are packed.
 
+Where the bytes come without XLA, from the runtime of a descriptor chain (`custom_calls.runtime`),
+there is no transfer to write. The argument lies in the runtime's arena, and calls mark where it is
+there, and where it is no more:
+
+    %here  = f32[n] custom-call(%p, fences...), custom_call_target="memplan.gate", step 3
+    %y     = ...                                                       reads %here
+    %gone  = f32[n] custom-call(%here, fences...), custom_call_target="memplan.gate"
+
+A `gate` gives its operand 0 itself, and what reads an array stands, by its bytes, between the
+gates before and after. One with a step waits until the runtime lets the program pass from one
+segment of the chain to the next; the segments pass in their order.
+
 This file imports nothing, so that a compiler pass can name the targets without the runtime.
 """
 
 COPY_START = "memplan.copy_start"
 COPY_DONE = "memplan.copy_done"
+
+GATE = "memplan.gate"
 
 API_VERSION = 4
 """`CustomCallApiVersion.API_VERSION_TYPED_FFI` (xla/service/hlo.proto)."""
@@ -60,3 +74,13 @@ def attributes(transfer_id: int, engine: int = TO_DEVICE) -> str:
             the order in which they were started; the two engines run side by side.
     """
     return f"{{engine = {engine} : i64, transfer_id = {transfer_id} : i64}}"
+
+
+def gate_attributes(step: int | None) -> str:
+    """The backend configuration of a `gate`.
+
+    Args:
+        step: the segment that begins with it, or how many there are, where the last one ends; None
+            for a gate that others stand for.
+    """
+    return f"{{step = {-1 if step is None else step} : i64}}"

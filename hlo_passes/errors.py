@@ -621,6 +621,25 @@ class UnreachableTierError(MemplanError):
         )
 
 
+class NotReplayableError(MemplanError, NotImplementedError):
+    """A plan does what the runtime of chains cannot.
+
+    Attributes:
+      what: the first such thing.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what}, and the runtime only fetches whole arguments outside of loops: call the "
+            "function itself, or unroll the loop"
+        )
+
+
+class StepRuntimeError(MemplanError, RuntimeError):
+    """A runtime was called with arrays that it does not have, or after it had ended."""
+
+
 class LoopMismatchError(MemplanError, ValueError):
     """A loop's schedule was applied to a computation that it was not made for."""
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hlo_passes import verify
 from hlo_passes.analysis import call_graph, dataflow, dependences, live_ranges
 from hlo_passes.analysis.stores import steady_parameters
+from hlo_passes.chains import lowering
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import MalformedModuleError, MemoryBudgetError, UnreachableTierError
 from hlo_passes.fitting import assembling, fit
@@ -221,10 +222,17 @@ def plan_module(
 
 
 @collection_paused()
-def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
+def rewrite_module(
+    module: Module, plan: Plan, machine: Machine, *, in_runtime: bool = False
+) -> Module:
     """Writes `plan` into `module` and has the checker compare the two.
 
+    Args:
+      in_runtime: leave the transfers to a runtime that replays them as a chain
+        (`chains.lowering`), and write gates where the program waits for it (CPU).
+
     Raises:
+      NotReplayableError: when `in_runtime`, and the plan does what that cannot.
       PlanMismatchError: when the plan was made for another module.
       LoopMismatchError: when one of its loops was.
       UnreachableTierError: when it moves something where XLA cannot.
@@ -239,7 +247,13 @@ def rewrite_module(module: Module, plan: Plan, machine: Machine) -> Module:
     ordered = loop_rewrite.rewrite_loops(normalized(module), plan.loops, machine)
     verify.verify_loops(ordered, plan.loops)
     edited = edits.apply(body_plans.write_bodies(ordered, plan.bodies), plan.edits)
-    rewritten = rewrite.rewrite(edited, plan, custom_calls=on_cpu)
+    if in_runtime:
+        lowering.check_replayable(plan)
+        rewritten = rewrite.rewrite(edited, plan, "gates")
+        verify.verify_equivalent(module, rewritten)
+        verify.verify_gates(plan, rewritten)
+        return rewritten
+    rewritten = rewrite.rewrite(edited, plan, "custom calls" if on_cpu else "copies")
     verify.verify_equivalent(module, rewritten)
     verify.verify_schedule(edited, plan, rewritten)
     return rewritten

@@ -15,6 +15,7 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, wi
 from memplan.layouts import Relaid
 from memplan.out_of_memory import is_exhausted, note
 from memplan.progress import Progress
+from memplan.running import StepRuntime
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Lowered, Traced
 from memplan.topologies import Topology
@@ -158,6 +160,7 @@ class _PlannedFunction:
         self._dispatch = xla.dispatcher(self._jitted, self._miss)
         self._programs: dict[Any, Lowered] = {}
         self._lock = threading.Lock()
+        self._in_runtime: _PlannedFunction | None = None
         self._warns = options.budget is not None
         # Of arguments of such a tree, which flat ones a program deletes; see `Compiled.consumed`.
         self._consumed: dict[Any, tuple[int, ...]] = {}
@@ -248,8 +251,29 @@ class _PlannedFunction:
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
         return (args, kwargs) if kwargs else args
 
+    def runtime(self, *args: Any, log: int = 0, **kwargs: Any) -> StepRuntime:
+        """Opens a runtime that brings what a step streams of these arguments, for many steps.
+
+        Unlike a call of the function, it has one arena for what is streamed, which counts in
+        ``hbm``, and reads for the next call during this one. CPU only.
+
+        Args:
+          log: of how many reads, the last ones, it keeps when they happened.
+
+        Raises:
+          NotReplayableError: when the plan does more than fetch arguments outside of loops.
+          OSError: when the arena cannot be allocated, or a file cannot be opened.
+        """
+        if self._in_runtime is None:
+            function = self._function
+            options = replace(function.options, in_runtime=True)
+            self._in_runtime = _planned(function.fun, options, function.jit_options)
+        _, leaves, lowered = self._in_runtime._program(args, kwargs)
+        return StepRuntime(lowered.compile(), leaves, log=log)
+
     def clear_cache(self) -> None:
         """Forgets every compiled program."""
+        self._in_runtime = None
         with self._lock:
             self._programs.clear()
             self._consumed.clear()

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from hlo_passes import pipeline
+from hlo_passes.chains.lowering import arena_bytes
 from hlo_passes.errors import (
     LoopMismatchError,
     MemoryBudgetError,
@@ -407,6 +408,8 @@ class Budgeted:
             beyond = int(self._lowering.target.capacity_bytes * (1 + NEAR)) + 1
             return _Tried(candidate, None, beyond, None, error)
         total = device_bytes(executable, candidate.hosted_on_cpu)
+        if self._lowering.function.options.in_runtime:
+            total += arena_bytes(candidate.plan)
         return _Tried(candidate, executable, total, rewritten, None)
 
     def _compile_planned(
@@ -417,10 +420,12 @@ class Budgeted:
             "compiling with a plan", candidate.plan.budget_bytes, candidate.step_time_s
         )
         rewritten: list[Module] = []
+        in_runtime = self._lowering.function.options.in_runtime
 
         def transform(module: Module) -> Module:
+            machine = self._lowering.target.machine
             rewritten.append(
-                pipeline.rewrite_module(module, candidate.plan, self._lowering.target.machine)
+                pipeline.rewrite_module(module, candidate.plan, machine, in_runtime=in_runtime)
             )
             return rewritten[-1]
 
@@ -433,7 +438,7 @@ class Budgeted:
             executable = inject.compile_with(
                 self._lowering.target.platform,
                 candidate.program.stablehlo,
-                f"{candidate.plan.fingerprint}-{__version__}",
+                f"{candidate.plan.fingerprint}-{__version__}{'-gates' if in_runtime else ''}",
                 transform,
                 candidate.program.compiler(options),
             )

@@ -14,6 +14,7 @@ from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from hlo_passes import verify, xla
+from hlo_passes.chains.lowering import arena_bytes
 from hlo_passes.errors import NotExecutableError
 from hlo_passes.ir import Module
 from hlo_passes.plan import LoopStreams
@@ -114,9 +115,12 @@ class Compiled:
     @property
     def device_bytes(self) -> int:
         """Arguments + outputs + temporaries − aliased bytes on the device, as XLA reports; on
-        CPU without the arguments on the host, which XLA:CPU counts among the device's; and the
-        arrays that the function closes over, which XLA counts nowhere."""
+        CPU without the arguments on the host, which XLA:CPU counts among the device's; the arrays
+        that the function closes over, which XLA counts nowhere; and the arena of a runtime that
+        brings what is on the host."""
         counted = device_bytes(self._executable, self.hosted_on_cpu)
+        if self.plan is not None and self._lowering.function.options.in_runtime:
+            counted += arena_bytes(self.plan)
         return counted + self._lowering.closed_bytes
 
     def memory_analysis(self) -> Any:
@@ -186,6 +190,32 @@ class Compiled:
         """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
         itself: what the plan is to be compared with."""
         return self._placing.placed(self.hosting, scheduled=False).compiler(None)()
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The user's name of each flat argument."""
+        return self._lowering.paths
+
+    @property
+    def streamed(self) -> Mapping[str, int]:
+        """The arguments that the plan fetches: the name of each parameter, and its flat number."""
+        if self.plan is None:
+            return {}
+        fetched = {t.buffer for t in self.plan.transfers}
+        return {
+            p.buffer: self._flat[p.parameter] for p in self.plan.placements if p.buffer in fetched
+        }
+
+    @property
+    def read_in_place(self) -> frozenset[int]:
+        """The flat arguments that loops read on the host, by the slice (CPU)."""
+        placements = self.plan.placements if self.plan is not None else ()
+        return frozenset(self._flat[p.parameter] for p in placements if p.in_place)
+
+    @property
+    def _flat(self) -> Mapping[int, int]:
+        """Of each parameter of the entry the flat number of the argument."""
+        return {k: n for n, k in self._placing.program.arguments.parameters.items()}
 
     def displaced(self, leaves: Sequence[Any]) -> list[int]:
         """Which flat arguments are not in the tier that the plan has for them, or in another
@@ -272,7 +302,7 @@ class Compiled:
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._bound_as(leaves)
         away = self.displaced(leaves) if tree == self.in_tree else []
-        if not away or not self._takes(leaves):
+        if not away or not self.takes(leaves):
             return program, args, kwargs, False
         # What jax has not seen yet, a NumPy array, it would have moved as well.
         if arrays := [n for n in away if isinstance(leaves[n], jax.Array)]:
@@ -291,7 +321,7 @@ class Compiled:
         delete(leaves[n] for n in away if donated[n])  # The program takes what was moved.
         return program, args, kwargs, True
 
-    def _takes(self, leaves: Sequence[Any]) -> bool:
+    def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether these are what it was compiled for. What is not, jax refuses, and nothing that is
         donated may be gone by then."""
         return all(

@@ -40,6 +40,7 @@ from jax.sharding import SingleDeviceSharding
 
 from custom_calls import library
 from hlo_passes import xla
+from hlo_passes.chains.lowering import FileSource
 from hlo_passes.errors import TensorFileError
 from memplan.executable import Target
 from memplan.signature import HOST_MEMORY_KIND
@@ -175,22 +176,23 @@ def load(
     return found if like is None else _as_tree(found, like, _files(sources))
 
 
-def is_on_disk(array: Any) -> bool:
-    """Whether an array's bytes stay in a file that `load` mapped."""
+def source_of(array: Any) -> FileSource | None:
+    """Where an array's bytes are, if they stay in a file that `load` mapped."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind != HOST_MEMORY_KIND:
-        return False
+        return None
     if not array.is_fully_addressable or len(array.devices()) > 1 or array.size == 0:
-        return False
+        return None
     if next(iter(array.devices())).platform != "cpu":
-        return False
-    return library.load().is_mapped(array.unsafe_buffer_pointer())
+        return None
+    place = library.load().file_place(array.unsafe_buffer_pointer())
+    return None if place is None else FileSource(*place)
 
 
 def fed(target: Target, leaves: Iterable[Any]) -> Target:
     """What arguments like these are planned for: where some stay in files, the host's link is as
     fast as the machine's disk, if it has one."""
     machine = target.machine
-    if all(tier.name != _TIER for tier in machine.tiers) or not any(map(is_on_disk, leaves)):
+    if all(tier.name != _TIER for tier in machine.tiers) or not any(map(source_of, leaves)):
         return target
     return replace(target, machine=machine.fed_from(_TIER))
 

@@ -29,6 +29,7 @@ class Options:
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
       progress: told of each step of a compilation; what it raises ends that.
+      in_runtime: the transfers are a runtime's, and not written into the program (CPU).
     """
 
     budget: int | None = None
@@ -38,6 +39,7 @@ class Options:
     layouts: Relaid | None = None
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None
+    in_runtime: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 from collections.abc import Buffer, Sequence
 
+from typing_extensions import CapsuleType
+
+gate: CapsuleType
+
 class Runtime:
     """Replays a chain.
 
@@ -71,9 +75,8 @@ class Runtime:
         """Bytes of all arenas: what the chain says, in whole pages of 4096."""
 
     def is_running(self) -> bool: ...
-    def log(self) -> bytes:
-        """What `custom_calls.runtime.events` reads.
+    def failure(self) -> str:
+        """What went wrong so far, or ``""``."""
 
-        Raises:
-          RuntimeError: while a replay is under way.
-        """
+    def log(self) -> bytes:
+        """What `custom_calls.runtime.events` reads."""

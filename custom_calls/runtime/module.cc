@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "gate.h"
 #include "runtime.h"
 
 namespace {
@@ -178,8 +179,12 @@ PyObject* AllocatedBytes(PyObject* self, PyObject*) {
 
 PyObject* IsRunning(PyObject* self, PyObject*) { return PyBool_FromLong(Of(self).is_running()); }
 
+PyObject* Failure(PyObject* self, PyObject*) {
+  const std::string failure = Of(self).failure();
+  return PyUnicode_DecodeFSDefault(failure.c_str());
+}
+
 PyObject* Log(PyObject* self, PyObject*) {
-  if (Of(self).is_running()) return Raise(PyExc_RuntimeError, "a replay is under way");
   const std::vector<memplan::LogRecord> records = Of(self).Log();
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(records.data()),
                                    static_cast<Py_ssize_t>(records.size() * sizeof(records[0])));
@@ -195,6 +200,7 @@ PyMethodDef runtime_methods[] = {
     {"address", Address, METH_O, nullptr},
     {"allocated_bytes", AllocatedBytes, METH_NOARGS, nullptr},
     {"is_running", IsRunning, METH_NOARGS, nullptr},
+    {"failure", Failure, METH_NOARGS, nullptr},
     {"log", Log, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -215,7 +221,12 @@ int Exec(PyObject* module) {
   PyObject* type = PyType_FromModuleAndSpec(module, &runtime_spec, nullptr);
   const int status = PyModule_AddObjectRef(module, "Runtime", type);
   Py_XDECREF(type);
-  return status;
+  if (status < 0) return status;
+  // XLA looks for handlers in nameless capsules (jax.ffi.pycapsule makes the same).
+  PyObject* gate = PyCapsule_New(reinterpret_cast<void*>(memplan::Gate), nullptr, nullptr);
+  const int added = PyModule_AddObjectRef(module, "gate", gate);
+  Py_XDECREF(gate);
+  return added;
 }
 
 PyModuleDef_Slot slots[] = {

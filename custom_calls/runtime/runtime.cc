@@ -4,6 +4,9 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <functional>
+#include <map>
+#include <shared_mutex>
 #include <utility>
 
 namespace memplan {
@@ -27,6 +30,21 @@ struct Extent {
 
 bool Overlap(const Extent& a, const Extent& b) {
   return a.space == b.space && a.begin < b.end && b.begin < a.end;
+}
+
+// Arenas by their first address. Never destroyed: XLA's threads outlive static objects.
+struct Registry {
+  struct Entry {
+    uint64_t bytes;
+    Runtime* runtime;
+  };
+  std::shared_mutex mutex;
+  std::map<const std::byte*, Entry, std::less<>> arenas;
+};
+
+Registry& TheRegistry() {
+  static auto* registry = new Registry;
+  return *registry;
 }
 
 }  // namespace
@@ -75,6 +93,12 @@ std::unique_ptr<Runtime> Runtime::Open(chains::Chain chain, std::vector<std::byt
   std::unique_ptr<Runtime> runtime(new Runtime(std::move(chain), options));
   if (!runtime->Prepare(error)) return nullptr;
   runtime->Bind(std::move(bound));
+  {
+    std::unique_lock<std::shared_mutex> lock(TheRegistry().mutex);
+    for (const auto& arena : runtime->arenas_) {
+      TheRegistry().arenas[arena->data()] = {arena->allocated_bytes(), runtime.get()};
+    }
+  }
   for (const auto& stream : runtime->streams_) {
     if (!stream->executes && stream->length() > 0) {
       stream->thread = std::thread(&Runtime::Serve, runtime.get(), stream.get());
@@ -140,6 +164,9 @@ bool Runtime::Prepare(std::string* error) {
     }
     touched.push_back(extents);
   }
+  for (uint32_t k = 0; k < streams_.size(); ++k) {
+    if (streams_[k]->executes) executing_.push_back(k);
+  }
   for (const auto& stream : streams_) {
     stream->log.resize(options_.log_records);
     for (Operation& operation : stream->under_way) {
@@ -167,6 +194,10 @@ bool Runtime::Prepare(std::string* error) {
 
 Runtime::~Runtime() {
   Cancel();
+  {
+    std::unique_lock<std::shared_mutex> lock(TheRegistry().mutex);
+    for (const auto& arena : arenas_) TheRegistry().arenas.erase(arena->data());
+  }
   for (const auto& stream : streams_) {
     if (stream->thread.joinable()) stream->thread.join();
   }
@@ -191,6 +222,10 @@ std::string Runtime::Wait() {
   for (const auto& stream : streams_) {
     if (!stream->completed.WaitFor(goal * stream->length())) break;
   }
+  return failure();
+}
+
+std::string Runtime::failure() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
 }
@@ -327,6 +362,36 @@ void Runtime::Leave(uint32_t index) {
   }
 }
 
+std::string Runtime::Step(uint64_t step) {
+  if (executing_.size() != 1) return "the chain has not one stream that executes segments";
+  const uint32_t stream = executing_.front();
+  if (step != steps_) {
+    return "step " + std::to_string(step) + " of a program, expected step " +
+           std::to_string(steps_) + ": two calls of it are under way at once, or one has failed";
+  }
+  if (step > 0) Leave(stream);
+  // A replay's last segment is followed by the first one of the next.
+  const uint64_t segments = chain_.segments.size();
+  steps_ = step == segments ? 0 : step + 1;
+  if (step == segments) return {};
+  const std::optional<uint32_t> entered = Enter(stream);
+  if (!entered) {
+    const std::string cause = failure();
+    return cause.empty() ? "no replay was started" : cause;
+  }
+  if (*entered == step) return {};
+  return "segment " + std::to_string(*entered) + " of the chain, expected " + std::to_string(step);
+}
+
+Runtime* Runtime::Of(const std::byte* address) {
+  std::shared_lock<std::shared_mutex> lock(TheRegistry().mutex);
+  auto entry = TheRegistry().arenas.upper_bound(address);
+  if (entry == TheRegistry().arenas.begin()) return nullptr;
+  --entry;
+  const auto offset = static_cast<uint64_t>(address - entry->first);
+  return offset < entry->second.bytes ? entry->second.runtime : nullptr;
+}
+
 // ---------------------------------------------------------------------------------- Rest
 
 void Runtime::Fail(const std::string& sentence) {
@@ -368,6 +433,7 @@ uint64_t Runtime::allocated_bytes() const {
 std::vector<LogRecord> Runtime::Log() const {
   std::vector<LogRecord> records;
   for (const auto& stream : streams_) {
+    std::lock_guard<std::mutex> lock(stream->mutex);
     const std::vector<LogRecord>& log = stream->log;
     const uint64_t size = log.size();
     const uint64_t first = stream->logged < size ? 0 : stream->logged;

@@ -4,6 +4,7 @@
 //     Open           arenas are allocated, files opened, threads started and parked
 //     Start(n)       n more replays; streams go on as far as their waits let them
 //     Enter, Leave   the caller's thread is the stream that executes segments
+//     Step           the same, for a program that holds all segments of a replay
 //     Wait           until the replays that were started have ended
 //
 // A file's copies of one stream overlap where they touch different bytes: one that could begin when
@@ -63,6 +64,7 @@ class Runtime {
   std::string Wait();
   void Cancel();
   bool is_running() const;
+  std::string failure() const;  // Empty, or what went wrong so far.
 
   // The next segment of a stream that executes, when all that it waits for has happened; nothing
   // when it does not come any more (`Wait` says why, or all replays that were started are over).
@@ -70,10 +72,16 @@ class Runtime {
   // The segment that was entered last has ended.
   void Leave(uint32_t stream);
 
+  // The `step`-th of the replay's segments begins, the one before has ended; one step past the
+  // last ends that. Of the stream that executes, if there is only one. Empty, or what is wrong.
+  std::string Step(uint64_t step);
+  // The runtime in whose arenas an address lies; null for none.
+  static Runtime* Of(const std::byte* address);
+
   const chains::Chain& chain() const { return chain_; }
   std::byte* Address(uint32_t slot) const;
   uint64_t allocated_bytes() const;
-  // Of all streams, the oldest of each first. Nothing may be running.
+  // Of all streams, the oldest of each first.
   std::vector<LogRecord> Log() const;
 
  private:
@@ -100,6 +108,8 @@ class Runtime {
   std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<uint64_t> places_;                     // Of each descriptor, on its stream.
   Counter goal_;                                     // Replays that were started.
+  std::vector<uint32_t> executing_;                  // Streams.
+  uint64_t steps_ = 0;                               // How many of this replay were taken.
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
   std::string failure_;

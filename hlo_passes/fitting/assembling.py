@@ -263,7 +263,9 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     machine = posed.machine
     events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
     if plan.loops or plan.bodies:
-        module = rewrite.rewrite(posed.module, plan, custom_calls=machine.platform == "cpu")
+        module = rewrite.rewrite(
+            posed.module, plan, "custom calls" if machine.platform == "cpu" else "copies"
+        )
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)
     timed = timeline.simulate(events, machine)

@@ -397,7 +397,7 @@ def write_body(module: Module, planned: BodyPlan) -> Module:
         raise PlanMismatchError(module.name, f"a loop's body %{planned.computation}", "none")
     body = named[planned.computation]
     edited = edits.apply(_prepared(body), planned.plan.edits)
-    rewritten = rewrite.rewrite(edited, planned.plan, custom_calls=False)
+    rewritten = rewrite.rewrite(edited, planned.plan, "copies")
     verify.verify_schedule(edited, planned.plan, rewritten)
     return with_body(module, body, rewritten)
 

@@ -11,17 +11,23 @@ XLA:CPU has no such pair and runs whatever is ready. There a transfer is the pro
 pair of custom calls (see `custom_calls.targets`), inserted for every transfer, and an order
 is an operand: a call also takes, unread, what must have been computed before it. What is stored
 there is written over the argument whose place it takes, so that this is such an operand, too.
+
+Where a runtime has the transfers (`hlo_passes.chains`), gates stand at their dones and ends:
+
+    after    p  gate(p)  c1  gate  c2                done=0, end=2
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from custom_calls import targets
 from hlo_passes.analysis.host_copies import evicted_copies, host_copies
 from hlo_passes.analysis.marks import TRANSFER_ATTRIBUTE
 from hlo_passes.analysis.stores import stored_copies
+from hlo_passes.chains.lowering import cuts
 from hlo_passes.errors import PlanMismatchError
 from hlo_passes.ir import Module
 from hlo_passes.normalize.post_order import in_post_order
@@ -31,13 +37,16 @@ from hlo_passes.proto import hlo_pb2
 _Proto = hlo_pb2.HloInstructionProto
 
 
-def rewrite(module: Module, plan: Plan, *, custom_calls: bool) -> Module:
+type Written = Literal["copies", "custom calls", "gates"]
+
+
+def rewrite(module: Module, plan: Plan, written: Written) -> Module:
     """Returns `module` with its host transfers placed as `plan` says.
 
     Args:
       module: the scheduled module that the plan was made for.
-      custom_calls: insert the project's custom calls (XLA:CPU) instead of moving
-        ``copy-start``/``copy-done``.
+      written: as what: ``copy-start``/``copy-done`` are moved, or the project's custom calls
+        inserted (XLA:CPU), either the copies or the gates of a runtime that has them.
 
     Raises:
       PlanMismatchError: when the plan was made for another module.
@@ -46,10 +55,13 @@ def rewrite(module: Module, plan: Plan, *, custom_calls: bool) -> Module:
         raise PlanMismatchError(module.name, plan.module_fingerprint, module.fingerprint)
     if not plan.transfers:
         return module
-    if not custom_calls:
+    if written == "copies":
         return move_copies(module, plan.transfers)
     editor = _Editor(module)
-    _insert_custom_calls(editor, plan)
+    if written == "gates":
+        _insert_gates(editor, plan)
+    else:
+        _insert_custom_calls(editor, plan)
     return editor.finish()
 
 
@@ -234,6 +246,55 @@ def _insert_custom_calls(editor: _Editor, plan: Plan) -> None:
         halves[transfer.done][rank + 1].append(done)
     for tick, waiting in halves.items():
         editor.before[tick] += (half for of_rank in waiting for half in of_rank)
+    for value, transfers in served.items():
+        editor.replace_reads({value}, transfers)
+
+
+def _insert_gates(editor: _Editor, plan: Plan) -> None:
+    """Gates where what is fetched is there, and where it is no more.
+
+    At a tick those of what ends come first. The last of them, or else the first of what begins,
+    waits for the runtime; so it has the others of what ends as operands, and is one of what begins.
+    Each such step has the one before as an operand: they pass in order.
+    """
+    served: defaultdict[int, list[tuple[Transfer, int]]] = defaultdict(list)
+    here: dict[int, int] = {}
+    gone: dict[str, int] = {}  # The last gate of a buffer that may be fetched again.
+
+    def gate(transfer: Transfer, operands: Iterable[int], step: int | None, tick: int) -> int:
+        source = editor.by_name[transfer.buffer]
+        call = editor.add(_Proto(), f"memplan_gate.{transfer.id}")
+        call.opcode = "custom-call"
+        call.shape.CopyFrom(source.shape)
+        call.custom_call_target = targets.GATE
+        call.custom_call_api_version = targets.API_VERSION
+        call.backend_config = targets.gate_attributes(step).encode()
+        call.metadata.op_name = source.metadata.op_name
+        call.operand_ids[:] = dict.fromkeys(operands)
+        call.output_operand_aliasing.add(operand_index=0)
+        _tag(call, transfer)
+        editor.before[tick].append(call)
+        return call.id
+
+    passed: list[int] = []  # The last step, once there is one.
+    for step, tick in enumerate(cuts(plan)):
+        ending = [t for t in plan.transfers if t.end == tick]
+        beginning = [t for t in plan.transfers if t.done == tick]
+        over: list[int] = []
+        for t in ending[:-1]:
+            over.append(gate(t, [here[t.id]], None, tick))
+        if ending:
+            last = ending[-1]
+            passed = [gate(last, [here[last.id], *over, *passed], step, tick)]
+            ids = [*over, *passed]
+            gone |= {t.buffer: id_ for t, id_ in zip(ending, ids, strict=True)}
+        for n, t in enumerate(beginning):
+            own = step if n == 0 and not ending else None
+            source = gone.get(t.buffer, editor.by_name[t.buffer].id)
+            here[t.id] = gate(t, [source, *passed], own, tick)
+            served[editor.by_name[t.buffer].id].append((t, here[t.id]))
+            if own is not None:
+                passed = [here[t.id]]
     for value, transfers in served.items():
         editor.replace_reads({value}, transfers)
 

@@ -19,6 +19,7 @@ validator.cc).
     order       what shares bytes comes one after the other, by the plan's fences
     plan        all of that, placements, transfers, tiers and budget: `verify_plan`
     schedule    transfers at their ticks, in the entry and in loops
+    gates       where a runtime has the transfers: what is read stands between their gates
     followed    how far XLA's executable follows
 
 Two slots may share bytes when everything that touches the earlier one *happens before*
@@ -33,6 +34,7 @@ Not proved: seconds.
 
 from hlo_passes.verify.equivalent import verify_equivalent
 from hlo_passes.verify.followed import Followed, verify_executable
+from hlo_passes.verify.gates import verify_gates
 from hlo_passes.verify.plan import verify_plan
 from hlo_passes.verify.schedule import verify_loops, verify_schedule
 
@@ -40,6 +42,7 @@ __all__ = [
     "Followed",
     "verify_equivalent",
     "verify_executable",
+    "verify_gates",
     "verify_loops",
     "verify_plan",
     "verify_schedule",

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from custom_calls import targets
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import LoopSchedule, LoopTransfer, Plan
 from hlo_passes.verify.hlo import check_scheduled
 from hlo_passes.verify.program import issue_rank
-from hlo_passes.verify.schedule import LOOP_TRANSFER_ATTRIBUTE, event_of
+from hlo_passes.verify.schedule import LOOP_TRANSFER_ATTRIBUTE, TRANSFER_ATTRIBUTE, event_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
 def _follow_entry(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids of the transfers that an entry, or a body planned as one, does not have, and of
     those that stand elsewhere."""
+    if any(i.custom_call_target == targets.GATE for i in entry.instructions):
+        return _follow_gates(plan, entry)
     events = [e for i in entry.instructions if (e := event_of(i)) is not None]
     started = {e.index for e in events if e.kind == "start"}
     present = started & {e.index for e in events if e.kind == "done"}
@@ -88,6 +91,23 @@ def _follow_entry(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tupl
     ranks = [issue_rank(plan, e)[: 3 if e.kind == "start" else 2] for e in planned]
     kept = _longest_ascent(ranks)
     return missing, tuple(sorted({e.index for k, e in enumerate(planned) if k not in kept}))
+
+
+def _follow_gates(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same where a runtime has the transfers."""
+    labels = [
+        i.proto.frontend_attributes.map.get(TRANSFER_ATTRIBUTE, "")
+        for i in entry.instructions
+        if i.custom_call_target == targets.GATE
+    ]
+    gates = [int(label) for label in labels if label.isdigit()]
+    missing = tuple(t.id for t in plan.transfers if gates.count(t.id) != 2)
+    ticks: list[tuple[int, ...]] = []
+    for k, n in enumerate(gates):
+        t = plan.transfers[n]
+        ticks.append((t.end if n in gates[:k] else t.done,))
+    kept = _longest_ascent(ticks)
+    return missing, tuple(sorted({n for k, n in enumerate(gates) if k not in kept}))
 
 
 class _FollowedLoops(NamedTuple):

@@ -123,7 +123,7 @@ def weights(tmp_path):
 def test_a_transfer_out_of_a_mapped_file_reads_the_file(weights):
     path, values = weights
     array = array_in(path, 64, values.shape)
-    assert _transfer.is_mapped(array.unsafe_buffer_pointer())
+    assert _transfer.file_place(array.unsafe_buffer_pointer())
     with custom_calls.trace() as events:
         fetched, _ = jax.block_until_ready(fetch(array, jnp.eye(64)))
     np.testing.assert_array_equal(fetched, values)
@@ -167,9 +167,9 @@ def test_a_file_is_mapped_as_long_as_an_array_of_it_lives(weights):
     path, values = weights
     array = array_in(path, 64, values.shape)
     address = array.unsafe_buffer_pointer()
-    assert _transfer.is_mapped(address)
-    assert not _transfer.is_mapped(address - BLOCK)
+    assert _transfer.file_place(address)
+    assert not _transfer.file_place(address - BLOCK)
     array.delete()
     del array
     gc.collect()  # jax lets go of what XLA held of Python's when Python collects.
-    assert not _transfer.is_mapped(address)
+    assert not _transfer.file_place(address)

@@ -65,7 +65,7 @@ def test_what_was_saved_is_loaded(written):
     path, params = written
     found = disk.load(path, like=shapes(params))
     jax.tree.map(np.testing.assert_array_equal, found, params)
-    assert all(map(disk.is_on_disk, jax.tree.leaves(found)))
+    assert all(map(disk.source_of, jax.tree.leaves(found)))
     names = {f"layers.{k}.{name}" for k in range(LAYERS) for name in "wb"} | {"scale"}
     assert disk.load(path).keys() == names
 
@@ -97,7 +97,7 @@ def test_a_program_streams_what_it_does_not_keep(written):
     on_disk, x = disk.load(path, like=shapes(params)), jnp.ones((4, WIDTH))
     step = memplan.jit(forward, hbm="5MiB")
     placed, x = step.place(on_disk, x)
-    stays = [not disk.is_on_disk(layer["w"]) for layer in placed["layers"]]
+    stays = [not disk.source_of(layer["w"]) for layer in placed["layers"]]
     assert 0 < sum(stays) < LAYERS
     with custom_calls.trace() as events:
         result = jax.block_until_ready(step(placed, x))

@@ -1,0 +1,14 @@
+// The call in a program of XLA:CPU that waits for a chain's runtime; targets.py says what it is.
+
+#ifndef CUSTOM_CALLS_RUNTIME_GATE_H_
+#define CUSTOM_CALLS_RUNTIME_GATE_H_
+
+#include "xla/ffi/api/c_api.h"
+
+namespace memplan {
+
+XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame);
+
+}  // namespace memplan
+
+#endif  // CUSTOM_CALLS_RUNTIME_GATE_H_
