@@ -636,6 +636,21 @@ class NotReplayableError(MemplanError, NotImplementedError):
         )
 
 
+class ChainReplayError(MemplanError):
+    """A chain that cannot be replayed without its program.
+
+    Attributes:
+      path: of a file that it would ruin.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"the chain writes into {path}, and what its program would have computed is not there: "
+            "it is replayed by the program only"
+        )
+
+
 class StepRuntimeError(MemplanError, RuntimeError):
     """A runtime was called with arrays that it does not have, or after it had ended."""
 

@@ -1,4 +1,4 @@
-"""The command line: ``memplan inspect | diff | plan | curve | passes | machines | demo``.
+"""The command line: ``memplan inspect | diff | plan | curve | dis | as | run | ...``.
 
 A command imports what it needs when it runs, so that ``memplan machines`` does not wait for
 jax. What memplan refuses is one sentence on stderr and exit status 2; tables go to stdout,
@@ -175,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
     plan.add_argument(
+        "--chain",
+        type=Path,
+        metavar="FILE",
+        help="write its transfers as a descriptor chain, for dis and run",
+    )
+    plan.add_argument(
         "--explain",
         nargs="?",
         const="",
@@ -194,6 +200,29 @@ def _parser() -> argparse.ArgumentParser:
     curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
     _add_json(curve)
     curve.set_defaults(run=_curve)
+
+    dis = commands.add_parser("dis", help="a descriptor chain as text")
+    dis.add_argument("chain", type=Path, help="a chain, in its binary form or as text")
+    dis.add_argument(
+        "--windows",
+        action="store_true",
+        help="what is issued, awaited, executed and released, from one execution to the next",
+    )
+    dis.set_defaults(run=_disassemble)
+
+    assembler = commands.add_parser("as", help="a descriptor chain of its text")
+    assembler.add_argument("chain", type=Path, help="a chain as text, as dis prints it")
+    assembler.add_argument("--out", type=Path, metavar="FILE", required=True, help="what to write")
+    assembler.set_defaults(run=_assemble)
+
+    run = commands.add_parser(
+        "run", help="replay a descriptor chain without its program: is the disk as fast as that?"
+    )
+    run.add_argument("chain", type=Path, help="a chain, in its binary form or as text")
+    run.add_argument("--replays", type=int, default=10, metavar="N", help="how often")
+    run.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    _add_json(run)
+    run.set_defaults(run=_run)
 
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)
@@ -483,6 +512,8 @@ def _plan(options: argparse.Namespace) -> None:
         if planned.plan is None:
             raise UsageError("no plan to write: XLA's own program keeps to the budget")
         planned.plan.save(options.out)
+    if options.chain:
+        _write_chain(options.chain, planned)
     report = _report(planned.runs, planned.machine, budget)
     if options.explain is None:
         _show(options, report)
@@ -544,6 +575,47 @@ def _curve(options: argparse.Namespace) -> None:
         _print_tables([result.table])
     if options.plot:
         result.plot(options.plot)
+
+
+def _write_chain(path: Path, planned: Planned) -> None:
+    from hlo_passes.chains.binary import to_bytes
+    from hlo_passes.chains.lowering import lower
+
+    if planned.plan is None or not planned.plan.transfers:
+        raise UsageError("no chain to write: the plan transfers nothing in the entry")
+    path.write_bytes(to_bytes(lower(planned.plan, {}).chain))
+
+
+def _disassemble(options: argparse.Namespace) -> None:
+    from hlo_passes.chains.text import disassemble, windows
+    from memplan.chains import read_chain
+
+    chain = read_chain(options.chain)
+    sys.stdout.write(windows(chain) if options.windows else disassemble(chain))
+
+
+def _assemble(options: argparse.Namespace) -> None:
+    from hlo_passes.chains.binary import to_bytes
+    from memplan.chains import read_chain
+
+    options.out.write_bytes(to_bytes(read_chain(options.chain)))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from memplan.chains import read_chain, replay_alone
+    from memplan.report.replayed import render_replayed
+
+    if options.replays < 1:
+        raise UsageError(f"--replays: expected 1 or more, found {options.replays}")
+    chain = read_chain(options.chain)
+    with _progress(f"Replaying {options.replays} times"):
+        replayed = replay_alone(chain, options.replays)
+    if options.trace:
+        _write(options.trace, render_replayed(chain, replayed.records))
+    if options.json:
+        _print_json(replayed.to_dict())
+    else:
+        _print_tables(replayed.tables())
 
 
 def _passes(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from hlo_passes import verify, xla
 from hlo_passes.chains.lowering import arena_bytes
 from hlo_passes.errors import NotExecutableError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.plan import LoopStreams
 from hlo_passes.reading.reader import read_module
@@ -190,6 +191,11 @@ class Compiled:
         """Compiles the same program, its arguments in the same tiers, as XLA schedules it by
         itself: what the plan is to be compared with."""
         return self._placing.placed(self.hosting, scheduled=False).compiler(None)()
+
+    @property
+    def machine(self) -> Machine:
+        """The one it is planned for."""
+        return self._lowering.target.machine
 
     @property
     def paths(self) -> Sequence[str]:

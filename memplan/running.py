@@ -15,22 +15,30 @@ XLA's program is given as arguments.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
-from custom_calls.runtime import Runtime
+from custom_calls.runtime import Runtime, events
 from hlo_passes.chains.binary import to_bytes
 from hlo_passes.chains.chain import Chain
 from hlo_passes.chains.check import check
 from hlo_passes.chains.lowering import Lowered, lower
 from hlo_passes.errors import NotReplayableError, StepRuntimeError
+from memplan import __version__
+from memplan.compare import view_planned
 from memplan.compiled import Compiled
 from memplan.disk import source_of
+from memplan.report.replayed import render_replayed
+from memplan.report.trace import render_trace
+from memplan.report.view import Report
 from memplan.signature import HOST_MEMORY_KIND
 
 
@@ -133,9 +141,38 @@ class StepRuntime:
             self._runtime = None
             self._read = ()
 
-    def log(self) -> bytes:
-        """What streams did last; see `custom_calls.runtime.events`."""
-        return b"" if self._runtime is None else self._runtime.log()
+    def events(self) -> npt.NDArray[np.void]:
+        """What its streams did last, as many of each as ``log=`` says; see
+        `custom_calls.runtime.events`.
+
+        Raises:
+          StepRuntimeError: when it streams nothing, or is closed.
+        """
+        if self._runtime is None:
+            raise StepRuntimeError(self._failure or "nothing is streamed")
+        return events(self._runtime)
+
+    def trace(self) -> str:
+        """The same as a trace for Perfetto, in JSON, beside what was predicted of the plan.
+
+        Raises:
+          StepRuntimeError: when it streams nothing, or is closed.
+        """
+        records = self.events()
+        run = view_planned(self.compiled, self.compiled.machine)
+        report = Report(run.module, self.compiled.machine.name, None, (run,), __version__)
+        assert self.chain is not None
+        return render_replayed(self.chain, records, render_trace(report))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the chain into a file: ``memplan dis`` shows it, ``memplan run`` replays it.
+
+        Raises:
+          StepRuntimeError: when nothing is streamed.
+        """
+        if self.chain is None:
+            raise StepRuntimeError("nothing is streamed")
+        Path(path).write_bytes(to_bytes(self.chain))
 
 
 def _views(

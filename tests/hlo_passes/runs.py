@@ -33,7 +33,7 @@ def rewritten(module: str, options: str) -> str:
         for tick, transfer in re.findall(r"(\d+)>(\d+)", options)
     )
     plan = plan_of(parsed, transfers, fences)
-    result = rewrite(parsed, plan, custom_calls="calls" in options.split())
+    result = rewrite(parsed, plan, "custom calls" if "calls" in options.split() else "copies")
     text = hlo_proto_to_canonical_text(result.to_bytes())
     read_module(text)  # XLA's parser takes it again.
     return text

@@ -19,7 +19,7 @@ def test_a_call_waits_for_the_last_array_where_what_ran_since_gives_none(shape: 
       %effect = {shape} {EFFECT}
       ROOT %r = f32[64]{{0}} multiply(%a, %w)
     """)
-    rewritten = rewrite(module, plan_of(module, [("w", 2, 2, 3)]), custom_calls=True)
+    rewritten = rewrite(module, plan_of(module, [("w", 2, 2, 3)]), "custom calls")
     verify_equivalent(module, rewritten)
     start, done = (i for i in rewritten.entry.instructions if i.name.startswith("memplan_copy"))
     w, a = (next(i.id for i in module.entry.instructions if i.name == name) for name in "wa")

@@ -99,7 +99,7 @@ def without_fence(plan: Plan, n: int) -> Plan:
 def test_an_eviction_is_accepted_and_written_back():
     plan = plan_for()
     verify_plan(MODULE, plan)
-    rewritten = rewrite(MODULE, plan, custom_calls=False)
+    rewritten = rewrite(MODULE, plan, "copies")
     verify_rewrite(MODULE, plan, rewritten)
     assert verify_executable(plan, rewritten).exactly
 

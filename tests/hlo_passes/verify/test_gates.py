@@ -49,9 +49,7 @@ class Entry:
         self.order[:] = order
 
     def module(self):
-        return (
-            Module.from_proto(self.proto) if hasattr(Module, "from_proto") else Module(self.proto)
-        )
+        return Module(self.proto)
 
 
 def rejected(plan, entry):

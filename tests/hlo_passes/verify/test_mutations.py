@@ -33,7 +33,7 @@ def test_what_is_right_is_accepted(program: Edited, choose: random.Random):
     verify_equivalent(program.original, program.module)
     plan = program.plan(choose)
     verify_plan(program.module, plan)
-    rewritten = rewrite(program.module, plan, custom_calls=False)
+    rewritten = rewrite(program.module, plan, "copies")
     verify_rewrite(program.module, plan, rewritten)
     assert verify_executable(plan, rewritten).exactly
 
@@ -431,7 +431,7 @@ def test_a_half_at_another_tick_is_rejected(
     program: Edited, choose: random.Random, pick: random.Random
 ):
     plan = program.plan(choose)
-    proto = rewrite(program.module, plan, custom_calls=False).to_proto()
+    proto = rewrite(program.module, plan, "copies").to_proto()
     entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
     by_id = {i.id: i for i in entry.instructions}
     schedule = proto.schedule.sequences[entry.id].instruction_ids
@@ -454,7 +454,7 @@ def test_a_half_at_another_tick_is_rejected(
 @given(edited("evict", "evict"), RANDOM)
 def test_a_copy_of_another_value_is_rejected(program: Edited, choose: random.Random):
     plan = program.plan(choose)
-    proto = rewrite(program.module, plan, custom_calls=False).to_proto()
+    proto = rewrite(program.module, plan, "copies").to_proto()
     buffer = program.edits.evictions[0].buffer
     named(proto, f"{buffer}.evict-start").operand_ids[:] = [named(proto, "a0").id]
     with pytest.raises(VerificationError, match=f"expected %{buffer}, as %{buffer}.refetch"):
