@@ -57,7 +57,10 @@ def register() -> None:
 
         jax.ffi.register_ffi_target(targets.COPY_START, library.copy_start, platform="cpu")
         jax.ffi.register_ffi_target(targets.COPY_DONE, library.copy_done, platform="cpu")
-        jax.ffi.register_ffi_target(targets.GATE, _load_runtime().gate, platform="cpu")
+        runtime = _load_runtime()
+        jax.ffi.register_ffi_target(targets.GATE, runtime.gate, platform="cpu")
+        jax.ffi.register_ffi_target(targets.STORING_GATE, runtime.storing_gate, platform="cpu")
+        jax.ffi.register_ffi_target(targets.STORE, runtime.store, platform="cpu")
         _registered = True
 
 

@@ -42,6 +42,14 @@ A `gate` gives its operand 0 itself, and what reads an array stands, by its byte
 gates before and after. One with a step waits until the runtime lets the program pass from one
 segment of the chain to the next; the segments pass in their order.
 
+What is to be written back, the program marks, and the last gate of the argument does it:
+
+    %mark  = s32[] custom-call(%here, %new), custom_call_target="memplan.store"
+    %gone  = f32[n] custom-call(%here, %new, fences...), custom_call_target="memplan.storing_gate"
+
+A `store` does nothing; a `storing_gate` copies its operand 1 over operand 0, all of whose readers
+have run by then, and is a gate.
+
 This file imports nothing, so that a compiler pass can name the targets without the runtime.
 """
 
@@ -49,6 +57,9 @@ COPY_START = "memplan.copy_start"
 COPY_DONE = "memplan.copy_done"
 
 GATE = "memplan.gate"
+STORING_GATE = "memplan.storing_gate"
+GATES = (GATE, STORING_GATE)
+STORE = "memplan.store"
 
 API_VERSION = 4
 """`CustomCallApiVersion.API_VERSION_TYPED_FFI` (xla/service/hlo.proto)."""

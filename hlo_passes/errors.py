@@ -74,6 +74,14 @@ class TensorFileError(MemplanError, ValueError):
         super().__init__(f"{where}: {problem}.")
 
 
+class StateFolderError(MemplanError, ValueError):
+    """A folder is not one of `memplan.state`, or one that cannot be used as is asked."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(f"{path}: {problem}")
+
+
 class UnreadableModuleError(MemplanError, ValueError):
     """The input is no HLO or StableHLO that memplan can read."""
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.plan import Plan
     from hlo_passes.reading.reader import read_module
     from memplan import disk as disk
+    from memplan import state as state
     from memplan.api import jit
     from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
@@ -95,8 +96,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "disk":  # A module, which its import makes an attribute.
-        return import_module("memplan.disk")
+    if name in ("disk", "state"):  # Modules, which their import makes attributes.
+        return import_module(f"memplan.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -43,6 +43,7 @@ from memplan.progress import Progress
 from memplan.running import StepRuntime
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
 from memplan.stages import Lowered, Traced
+from memplan.storing import storing
 from memplan.topologies import Topology
 
 __all__ = ["BudgetWarning", "Compiled", "Lowered", "PlacementWarning", "Traced", "jit"]
@@ -264,12 +265,18 @@ class _PlannedFunction:
           NotReplayableError: when the plan does more than fetch arguments outside of loops.
           OSError: when the arena cannot be allocated, or a file cannot be opened.
         """
-        if self._in_runtime is None:
-            function = self._function
-            options = replace(function.options, in_runtime=True)
-            self._in_runtime = _planned(function.fun, options, function.jit_options)
-        _, leaves, lowered = self._in_runtime._program(args, kwargs)
-        return StepRuntime(lowered.compile(), leaves, log=log)
+        found = storing(self._function, lambda: self.trace(*args, **kwargs), args, kwargs)
+        stored, function = (None, None) if found is None else found
+        if function is not None:
+            inner = _planned(function.fun, function.options, function.jit_options)
+        elif self._in_runtime is not None:
+            inner = self._in_runtime
+        else:
+            own = self._function
+            options = replace(own.options, in_runtime=True)
+            inner = self._in_runtime = _planned(own.fun, options, own.jit_options)
+        _, leaves, lowered = inner._program(args, kwargs)
+        return StepRuntime(lowered.compile(), leaves, log=log, stored=stored)
 
     def clear_cache(self) -> None:
         """Forgets every compiled program."""

@@ -57,6 +57,7 @@ _LINE = 64
 """Bytes: XLA:CPU makes an array in place at multiples of this only."""
 _SMALL = 1 << 20
 """Bytes up to which a tensor is read into memory where it cannot stay in its file."""
+_PADDING = "memplan.padding"
 _MOST_HEADER = 100_000_000
 """Bytes; the limit of safetensors' own readers."""
 
@@ -81,7 +82,7 @@ _DTYPES: Mapping[str, Any] = {
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
-def save(path: str | os.PathLike[str], tree: Any) -> None:
+def save(path: str | os.PathLike[str], tree: Any, *, padded: bool = False) -> None:
     """Writes the arrays of a pytree into a file, from which `load` streams them.
 
     The file is complete, or not there: it takes its name when all is on the disk. One array is in
@@ -89,6 +90,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
     Args:
       tree: of jax or NumPy arrays. The name of each is its path, joined by dots.
+      padded: have each begin a block and fill it up to its end, with tensors of zeros between,
+        called ``memplan.padding`` and a number, which `load` leaves out: so it can be written again
+        past the page cache.
 
     Raises:
       TensorFileError: when two arrays have one name, or a type that safetensors does not know.
@@ -104,7 +108,10 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
             problem = f"{name!r} has type {array.dtype}, which safetensors does not know"
             raise TensorFileError(path, problem)
         named[name] = array
-    _write(Path(path), named)
+    if padded:
+        _write(Path(path), _padded(named), 0)
+    else:
+        _write(Path(path), _in_order(named), _SKEW)
 
 
 def repack(
@@ -127,7 +134,7 @@ def repack(
             if tensor.name in named:
                 raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
             named[tensor.name] = tensor.of(data)
-    _write(Path(path), named)
+    _write(Path(path), _in_order(named), _SKEW)
 
 
 def load(
@@ -163,6 +170,8 @@ def load(
         tensors = _read_header(source)
         data = np.frombuffer(library.load().MappedFile(source), np.uint8)
         for tensor in tensors:
+            if tensor.name.startswith(_PADDING):
+                continue
             if tensor.name in found:
                 raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
             if tensor.offset % _LINE and tensor.bytes > _SMALL:
@@ -287,12 +296,10 @@ def _tensor(path: Path, name: str, entry: Any, begin: int, size: int) -> _Tensor
     return tensor
 
 
-def _write(path: Path, named: Mapping[str, Any]) -> None:
-    # What is a multiple of a block keeps what comes after it as aligned as it was itself.
-    order = sorted(named, key=lambda name: -_alignment(named[name].nbytes))
+def _write(path: Path, named: Mapping[str, Any], skew: int) -> None:
+    """Writes arrays in their order, the first one so many bytes into a block."""
     header, offset = dict[str, Any](), 0
-    for name in order:
-        array = named[name]
+    for name, array in named.items():
         end = offset + array.nbytes
         header[name] = {
             "dtype": _CODES[np.dtype(array.dtype)],
@@ -301,14 +308,29 @@ def _write(path: Path, named: Mapping[str, Any]) -> None:
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * ((_SKEW - 8 - len(text)) % _BLOCK)
+    text += b" " * ((skew - 8 - len(text)) % _BLOCK)
     with _replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for name in order:
-            file.write(
-                np.ascontiguousarray(np.asarray(named[name])).reshape(-1).view(np.uint8).data
-            )
+        for array in named.values():
+            file.write(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
+
+
+def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in the order of a file: what is a multiple of a block keeps what comes after it as
+    aligned as it was itself."""
+    order = sorted(named, key=lambda name: -_alignment(named[name].nbytes))
+    return {name: named[name] for name in order}
+
+
+def _padded(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, each filled up to whole blocks."""
+    found = dict[str, Any]()
+    for name, array in named.items():
+        found[name] = array
+        if rest := -array.nbytes % _BLOCK:
+            found[f"{_PADDING}.{len(found)}"] = np.zeros(rest, np.uint8)
+    return found
 
 
 def _alignment(size: int) -> int:

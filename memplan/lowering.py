@@ -156,8 +156,9 @@ class Lowering:
     def on_host(self) -> frozenset[int]:
         """The flat arguments that no plan has on the device: ``in_shardings`` ask for host memory,
         or ``out_shardings`` do for what takes their place. Not on CPU, whose one memory is the
-        device's, and not where only an array happens to be there: plans put them there, too."""
-        if self.target.platform == "cpu":
+        device's, but for a runtime's; and not where only an array happens to be there: plans put
+        them there, too."""
+        if self.target.platform == "cpu" and not self.function.options.in_runtime:
             return frozenset()
         places, results = self.places, self._asked_of_results
         asked = {n for n, s in enumerate(self._asked_of_arguments) if asks_for_host(s)}

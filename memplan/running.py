@@ -18,6 +18,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +41,63 @@ from memplan.report.replayed import render_replayed
 from memplan.report.trace import render_trace
 from memplan.report.view import Report
 from memplan.signature import HOST_MEMORY_KIND
+from memplan.state import Folder, twin_of
+from memplan.storing import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """What a step left on the disk, as a leaf of its results: the next step takes it.
+
+    Attributes:
+      path: the folder of `memplan.state` that it is in.
+      epoch: how many steps that had seen.
+    """
+
+    path: Path
+    epoch: int
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 class StepRuntime:
     """A compiled program with the arena, the threads and the files that its plan needs.
 
     It is called with the arguments of the program. Those that are streamed have to be the very
-    arrays that it was opened with; those that the plan keeps on the device, and were elsewhere, it
-    has copies of. One call at a time; a call returns when its results are there.
+    arrays that it was opened with, or `OnDisk` of the last call; those that the plan keeps on the
+    device, and were elsewhere, it has copies of. One call at a time; a call returns when its
+    results are there, but for what is on its way to the disk.
 
     Attributes:
       compiled: what it runs; `Compiled.device_bytes` has the arena in it.
       chain: what it replays; None where nothing is streamed.
     """
 
-    def __init__(self, compiled: Compiled, leaves: Sequence[Any], *, log: int = 0) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        leaves: Sequence[Any],
+        *,
+        log: int = 0,
+        stored: Stored | None = None,
+    ) -> None:
         self.compiled = compiled
         self.chain: Chain | None = None
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._read: Sequence[Any] = ()
+        self._stored = stored
+        self._commits: _Commits | None = None
+        self._calls = 0
         moved = compiled.move(leaves)
         pairs = enumerate(zip(leaves, moved, strict=True))
         self._instead = {n: (given, own) for n, (given, own) in pairs if given is not own}
-        self._streamed = frozenset(compiled.streamed.values())
         streamed = compiled.streamed
+        self._streamed = frozenset(streamed.values())
+        kept = set(() if stored is None else stored.results) - self._streamed
+        if kept:
+            raise NotReplayableError(f"argument {compiled.paths[min(kept)]} stays on the device")
         for n in compiled.read_in_place:
             if source_of(moved[n]) is not None:
                 raise NotReplayableError(
@@ -80,52 +112,96 @@ class StepRuntime:
             if n in compiled.layouts.arguments:
                 raise NotReplayableError(f"argument {compiled.paths[n]} is streamed and laid out")
         found = {name: source_of(moved[n]) for name, n in streamed.items()}
+        files = {name: file for name, file in found.items() if file is not None}
+        changed = () if stored is None else stored.results
+        twins = {name: twin_of(files[name]) for name, n in streamed.items() if n in changed}
         assert compiled.plan is not None
-        lowered = lower(compiled.plan, {k: file for k, file in found.items() if file is not None})
+        lowered = lower(compiled.plan, files, twins)
         check(lowered.chain)
         addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
-        self.chain = lowered.chain
-        self._runtime = runtime = Runtime(to_bytes(lowered.chain), addresses, log=log)
+        self.chain, self._steps = lowered.chain, lowered.steps
+        self._runtime = runtime = Runtime(
+            to_bytes(lowered.chain), addresses, log=log, steps=lowered.steps
+        )
         self._instead |= {
             n: (leaves[n], view) for n, view in _views(runtime, lowered, streamed, moved).items()
         }
         self._read = moved  # What is read from memory has to stay there.
-        runtime.start(1)
+        runtime.start(2)
+        if stored is not None:
+            assert lowered.commits is not None
+            self._commits = _Commits(runtime, lowered.commits, stored.folder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program once.
 
         Raises:
           StepRuntimeError: when a streamed argument is another array, or it is closed.
-          OSError: when something could not be read. Nothing is run any more.
+          OSError: when something could not be read or written. Nothing is run any more.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.compiled.in_tree or not self.compiled.takes(leaves):
-            return self.compiled(*args, **kwargs)  # jax says best what is wrong with an argument.
+        with self._lock:
+            if self._failure is not None:
+                raise StepRuntimeError(self._failure)
+            if tree == self.compiled.in_tree:
+                leaves = self._own(leaves)
+                args, kwargs = jax.tree.unflatten(tree, leaves)
+            if tree != self.compiled.in_tree or not self.compiled.takes(leaves):
+                return self.compiled(*args, **kwargs)  # jax says best what is wrong.
+            if self._runtime is not None and self._calls % self._steps == 0:
+                self._runtime.start(1)
+            try:
+                results = jax.block_until_ready(self.compiled(*args, **kwargs))
+            except BaseException as error:
+                self._end(str(error))
+                raise
+            self._calls += 1
+            return results if self._stored is None else self._returned(results, self._stored)
+
+    def _own(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments as the program takes them: what is streamed, in the arena."""
+        own = list(leaves)
+        epoch = None if self._commits is None else self._commits.first + self._calls
         for n, (given, instead) in self._instead.items():
-            if leaves[n] is given:
-                leaves[n] = instead
+            if isinstance(own[n], OnDisk):
+                if own[n].epoch != epoch:
+                    raise StepRuntimeError(
+                        f"argument {self.compiled.paths[n]} is of epoch {own[n].epoch}, and "
+                        f"{epoch} is what the last step left: give it what that returned"
+                    )
+                own[n] = instead
+            elif own[n] is given and (self._calls == 0 or not self._is_stored(n)):
+                own[n] = instead
             elif n in self._streamed:
                 raise StepRuntimeError(
                     f"argument {self.compiled.paths[n]} is streamed, and is another array than "
                     "the one that this runtime was opened with: open one for it"
                 )
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        with self._lock:
-            if self._failure is not None:
-                raise StepRuntimeError(self._failure)
-            if self._runtime is not None:
-                self._runtime.start(1)
-            try:
-                return jax.block_until_ready(self.compiled(*args, **kwargs))
-            except BaseException as error:
-                cause = "" if self._runtime is None else self._runtime.failure()
-                self._failure = f"a call of this runtime failed: {cause or error}"
-                if self._runtime is not None:
-                    self._runtime.cancel()
-                if cause:
-                    raise OSError(cause) from None
-                raise
+        return own
+
+    def _is_stored(self, n: int) -> bool:
+        return self._stored is not None and n in self._stored.results
+
+    def _returned(self, results: Sequence[Any], stored: Stored) -> Any:
+        assert self._commits is not None
+        own, infos = list(results), jax.tree.leaves(self.compiled.args_info)
+        for n, k in stored.results.items():
+            shape, dtype = infos[n].shape, infos[n].dtype
+            own[k] = OnDisk(stored.folder.path, self._commits.first + self._calls, shape, dtype)
+        return jax.tree.unflatten(stored.tree, own)
+
+    def _end(self, problem: str) -> None:
+        """Ends all that is under way, for good.
+
+        Raises:
+          OSError: what the runtime says of it.
+        """
+        cause = "" if self._runtime is None else self._runtime.failure()
+        self._failure = f"a call of this runtime failed: {cause or problem}"
+        if self._runtime is not None:
+            self._runtime.cancel()
+        if cause:
+            raise OSError(cause) from None
 
     def __enter__(self) -> StepRuntime:
         return self
@@ -133,13 +209,34 @@ class StepRuntime:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    def wait(self) -> None:
+        """Waits until what the calls so far have stored is on the disk, and counts.
+
+        Raises:
+          OSError: when it could not be written.
+        """
+        if self._commits is not None:
+            self._commits.wait(self._commits.first + self._calls)
+
     def close(self) -> None:
-        """Ends its threads, and frees the arena and the files."""
+        """Waits as `wait` does, ends its threads, and frees the arena and the files.
+
+        Raises:
+          OSError: when something could not be written.
+        """
         with self._lock:
-            self._failure = "this runtime is closed"
-            self._instead.clear()
-            self._runtime = None
-            self._read = ()
+            try:
+                if self._failure is None:
+                    self.wait()
+            finally:
+                self._failure = "this runtime is closed"
+                if self._runtime is not None:
+                    self._runtime.cancel()
+                if self._commits is not None:
+                    self._commits.join()
+                self._instead.clear()
+                self._runtime = self._commits = None
+                self._read = ()
 
     def events(self) -> npt.NDArray[np.void]:
         """What its streams did last, as many of each as ``log=`` says; see
@@ -173,6 +270,51 @@ class StepRuntime:
         if self.chain is None:
             raise StepRuntimeError("nothing is streamed")
         Path(path).write_bytes(to_bytes(self.chain))
+
+
+class _Commits:
+    """The thread that has what steps wrote count, one after another.
+
+    Attributes:
+      first: epoch of the folder when it was opened.
+    """
+
+    def __init__(self, runtime: Runtime, stream: int, folder: Folder) -> None:
+        self.first = self._epoch = folder.epoch()
+        self._runtime, self._stream, self._folder = runtime, stream, folder
+        self._changed = threading.Condition()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while self._runtime.enter(self._stream) is not None:
+                self._folder.commit(self._epoch + 1)
+                with self._changed:
+                    self._epoch += 1
+                    self._changed.notify_all()
+                self._runtime.leave(self._stream)
+            problem = self._runtime.failure()
+        except OSError as error:
+            problem = f"{self._folder.path}: {error}"
+            self._runtime.cancel(problem)
+        with self._changed:
+            self._problem = problem or "no replay is under way"
+            self._changed.notify_all()
+
+    def wait(self, epoch: int) -> None:
+        """
+        Raises:
+          OSError: when that epoch never comes.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._epoch >= epoch or self._problem)
+            if self._epoch < epoch:
+                raise OSError(self._problem)
+
+    def join(self) -> None:
+        self._thread.join()
 
 
 def _views(

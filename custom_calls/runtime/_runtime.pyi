@@ -3,6 +3,8 @@ from collections.abc import Buffer, Sequence
 from typing_extensions import CapsuleType
 
 gate: CapsuleType
+storing_gate: CapsuleType
+store: CapsuleType
 
 class Runtime:
     """Replays a chain.
@@ -15,6 +17,8 @@ class Runtime:
       chunk: bytes of a request, a multiple of 4096.
       use_uring: False for threads, as where the kernel has no io_uring.
       log: of how many descriptors each stream keeps what happened, the last ones; 0 for none.
+      steps: how many steps of a program with gates a replay is; they have equally many segments,
+        on the stream of the chain's first one.
 
     Raises:
       ValueError: for bytes that are no chain, with the offset of what is wrong; or where `bound`
@@ -31,6 +35,7 @@ class Runtime:
         chunk: int = 1 << 20,
         use_uring: bool = True,
         log: int = 0,
+        steps: int = 1,
     ) -> Runtime: ...
     def bind(self, bound: Sequence[int], /) -> None:
         """Other addresses for the bound spaces.
@@ -50,7 +55,7 @@ class Runtime:
             byte. Nothing is replayed any more.
         """
 
-    def cancel(self) -> None:
+    def cancel(self, why: str = "the replay was cancelled", /) -> None:
         """Ends all replays; copies that are under way end first. Whoever waits gets an OSError."""
 
     def enter(self, stream: int, /) -> int | None:

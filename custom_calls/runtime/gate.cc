@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "runtime.h"
@@ -12,14 +13,17 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+ffi::Error Invalid(const std::string& sentence) {
+  return ffi::Error::InvalidArgument("memplan.gate: " + sentence);
+}
+
 ffi::Error Pass(ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
                 ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attributes) {
   if (!attributes.contains<int64_t>("step")) {
-    return ffi::Error::InvalidArgument("memplan.gate: attribute step (an int64) is missing");
+    return Invalid("attribute step (an int64) is missing");
   }
   if (held.untyped_data() != result->untyped_data()) {
-    return ffi::Error::InvalidArgument(
-        "memplan.gate: the result is not operand 0: output_operand_aliasing is missing");
+    return Invalid("the result is not operand 0: output_operand_aliasing is missing");
   }
   const int64_t step = *attributes.get<int64_t>("step");
   if (step < 0) return ffi::Error::Success();
@@ -34,6 +38,23 @@ ffi::Error Pass(ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
   return ffi::Error(ffi::ErrorCode::kDataLoss, problem);
 }
 
+ffi::Error StoreAndPass(ffi::AnyBuffer held, ffi::AnyBuffer value, ffi::RemainingArgs fences,
+                        ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attributes) {
+  if (value.size_bytes() != held.size_bytes()) return Invalid("operands 0 and 1 differ in size");
+  // An argument outside of any arena is not the runtime's to write.
+  if (Runtime::Of(static_cast<const std::byte*>(held.untyped_data())) != nullptr &&
+      held.untyped_data() != value.untyped_data()) {
+    std::memcpy(held.untyped_data(), value.untyped_data(), held.size_bytes());
+  }
+  return Pass(held, fences, result, attributes);
+}
+
+ffi::Error Mark(ffi::AnyBuffer /*held*/, ffi::AnyBuffer /*value*/,
+                ffi::ResultBufferR0<ffi::S32> result) {
+  result->typed_data()[0] = 0;
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame) {
@@ -43,6 +64,28 @@ XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame) {
                              .Ret<ffi::AnyBuffer>()
                              .Attrs()
                              .To(Pass)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* StoringGate(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attrs()
+                             .To(StoreAndPass)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* Store(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Ret<ffi::BufferR0<ffi::S32>>()
+                             .To(Mark)
                              .release();
   return handler->Call(call_frame);
 }

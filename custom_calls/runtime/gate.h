@@ -8,6 +8,8 @@
 namespace memplan {
 
 XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* StoringGate(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* Store(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace memplan
 

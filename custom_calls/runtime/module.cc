@@ -6,6 +6,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gate.h"
@@ -52,17 +53,19 @@ bool Addresses(PyObject* sequence, const memplan::chains::Chain& chain,
 }
 
 PyObject* New(PyTypeObject* type, PyObject* args, PyObject* named) {
-  static const char* names[] = {"chain", "bound", "depth", "chunk", "use_uring", "log", nullptr};
+  static const char* names[] = {"chain",     "bound", "depth", "chunk",
+                                "use_uring", "log",   "steps", nullptr};
   Py_buffer bytes;
   PyObject* bound;
   memplan::RuntimeOptions options;
   int use_uring = options.files.use_uring;
-  unsigned long long log = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, named, "y*O|$IIpK", const_cast<char**>(names), &bytes,
+  unsigned long long log = 0, steps = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, named, "y*O|$IIpKK", const_cast<char**>(names), &bytes,
                                    &bound, &options.files.depth, &options.files.chunk, &use_uring,
-                                   &log)) {
+                                   &log, &steps)) {
     return nullptr;
   }
+  options.steps = steps;
   options.files.use_uring = use_uring != 0;
   options.log_records = log;
   memplan::chains::Chain chain;
@@ -130,8 +133,10 @@ PyObject* Wait(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* Cancel(PyObject* self, PyObject*) {
-  Of(self).Cancel();
+PyObject* Cancel(PyObject* self, PyObject* args) {
+  const char* why = "the replay was cancelled";
+  if (!PyArg_ParseTuple(args, "|s", &why)) return nullptr;
+  Of(self).Cancel(why);
   Py_RETURN_NONE;
 }
 
@@ -194,7 +199,7 @@ PyMethodDef runtime_methods[] = {
     {"bind", Bind, METH_O, nullptr},
     {"start", Start, METH_O, nullptr},
     {"wait", Wait, METH_NOARGS, nullptr},
-    {"cancel", Cancel, METH_NOARGS, nullptr},
+    {"cancel", Cancel, METH_VARARGS, nullptr},
     {"enter", Enter, METH_O, nullptr},
     {"leave", Leave, METH_O, nullptr},
     {"address", Address, METH_O, nullptr},
@@ -223,10 +228,19 @@ int Exec(PyObject* module) {
   Py_XDECREF(type);
   if (status < 0) return status;
   // XLA looks for handlers in nameless capsules (jax.ffi.pycapsule makes the same).
-  PyObject* gate = PyCapsule_New(reinterpret_cast<void*>(memplan::Gate), nullptr, nullptr);
-  const int added = PyModule_AddObjectRef(module, "gate", gate);
-  Py_XDECREF(gate);
-  return added;
+  using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
+  const std::pair<const char*, Handler> handlers[] = {
+      {"gate", memplan::Gate},
+      {"storing_gate", memplan::StoringGate},
+      {"store", memplan::Store},
+  };
+  for (const auto& [name, handler] : handlers) {
+    PyObject* capsule = PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr);
+    const int added = PyModule_AddObjectRef(module, name, capsule);
+    Py_XDECREF(capsule);
+    if (added < 0) return added;
+  }
+  return 0;
 }
 
 PyModuleDef_Slot slots[] = {

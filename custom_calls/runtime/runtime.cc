@@ -164,8 +164,16 @@ bool Runtime::Prepare(std::string* error) {
     }
     touched.push_back(extents);
   }
-  for (uint32_t k = 0; k < streams_.size(); ++k) {
-    if (streams_[k]->executes) executing_.push_back(k);
+  uint64_t executions = 0;
+  for (const chains::Descriptor& d : chain_.descriptors) {
+    if (d.op != kMemplanChainOpExecute) continue;
+    if (executions == 0) compute_ = d.stream;
+    executions += d.stream == compute_ ? 1 : 0;
+  }
+  segments_ = executions / std::max<uint64_t>(options_.steps, 1);
+  if (segments_ * options_.steps != executions) {
+    return fail(std::to_string(executions) + " segments are not " +
+                std::to_string(options_.steps) + " steps of equally many");
   }
   for (const auto& stream : streams_) {
     stream->log.resize(options_.log_records);
@@ -193,7 +201,7 @@ bool Runtime::Prepare(std::string* error) {
 }
 
 Runtime::~Runtime() {
-  Cancel();
+  Cancel("the runtime is closed");
   {
     std::unique_lock<std::shared_mutex> lock(TheRegistry().mutex);
     for (const auto& arena : arenas_) TheRegistry().arenas.erase(arena->data());
@@ -230,7 +238,7 @@ std::string Runtime::failure() const {
   return failure_;
 }
 
-void Runtime::Cancel() { Fail("the replay was cancelled"); }
+void Runtime::Cancel(const std::string& why) { Fail(why); }
 
 bool Runtime::is_running() const {
   if (has_failed_) return false;
@@ -363,24 +371,16 @@ void Runtime::Leave(uint32_t index) {
 }
 
 std::string Runtime::Step(uint64_t step) {
-  if (executing_.size() != 1) return "the chain has not one stream that executes segments";
-  const uint32_t stream = executing_.front();
-  if (step != steps_) {
+  if (step != entered_ || step > segments_) {
     return "step " + std::to_string(step) + " of a program, expected step " +
-           std::to_string(steps_) + ": two calls of it are under way at once, or one has failed";
+           std::to_string(entered_) + " of " + std::to_string(segments_) +
+           ": two calls of it are under way at once, or one has failed";
   }
-  if (step > 0) Leave(stream);
-  // A replay's last segment is followed by the first one of the next.
-  const uint64_t segments = chain_.segments.size();
-  steps_ = step == segments ? 0 : step + 1;
-  if (step == segments) return {};
-  const std::optional<uint32_t> entered = Enter(stream);
-  if (!entered) {
-    const std::string cause = failure();
-    return cause.empty() ? "no replay was started" : cause;
-  }
-  if (*entered == step) return {};
-  return "segment " + std::to_string(*entered) + " of the chain, expected " + std::to_string(step);
+  if (step > 0) Leave(compute_);
+  entered_ = step == segments_ ? 0 : step + 1;
+  if (step == segments_ || Enter(compute_)) return {};
+  const std::string cause = failure();
+  return cause.empty() ? "no replay was started" : cause;
 }
 
 Runtime* Runtime::Of(const std::byte* address) {

@@ -44,6 +44,7 @@ struct LogRecord {
 
 struct RuntimeOptions {
   FileEngineOptions files;
+  uint64_t steps = 1;        // Steps of a program in a replay; see `Runtime::Step`.
   uint64_t log_records = 0;  // Of each stream, the last ones are kept; 0 for none, no clock is read.
 };
 
@@ -62,7 +63,7 @@ class Runtime {
   void Start(uint64_t replays);
   // Empty, or what went wrong.
   std::string Wait();
-  void Cancel();
+  void Cancel(const std::string& why);
   bool is_running() const;
   std::string failure() const;  // Empty, or what went wrong so far.
 
@@ -72,8 +73,8 @@ class Runtime {
   // The segment that was entered last has ended.
   void Leave(uint32_t stream);
 
-  // The `step`-th of the replay's segments begins, the one before has ended; one step past the
-  // last ends that. Of the stream that executes, if there is only one. Empty, or what is wrong.
+  // The `step`-th segment of a step of the program begins, the one before has ended; one past the
+  // last ends that. On the stream of the chain's first segment. Empty, or what is wrong.
   std::string Step(uint64_t step);
   // The runtime in whose arenas an address lies; null for none.
   static Runtime* Of(const std::byte* address);
@@ -108,8 +109,9 @@ class Runtime {
   std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<uint64_t> places_;                     // Of each descriptor, on its stream.
   Counter goal_;                                     // Replays that were started.
-  std::vector<uint32_t> executing_;                  // Streams.
-  uint64_t steps_ = 0;                               // How many of this replay were taken.
+  uint32_t compute_ = 0;                             // The stream that `Step` drives.
+  uint64_t segments_ = 0;                            // Of a step of the program.
+  uint64_t entered_ = 0;                             // Of this step.
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
   std::string failure_;

@@ -10,12 +10,21 @@
 A segment waits for what it reads, and what takes the place of that in the arena waits for the
 segment. Nothing else is ordered, so transfers start as early as their bytes are free, those of
 the next replay too; the plan's ticks say in which order, and what may share bytes.
+
+State that a step changes is read from one file and written to its twin, and the next step goes
+the other way. So a replay is two steps, and between them, and after them, a segment on a stream of
+its own commits what was written: nothing of the other file is written over before that.
+
+    read      a0 a1 a2       b0 b1 b2       a0 ...
+    compute      s0 s1 s2       s0's1's2'
+    write           b0 b1 b2       a0 a1 a2
+    commit                   c              c'
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,11 +52,15 @@ class Lowered:
     Attributes:
       slots: of each buffer that is fetched, the chain's slot in the arena, by index.
       bound: the buffers that the chain reads from memory, in the order of its bound spaces.
+      steps: how many of the program's a replay is.
+      commits: the stream that commits what was written, by index; None where nothing is.
     """
 
     chain: Chain
     slots: Mapping[str, int]
     bound: tuple[str, ...]
+    steps: int
+    commits: int | None
 
 
 def cuts(plan: Plan) -> tuple[LogicalTime, ...]:
@@ -78,60 +91,125 @@ def arena_bytes(plan: Plan) -> int:
     return _Arena(plan).bytes
 
 
-def lower(plan: Plan, files: Mapping[str, FileSource]) -> Lowered:
+def lower(
+    plan: Plan, files: Mapping[str, FileSource], twins: Mapping[str, FileSource] | None = None
+) -> Lowered:
     """Lowers a plan.
 
     Args:
       files: where buffers are read from that are in files; all others are in memory, each a bound
         space of the chain.
+      twins: of buffers in files that a step changes in their slots, where the next step finds them;
+        they have whole blocks there.
 
     Raises:
       NotReplayableError: when the plan does more than fetch arguments in the entry.
     """
     check_replayable(plan)
-    arena = _Arena(plan)
-    fetched = {t.buffer: t for t in plan.transfers}
-    labels = {name: plan.labels.get(name, name) for name in fetched}
-    build = Builder()
-    pool = build.arena("arena", plan.device_tier, arena.bytes, alignment=BLOCK)
-    paths = {
-        path: build.file(path, "file", _end_of(path, files, fetched), path)
-        for path in dict.fromkeys(files[name].path for name in fetched if name in files)
-    }
-    sources, slots = dict[str, int](), dict[str, int]()
-    for name, t in fetched.items():
-        into = _HOST_SKEW
-        if (file := files.get(name)) is not None:
-            into = file.offset % BLOCK
-            sources[name] = build.slot(labels[name], paths[file.path], file.offset, t.size)
-        else:
-            space = build.bound(labels[name], t.source, t.size)
-            sources[name] = build.slot(labels[name], space, 0, t.size)
-        slots[name] = build.slot(f"{labels[name]} here", pool, arena.offsets[name] + into, t.size)
-    read, compute = build.stream("read"), build.stream("compute")
-    starting = arena.starting()
-    for k, (begin, end) in enumerate(arena.segments):
-        for t in starting.get(k, ()):
-            build.copy(read, sources[t.buffer], slots[t.buffer], t.size, tick=t.start)
-        held = [slots[t.buffer] for t in plan.transfers if t.done <= begin and end <= t.end]
-        segment = build.segment(f"{begin}:{end}", dict.fromkeys(held), ())
-        build.execute(compute, segment, tick=begin)
-    bound = tuple(name for name in fetched if name not in files)
-    digest = bytes.fromhex(plan.module_fingerprint)[:32].ljust(32, b"\0")
-    return Lowered(build.build(digest), slots, bound)
+    return _Lowering(plan, files, twins or {}).run()
+
+
+class _Lowering:
+    """The chain of one plan, as it is built."""
+
+    def __init__(
+        self, plan: Plan, files: Mapping[str, FileSource], twins: Mapping[str, FileSource]
+    ) -> None:
+        self._plan, self._files, self._twins = plan, files, twins
+        self._arena = _Arena(plan)
+        self._build = Builder()
+        self._fetched = {t.buffer: t for t in plan.transfers}
+        self._last = {t.buffer: t for t in sorted(plan.transfers, key=lambda t: t.end)}
+        self._paths: dict[str, int] = {}
+        self._here: dict[str, int] = {}
+
+    def run(self) -> Lowered:
+        build, arena = self._build, self._arena
+        pool = build.arena("arena", self._plan.device_tier, arena.bytes, alignment=BLOCK)
+        self._declare_files()
+        there = {name: self._source(name) for name in self._fetched}
+        twins = {name: self._in_file(name, at, " next") for name, at in self._twins.items()}
+        for name in self._fetched:
+            into = self._files[name].offset % BLOCK if name in self._files else _HOST_SKEW
+            label = f"{self._label(name)} here"
+            at = arena.offsets[name] + into
+            self._here[name] = build.slot(label, pool, at, self._bytes(name))
+        read, compute = build.stream("read"), build.stream("compute")
+        write, commit = (build.stream("write"), build.stream("commit")) if twins else (0, 0)
+        for odd in range(2 if twins else 1):
+            sources = {**there, **twins} if odd else there
+            targets = {name: (there if odd else twins)[name] for name in twins}
+            self._step(sources, targets, (read, compute, write), "'" * odd)
+            if twins:
+                # Written over, what was read: so the next step waits with that.
+                over = (sources[name] for name in twins)
+                segment = build.segment(f"commit{"'" * odd}", targets.values(), over)
+                build.execute(commit, segment, tick=arena.segments[-1][1])
+        bound = tuple(name for name in self._fetched if name not in self._files)
+        digest = bytes.fromhex(self._plan.module_fingerprint)[:32].ljust(32, b"\0")
+        return Lowered(
+            build.build(digest), self._here, bound, 2 if twins else 1, commit if twins else None
+        )
+
+    def _step(
+        self,
+        sources: Mapping[str, int],
+        targets: Mapping[str, int],
+        streams: tuple[int, int, int],
+        mark: str,
+    ) -> None:
+        """Appends a step that reads from the slots `sources`, and writes to `targets`."""
+        build, arena, (read, compute, write) = self._build, self._arena, streams
+        starting, ending = arena.starting(), arena.ending(self._last.values())
+        for k, (begin, end) in enumerate(arena.segments):
+            for t in starting.get(k, ()):
+                size = self._bytes(t.buffer)
+                build.copy(read, sources[t.buffer], self._here[t.buffer], size, tick=t.start)
+            held = [t.buffer for t in self._plan.transfers if t.done <= begin and end <= t.end]
+            slots = dict.fromkeys(self._here[name] for name in held)
+            changed = [t.buffer for t in ending.get(k, ()) if t.buffer in targets]
+            segment = build.segment(
+                f"{begin}:{end}{mark}", slots, (self._here[name] for name in changed)
+            )
+            build.execute(compute, segment, tick=begin)
+            for name in changed:
+                build.copy(write, self._here[name], targets[name], self._bytes(name), tick=end)
+
+    def _bytes(self, name: str) -> int:
+        """What moves of a buffer: of what is written, whole blocks, which are its own."""
+        size = self._fetched[name].size
+        return -(-size // BLOCK) * BLOCK if name in self._twins else size
+
+    def _label(self, name: str) -> str:
+        return self._plan.labels.get(name, name)
+
+    def _declare_files(self) -> None:
+        """Each file with the bytes of it that are needed, from its begin."""
+        ends: dict[str, int] = {}
+        for of in (self._files, self._twins):
+            for name, at in of.items():
+                if name in self._fetched:
+                    end = at.offset + self._bytes(name)
+                    ends[at.path] = max(ends.get(at.path, 0), end)
+        written = {of[name].path for of in (self._files, self._twins) for name in self._twins}
+        for path, end in ends.items():
+            self._paths[path] = self._build.file(path, "file", end, path, writable=path in written)
+
+    def _source(self, name: str) -> int:
+        if (at := self._files.get(name)) is not None:
+            return self._in_file(name, at, "")
+        t = self._fetched[name]
+        return self._build.slot(
+            self._label(name), self._build.bound(self._label(name), t.source, t.size), 0, t.size
+        )
+
+    def _in_file(self, name: str, at: FileSource, mark: str) -> int:
+        label, space = f"{self._label(name)}{mark}", self._paths[at.path]
+        return self._build.slot(label, space, at.offset, self._bytes(name))
 
 
 _HOST_SKEW = 64
 """Bytes: how far into a block what comes from memory lies; XLA:CPU asks for multiples of this."""
-
-
-def _end_of(path: str, files: Mapping[str, FileSource], fetched: Mapping[str, Transfer]) -> int:
-    """Bytes of a file that are needed, from its begin."""
-    return max(
-        files[name].offset + t.size
-        for name, t in fetched.items()
-        if name in files and files[name].path == path
-    )
 
 
 class _Arena:
@@ -170,6 +248,13 @@ class _Arena:
     def _segment_of(self, tick: LogicalTime) -> int:
         """The segment that a tick lies in; of what is before all of them the first."""
         return max(0, bisect_right([begin for begin, _ in self.segments], tick) - 1)
+
+    def ending(self, transfers: Iterable[Transfer]) -> Mapping[int, Sequence[Transfer]]:
+        """Those of some transfers that end with each segment."""
+        found: dict[int, list[Transfer]] = {}
+        for t in transfers:
+            found.setdefault(self._segment_of(t.end - 1), []).append(t)
+        return found
 
     def starting(self) -> Mapping[int, Sequence[Transfer]]:
         """The transfers that start before or in each segment, in the order of the plan."""

@@ -258,19 +258,34 @@ def _insert_gates(editor: _Editor, plan: Plan) -> None:
     Each such step has the one before as an operand: they pass in order.
     """
     served: defaultdict[int, list[tuple[Transfer, int]]] = defaultdict(list)
+    last = {t.buffer: t for t in sorted(plan.transfers, key=lambda t: t.end)}
+    stored = {
+        last[name].id: mark.operand_ids[1]
+        for mark in editor.compute
+        if mark.custom_call_target == targets.STORE
+        for name in last
+        if editor.by_name[name].id == mark.operand_ids[0]
+    }
     here: dict[int, int] = {}
     gone: dict[str, int] = {}  # The last gate of a buffer that may be fetched again.
 
-    def gate(transfer: Transfer, operands: Iterable[int], step: int | None, tick: int) -> int:
+    def gate(
+        transfer: Transfer,
+        operands: Iterable[int],
+        step: int | None,
+        tick: int,
+        value: int | None = None,
+    ) -> int:
         source = editor.by_name[transfer.buffer]
         call = editor.add(_Proto(), f"memplan_gate.{transfer.id}")
         call.opcode = "custom-call"
         call.shape.CopyFrom(source.shape)
-        call.custom_call_target = targets.GATE
+        call.custom_call_target = targets.GATE if value is None else targets.STORING_GATE
         call.custom_call_api_version = targets.API_VERSION
         call.backend_config = targets.gate_attributes(step).encode()
         call.metadata.op_name = source.metadata.op_name
-        call.operand_ids[:] = dict.fromkeys(operands)
+        held, *fences = dict.fromkeys(operands)
+        call.operand_ids[:] = [held, *fences] if value is None else [held, value, *fences]
         call.output_operand_aliasing.add(operand_index=0)
         _tag(call, transfer)
         editor.before[tick].append(call)
@@ -282,10 +297,10 @@ def _insert_gates(editor: _Editor, plan: Plan) -> None:
         beginning = [t for t in plan.transfers if t.done == tick]
         over: list[int] = []
         for t in ending[:-1]:
-            over.append(gate(t, [here[t.id]], None, tick))
+            over.append(gate(t, [here[t.id]], None, tick, stored.get(t.id)))
         if ending:
-            last = ending[-1]
-            passed = [gate(last, [here[last.id], *over, *passed], step, tick)]
+            t = ending[-1]
+            passed = [gate(t, [here[t.id], *over, *passed], step, tick, stored.get(t.id))]
             ids = [*over, *passed]
             gone |= {t.buffer: id_ for t, id_ in zip(ending, ids, strict=True)}
         for n, t in enumerate(beginning):

@@ -65,7 +65,7 @@ _INSIDE = (_Computation.INSTRUCTIONS_FIELD_NUMBER, _Computation.ROOT_ID_FIELD_NU
 _HOLDING = frozenset(
     ("copy", "copy-done", "copy-start", "get-tuple-element", "opt-barrier", "tuple")
 )
-_CALLS = (targets.COPY_START, targets.COPY_DONE, targets.GATE)
+_CALLS = (targets.COPY_START, targets.COPY_DONE, *targets.GATES)
 
 type Contents = str | tuple[Contents, ...]
 """What an array holds, by the name of the position that made it; of a tuple what its parts do."""

@@ -80,7 +80,7 @@ def verify_executable(plan: Plan, final: Module) -> Followed:
 def _follow_entry(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids of the transfers that an entry, or a body planned as one, does not have, and of
     those that stand elsewhere."""
-    if any(i.custom_call_target == targets.GATE for i in entry.instructions):
+    if any(i.custom_call_target in targets.GATES for i in entry.instructions):
         return _follow_gates(plan, entry)
     events = [e for i in entry.instructions if (e := event_of(i)) is not None]
     started = {e.index for e in events if e.kind == "start"}
@@ -98,7 +98,7 @@ def _follow_gates(plan: Plan, entry: Computation) -> tuple[tuple[int, ...], tupl
     labels = [
         i.proto.frontend_attributes.map.get(TRANSFER_ATTRIBUTE, "")
         for i in entry.instructions
-        if i.custom_call_target == targets.GATE
+        if i.custom_call_target in targets.GATES
     ]
     gates = [int(label) for label in labels if label.isdigit()]
     missing = tuple(t.id for t in plan.transfers if gates.count(t.id) != 2)

@@ -6,7 +6,7 @@
 An array may be read between its gates, for its bytes are another's before and after; which ticks
 those are the plan says. A step waits for what the gates before it in its tick wait for, and for
 the step before; what is read behind it waits for it. That gates hand on what they are given
-`equivalent` proves.
+`equivalent` proves. What a mark says is stored, the last gate of that argument stores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Gates:
             self.place[i.id] = place
             for operand in i.operand_ids:
                 self.readers[operand].append(i)
-            if i.custom_call_target == targets.GATE:
+            if i.custom_call_target in targets.GATES:
                 label = i.proto.frontend_attributes.map.get("memplan.transfer", "")
                 self.of[int(label) if label.isdigit() else -1].append(i)
                 self.tick[i.id] = compute
@@ -72,6 +72,33 @@ class _Gates:
             self._check_pair(t, before.get(t.buffer))
             before[t.buffer] = self.of[t.id][1]
         self._check_steps()
+        self._check_stores()
+
+    def _check_stores(self) -> None:
+        """Checks that each mark, and no gate without one, stores."""
+        expected: dict[int, int] = {}
+        for mark in self.module.entry.instructions:
+            if mark.custom_call_target != targets.STORE:
+                continue
+            opening = self.module.instructions[mark.operand_ids[0]]
+            pairs = (gates for gates in self.of.values() if gates[0].id == opening.id)
+            closing = next((gates[1] for gates in pairs), None)
+            if closing is None:
+                raise self._error(f"%{mark.name} marks no array between gates", mark)
+            again = self.readers[closing.id]
+            if any(g.operand_ids[0] == closing.id for g in again if g.id in self.tick):
+                raise self._error(f"%{mark.name} marks an array that comes again", mark)
+            expected[closing.id] = mark.operand_ids[1]
+        for gate in (g for gates in self.of.values() for g in gates):
+            is_storing = gate.custom_call_target == targets.STORING_GATE
+            value = gate.operand_ids[1] if is_storing else None
+            if value != expected.get(gate.id):
+                raise self._error(f"%{gate.name} does not store what was marked", gate)
+            if value in self.tick or self._is_parameter(value):
+                raise self._error(f"%{gate.name} stores an argument as it is", gate)
+
+    def _is_parameter(self, value: int | None) -> bool:
+        return value is not None and self.module.instructions[value].opcode == "parameter"
 
     def _check_pair(self, t: Transfer, previous: Instruction | None) -> None:
         """Checks the gates of a transfer, which follow the last one of that before, if there is
@@ -110,7 +137,7 @@ class _Gates:
                     f"%{reader.name} reads %{t.buffer} behind the gate %{gates[1].name}", reader
                 )
         for reader in self._readers_of(source):
-            if reader.custom_call_target != targets.GATE:
+            if reader.custom_call_target not in targets.GATES:
                 raise self._error(f"%{reader.name} reads %{t.buffer} behind no gate", reader)
 
     def _readers_of(self, value: Instruction) -> list[Instruction]:

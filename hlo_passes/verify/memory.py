@@ -62,7 +62,12 @@ _PLACING = (
 _SENDING = "AsyncCollectiveStart"
 
 # The other operands of these calls are for the order only.
-_READ_BY_CALL = {targets.COPY_START: 1, targets.COPY_DONE: 2, targets.GATE: 1}
+_READ_BY_CALL = {
+    targets.COPY_START: 1,
+    targets.COPY_DONE: 2,
+    targets.GATE: 1,
+    targets.STORING_GATE: 2,
+}
 
 
 @dataclass(slots=True, eq=False)
