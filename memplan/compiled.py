@@ -21,6 +21,7 @@ from hlo_passes.ir import Module
 from hlo_passes.plan import LoopStreams
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes
+from memplan import disk
 from memplan.executable import Executable, TopologyExecutable, device_bytes
 from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.out_of_memory import note
@@ -249,7 +250,11 @@ class Compiled:
             kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
             sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
-            moved[n] = jax.device_put(leaves[n], to)
+            source = disk.source_of(leaves[n])
+            if source is None or kind == HOST_MEMORY_KIND:
+                moved[n] = jax.device_put(leaves[n], to)
+            else:
+                moved[n] = jax.device_put(disk.read(leaves[n], source), to, may_alias=True)
             if isinstance(sharding, SingleDeviceSharding) and not getattr(
                 leaves[n], "committed", False
             ):

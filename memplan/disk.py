@@ -197,6 +197,21 @@ def source_of(array: Any) -> FileSource | None:
     return None if place is None else FileSource(*place)
 
 
+def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
+    """The bytes of an array that stays in a file, in memory: read past the page cache, where
+    nobody else has a use for them.
+
+    Raises:
+      OSError: when they cannot be read.
+    """
+    memory = np.empty(array.nbytes + _BLOCK, np.uint8)
+    # As far into a block as in the file, so that the disk's blocks are read in place.
+    begin = (source.offset - memory.ctypes.data) % _BLOCK
+    own = memory[begin : begin + array.nbytes]
+    library.load().read_file(source.path, own, source.offset)
+    return own.view(array.dtype).reshape(array.shape)
+
+
 def fed(target: Target, leaves: Iterable[Any]) -> Target:
     """What arguments like these are planned for: where some stay in files, the host's link is as
     fast as the machine's disk, if it has one."""

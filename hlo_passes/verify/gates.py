@@ -75,19 +75,21 @@ class _Gates:
         self._check_stores()
 
     def _check_stores(self) -> None:
-        """Checks that each mark, and no gate without one, stores."""
+        """Checks that what each mark says is stored by the last gate of all of its array, when all
+        have read that, and nothing else."""
         expected: dict[int, int] = {}
+        ordered = sorted(self.plan.transfers, key=lambda t: t.end)
+        last = {t.buffer: self.of[t.id][1] for t in ordered}
+        buffers = {self.of[t.id][0].id: t.buffer for t in ordered}
         for mark in self.module.entry.instructions:
             if mark.custom_call_target != targets.STORE:
                 continue
-            opening = self.module.instructions[mark.operand_ids[0]]
-            pairs = (gates for gates in self.of.values() if gates[0].id == opening.id)
-            closing = next((gates[1] for gates in pairs), None)
-            if closing is None:
+            buffer = buffers.get(mark.operand_ids[0])
+            if buffer is None:
                 raise self._error(f"%{mark.name} marks no array between gates", mark)
-            again = self.readers[closing.id]
-            if any(g.operand_ids[0] == closing.id for g in again if g.id in self.tick):
-                raise self._error(f"%{mark.name} marks an array that comes again", mark)
+            closing = last[buffer]
+            if closing.id in expected:
+                raise self._error(f"%{mark.name} marks an array a second time", mark)
             expected[closing.id] = mark.operand_ids[1]
         for gate in (g for gates in self.of.values() for g in gates):
             is_storing = gate.custom_call_target == targets.STORING_GATE

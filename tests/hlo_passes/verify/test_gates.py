@@ -1,6 +1,7 @@
 """The checker of gates refuses what would read bytes that are another array's."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import memplan
@@ -35,13 +36,13 @@ class Entry:
         self.by_id = {i.id: i for i in self.entry.instructions}
 
     def gates(self):
-        return [i for n in self.order if (i := self.by_id[n]).custom_call_target == targets.GATE]
+        return [i for n in self.order if (i := self.by_id[n]).custom_call_target in targets.GATES]
 
     def readers(self, value):
         return [i for n in self.order if value.id in (i := self.by_id[n]).operand_ids]
 
     def reads(self, gate):
-        return [i for i in self.readers(gate) if i.custom_call_target != targets.GATE]
+        return [i for i in self.readers(gate) if i.custom_call_target not in targets.GATES]
 
     def move(self, instruction, place):
         order = [n for n in self.order if n != instruction.id]
@@ -127,3 +128,56 @@ def test_steps_that_are_no_row(planned):
     stepping = [g for g in entry.gates() if b"step = -1" not in g.backend_config]
     stepping[1].backend_config = targets.gate_attributes(7).encode()
     assert "expected a step at each of the ticks" in rejected(plan, entry)
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory):
+    """The same of a program that stores what it changes, and reads that twice."""
+    folder = tmp_path_factory.mktemp("gates") / "state"
+    weights = [np.full((256, 256), k / 256, np.float32) for k in range(8)]
+    memplan.state.save(folder, weights)
+    given = memplan.state.load(folder, like=weights)
+
+    def step(weights, x):
+        y = forward(weights, forward(weights, x))
+        return [w + y[0, 0] for w in weights], y
+
+    x = jnp.ones((2, 256))
+    with memplan.jit(step, hbm="1500KiB", donate_argnums=0).runtime(given, x) as run:
+        return run.compiled.plan, run.compiled.module
+
+
+def storing_gates(entry):
+    return [g for g in entry.gates() if g.custom_call_target == targets.STORING_GATE]
+
+
+def test_what_stores_is_accepted(storing):
+    plan, module = storing
+    verify_gates(plan, module)
+    assert len(storing_gates(Entry(module))) == 8 < len(plan.transfers)
+
+
+def test_a_gate_that_stores_something_else(storing):
+    plan, module = storing
+    entry = Entry(module)
+    one, other = storing_gates(entry)[:2]
+    one.operand_ids[1], other.operand_ids[1] = other.operand_ids[1], one.operand_ids[1]
+    assert "does not store what was marked" in rejected(plan, entry)
+
+
+def test_a_gate_that_does_not_store(storing):
+    plan, module = storing
+    entry = Entry(module)
+    storing_gates(entry)[0].custom_call_target = targets.GATE
+    assert "does not store what was marked" in rejected(plan, entry)
+
+
+def test_a_gate_that_stores_unasked(planned):
+    plan, module = planned
+    entry = Entry(module)
+    gate = entry.gates()[-1]
+    gate.custom_call_target = targets.STORING_GATE
+    gate.operand_ids.insert(1, entry.entry.root_id)
+    assert "does not store what was marked" in rejected(
+        plan, entry
+    ) or "scheduled before" in rejected(plan, entry)
