@@ -161,7 +161,7 @@ def test_a_gate_that_stores_something_else(storing):
     plan, module = storing
     entry = Entry(module)
     one, other = storing_gates(entry)[:2]
-    one.operand_ids[1], other.operand_ids[1] = other.operand_ids[1], one.operand_ids[1]
+    other.operand_ids[1] = one.operand_ids[1]
     assert "does not store what was marked" in rejected(plan, entry)
 
 
