@@ -33,7 +33,7 @@ from memplan.api import jit
 from memplan.chains import replay_alone
 from memplan.report.tables import Column, Table
 
-_TURNS, _CALLS, _WIDTH = 31, 5, 128
+_TURNS, _CALLS, _WIDTH = 31, 5, 64
 
 _COLUMNS = (
     Column("operations", right=True),
@@ -64,7 +64,7 @@ def products(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 def measure(operations: int) -> Row:
     """Seconds and page faults of a step by each way."""
     rng = np.random.default_rng(0)
-    weights = [rng.standard_normal((_WIDTH, _WIDTH), np.float32) / 12 for _ in range(operations)]
+    weights = [rng.standard_normal((_WIDTH, _WIDTH), np.float32) / 8 for _ in range(operations)]
     x = jnp.ones((1, _WIDTH))
     step = jit(products, hbm=sum(w.nbytes for w in weights) // 2)
     here, plain, one = [jnp.array(w) for w in weights], jax.jit(products), jax.jit(product)

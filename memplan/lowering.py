@@ -207,20 +207,14 @@ class Lowering:
         """What ``in_shardings`` say of each flat argument; None where they say nothing."""
         asked, (args, _) = self.function.jit_options.get("in_shardings"), self.traced.args_info
         asked = tuple(asked) if isinstance(asked, list) else asked
-        found = jax.tree.leaves(
-            jax.tree.broadcast(asked, args, is_leaf=lambda s: s is None),
-            is_leaf=lambda s: s is None,
-        )
+        found = _for_each_leaf(asked, args)
         return found + [None] * (len(self.arguments) - len(found))
 
     @functools.cached_property
     def _asked_of_results(self) -> list[Any]:
         """What ``out_shardings`` say of each flat result; None where they say nothing."""
         asked = self.function.jit_options.get("out_shardings")
-        leaves = jax.tree.leaves(
-            jax.tree.broadcast(asked, self.traced.out_info, is_leaf=lambda s: s is None),
-            is_leaf=lambda s: s is None,
-        )
+        leaves = _for_each_leaf(asked, self.traced.out_info)
         mesh = self.program.arguments.mesh
         return [NamedSharding(mesh, s) if isinstance(s, PartitionSpec) else s for s in leaves]
 
@@ -337,6 +331,16 @@ class Lowering:
                 "have no memories: take a mesh from Topology.mesh(), which names none",
             )
         return found
+
+
+def _for_each_leaf(asked: Any, tree: Any) -> list[Any]:
+    """What a prefix of a tree says of each of its leaves; None where it says nothing.
+
+    That is a None too, and none of the tree's own, which has no leaves (equinox's, for example)."""
+    nothing = object()
+    said = jax.tree.map(lambda s: nothing if s is None else s, asked, is_leaf=lambda s: s is None)
+    found = jax.tree.leaves(jax.tree.broadcast(said, tree))
+    return [None if s is nothing else s for s in found]
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:

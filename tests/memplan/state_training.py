@@ -23,7 +23,9 @@ def initial():
         for _ in range(LAYERS)
     ]
     zeros = jax.tree.map(np.zeros_like, weights)
-    return {"p": weights, "m": zeros, "v": jax.tree.map(np.copy, zeros), "t": np.float32(0)}
+    second = jax.tree.map(np.copy, zeros)
+    # Where equinox has what is no array, its trees have None.
+    return {"p": weights, "n": None, "m": zeros, "v": second, "t": np.float32(0)}
 
 
 def batch():
@@ -47,7 +49,8 @@ def train(state, x, y):
     def updated(p, m, v):
         return p - 1e-3 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.999**t)) + 1e-8)
 
-    return {"p": jax.tree.map(updated, state["p"], m, v), "m": m, "v": v, "t": t}, value
+    weights = jax.tree.map(updated, state["p"], m, v)
+    return {"p": weights, "n": None, "m": m, "v": v, "t": t}, value
 
 
 def opened(folder):
