@@ -158,7 +158,7 @@ def measure(
             for way, worker in workers.items():
                 if "failure" in found[way]:
                     continue
-                _drop(path)
+                drop_pages(path)
                 turn = worker.call(_turn, steps)
                 if isinstance(turn, Failure):
                     found[way]["failure"] = turn.reason
@@ -188,7 +188,7 @@ def measure(
     return found
 
 
-def _drop(path: Path) -> None:
+def drop_pages(path: Path) -> None:
     """Has the kernel forget the file's pages, but for those that somebody has mapped."""
     with path.open("rb") as file:
         os.fdatasync(file.fileno())
@@ -234,7 +234,7 @@ def _open(way: str, path: str, layers: int, pool: int) -> Row:
         step, size, group = _planned(way, path, layers, pool)
     else:
         step, size, forget = _jitted(path, layers, _ADVICE[way], in_memory=False)
-        group = _limited(pool)
+        group = limited(pool)
     _way = _Way(step, size, group, forget)
     return {"pool": pool, "limited": group is not None}
 
@@ -320,7 +320,7 @@ def _planned(way: str, path: str, layers: int, pool: int) -> tuple[Callable[[], 
         compiled = compiled.compile()
     size = sum(t.size for t in compiled.plan.transfers)
     gc.collect()
-    group = _limited(pool)
+    group = limited(pool)
     if way == _RUNTIME:
         run, placed = step.runtime(params, *state), params
     else:
@@ -348,24 +348,26 @@ def _jitted(
     compiled = step.lower(shapes, state[0], cache).compile()
     arrays = jax.tree.leaves(params)
     size = sum(a.nbytes for a in arrays)
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def advise(advice: int) -> None:
-        for array in arrays:
-            begin = array.unsafe_buffer_pointer() // mmap.PAGESIZE * mmap.PAGESIZE
-            length = array.unsafe_buffer_pointer() + array.nbytes - begin
-            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
     def advised() -> Any:
         if advice is not None:
-            advise(advice)
+            advise(arrays, advice)
         return _decode(compiled, params, state)
 
     def forget() -> None:
         if not in_memory:
-            advise(mmap.MADV_DONTNEED)
+            advise(arrays, mmap.MADV_DONTNEED)
 
     return advised, size, forget
+
+
+def advise(arrays: Sequence[jax.Array], advice: int) -> None:
+    """Tells the kernel what is to be expected of the pages of arrays in mapped files."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for array in arrays:
+        begin = array.unsafe_buffer_pointer() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = array.unsafe_buffer_pointer() + array.nbytes - begin
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
 
 def _token() -> jax.Array:
@@ -381,7 +383,7 @@ def _decode(step: Callable[..., Any], params: Any, state: list[Any]) -> None:
     jax.block_until_ready(state[0])
 
 
-def _limited(pool: int) -> Path | None:
+def limited(pool: int) -> Path | None:
     """Moves this process into a control group of so many bytes and 5 %; None where it may not."""
     group = Path("/sys/fs/cgroup/memory") / f"memplan-{os.getpid()}"
     try:

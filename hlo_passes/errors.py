@@ -55,6 +55,16 @@ class OffloadSyntaxError(MemplanError, ValueError):
         )
 
 
+class TiersError(MemplanError, ValueError):
+    """``tiers=`` is not what it may be, or not possible here."""
+
+    def __init__(self, tiers: object, problem: str) -> None:
+        self.tiers, self.problem = tiers, problem
+        super().__init__(
+            f"tiers={tiers!r}: {problem}; expected ('device', 'host') or ('device', 'disk:FOLDER')"
+        )
+
+
 class OffloadPatternError(MemplanError, ValueError):
     """Patterns of ``offload=`` that match no argument."""
 

@@ -14,8 +14,9 @@ import functools
 import os
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from hlo_passes.errors import (
     OffloadSyntaxError,
     PlanFormatError,
     SlotsError,
+    TiersError,
 )
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
@@ -58,6 +60,7 @@ def jit(
     slots: int | None = None,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    tiers: Sequence[str] = ("device", "host"),
     progress: Callable[[Progress], None] | None = None,
     **jit_options: Any,
 ) -> Any:
@@ -86,6 +89,10 @@ def jit(
         it is followed, nothing is looked at or searched, and what else is said here of how to
         plan does not count. Where it does not hold, that is an error; with `hbm` beside it, a
         `PlanWarning`, and another plan is made. Without `hbm` its own budget is kept to.
+      tiers: where arguments live, the fastest first: ``("device", "disk:FOLDER")`` to have on the
+        disk what the plan has not on the device (CPU). `place` writes that into a file of the
+        folder, and returns arrays that stay there, as those of `memplan.disk.load` do; calls stream
+        them.
       progress: called with a `Progress` as each step of a compilation begins: a way to plan, or an
         executable to be made. An exception that it raises ends the compilation, and is what the
         call raises; the next call begins anew.
@@ -104,6 +111,7 @@ def jit(
       PlanFormatError: when `plan` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SlotsError: when `slots` is no positive integer.
+      TiersError: when `tiers` is something else.
       TypeError: when ``jax.jit`` has no such option, or `progress` cannot be called.
       UnknownMachineError: when `machine` is in no machine file.
 
@@ -132,6 +140,7 @@ def jit(
         layouts,
         _given(plan),
         progress,
+        _folder(tiers),
     )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress= is to be called with a Progress, found {progress!r}")
@@ -247,7 +256,7 @@ class _PlannedFunction:
           NotExecutableError: when the devices of `machine` are not here.
         """
         dynamic, leaves, lowered = self._program(args, kwargs)
-        moved = lowered.compile().move(leaves)
+        moved = lowered.compile().place(leaves)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), moved)
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
         return (args, kwargs) if kwargs else args
@@ -315,7 +324,14 @@ class _PlannedFunction:
         asked = jax.tree.leaves([given.get(k) for k in ("in_shardings", "out_shardings")])
         leaves = list(leaves)
         shardings = [*asked, *(getattr(leaf, "sharding", None) for leaf in leaves)]
-        return disk.fed(find_target(self._function.options.machine, shardings), leaves)
+        target, folder = (
+            find_target(self._function.options.machine, shardings),
+            self._function.options.disk,
+        )
+        if folder is not None and target.platform != "cpu":
+            problem = f"{target.machine.name} streams from its host's memory only"
+            raise TiersError(("device", f"disk:{folder}"), problem)
+        return disk.fed(target, leaves, all_of_them=folder is not None)
 
     def _program(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Lowered]:
         """Returns the dynamic arguments, the same flat, and the program for them."""
@@ -353,6 +369,19 @@ def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
         raise PlanFormatError(
             "plan=", str(plan), f"a plan, or a file that one was saved to ({problem})"
         ) from None
+
+
+def _folder(tiers: Sequence[str]) -> Path | None:
+    """The folder that ``tiers=`` name, if they name one."""
+    if isinstance(tiers, str) or not all(isinstance(tier, str) for tier in tiers):
+        raise TiersError(tiers, "these are no names")
+    match tuple(tiers):
+        case ("device", "host"):
+            return None
+        case ("device", name) if name.startswith("disk:") and name != "disk:":
+            return Path(name.removeprefix("disk:"))
+        case _:
+            raise TiersError(tiers, "what is not on the device goes to one place")
 
 
 def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -259,6 +260,28 @@ class Compiled:
                 leaves[n], "committed", False
             ):
                 moved[n] = xla.unbound(moved[n])
+        return moved
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """As `move`; and where ``tiers=`` name a folder, what is not on the device is written into
+        a file there, and stays in it.
+
+        Raises:
+          OSError: when it cannot be written.
+        """
+        moved = self.move(leaves)
+        folder = self._lowering.function.options.disk
+        away = [n for n in sorted(self.hosting.arguments) if disk.source_of(moved[n]) is None]
+        if folder is None or not away:
+            return moved
+        assert self.plan is not None  # Without one all are on the device.
+        folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"\W", "_", self._lowering.traced.fun_name)
+        path = folder / f"{name}-{self.plan.fingerprint}.safetensors"
+        disk.save(path, {self.paths[n]: moved[n] for n in away})
+        found = disk.load(path)
+        for n in away:
+            moved[n] = found[self.paths[n]]
         return moved
 
     def _check_executable(self) -> None:

@@ -212,11 +212,13 @@ def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
     return own.view(array.dtype).reshape(array.shape)
 
 
-def fed(target: Target, leaves: Iterable[Any]) -> Target:
-    """What arguments like these are planned for: where some stay in files, the host's link is as
-    fast as the machine's disk, if it has one."""
+def fed(target: Target, leaves: Iterable[Any], *, all_of_them: bool = False) -> Target:
+    """What arguments like these are planned for: where some, or all, stay in files, the host's link
+    is as fast as the machine's disk, if it has one."""
     machine = target.machine
-    if all(tier.name != _TIER for tier in machine.tiers) or not any(map(source_of, leaves)):
+    if all(tier.name != _TIER for tier in machine.tiers):
+        return target
+    if not all_of_them and not any(map(source_of, leaves)):
         return target
     return replace(target, machine=machine.fed_from(_TIER))
 

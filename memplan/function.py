@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hlo_passes.hardware.machine import Machine
@@ -29,6 +30,7 @@ class Options:
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
       progress: told of each step of a compilation; what it raises ends that.
+      disk: folder that `place` writes what is not on the device into; None for the host's memory.
       in_runtime: the transfers are a runtime's, and not written into the program (CPU).
     """
 
@@ -39,6 +41,7 @@ class Options:
     layouts: Relaid | None = None
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None
+    disk: Path | None = None
     in_runtime: bool = False
 
 

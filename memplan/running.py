@@ -90,7 +90,7 @@ class StepRuntime:
         self._stored = stored
         self._commits: _Commits | None = None
         self._calls = 0
-        moved = compiled.move(leaves)
+        moved = compiled.place(leaves)
         pairs = enumerate(zip(leaves, moved, strict=True))
         self._instead = {n: (given, own) for n, (given, own) in pairs if given is not own}
         streamed = compiled.streamed

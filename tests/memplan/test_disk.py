@@ -12,6 +12,7 @@ import pytest
 import custom_calls
 import memplan
 from custom_calls import targets
+from hlo_passes.errors import TiersError
 from memplan import disk
 
 LAYERS, WIDTH = 8, 512
@@ -195,3 +196,52 @@ def test_what_cannot_be_written_or_is_not_there_is_named(tmp_path, written):
         disk.load(written[0], like={"scale": np.ones(2, np.int32)})
     with pytest.raises(memplan.MemplanError, match=r"two tensors are called 'layers\.0\."):
         disk.load([written[0], written[0]])
+
+
+def test_tiers_have_place_write_what_leaves_the_device(tmp_path):
+    params, x = layers(), jnp.ones((4, WIDTH))
+    folder = tmp_path / "made" / "for it"
+    step = memplan.jit(forward, hbm="5MiB", tiers=("device", f"disk:{folder}"))
+    placed, x = step.place(params, x)
+    (path,) = folder.iterdir()
+    away = [w for layer in placed["layers"] if disk.source_of(w := layer["w"])]
+    assert away
+    assert {disk.source_of(w).path for w in away} == {str(path)}
+    with custom_calls.trace() as events:
+        result = step(placed, x)
+        result.block_until_ready()
+    assert (result == jax.jit(forward)(params, x)).all()
+    assert {event.engine for event in events} == {targets.FROM_DISK}
+    with step.runtime(params, x) as run:  # Writes them itself.
+        assert (run(params, x) == result).all()
+    again, _ = step.place(placed, x)
+    assert again["layers"][-1]["w"] is placed["layers"][-1]["w"]
+
+
+def test_all_that_fits_the_device_needs_no_disk(tmp_path):
+    params, x = layers(), jnp.ones((4, WIDTH))
+    step = memplan.jit(forward, hbm="1GiB", tiers=("device", f"disk:{tmp_path}"))
+    step(*step.place(params, x))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        "device",
+        ("device",),
+        ("host", "device"),
+        ("device", "disk:"),
+        ("device", "host", "disk:x"),
+        (1,),
+    ],
+)
+def test_other_tiers_are_refused(tiers):
+    with pytest.raises(TiersError, match="expected"):
+        memplan.jit(forward, hbm="5MiB", tiers=tiers)
+
+
+def test_other_machines_have_no_disk(tmp_path):
+    step = memplan.jit(forward, hbm="5MiB", machine="h200", tiers=("device", f"disk:{tmp_path}"))
+    with pytest.raises(TiersError, match="h200 streams from its host's memory only"):
+        step.lower(layers(), jnp.ones((4, WIDTH)))
