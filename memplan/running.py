@@ -17,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from hlo_passes.chains.lowering import Lowered, lower
 from hlo_passes.errors import NotReplayableError, StepRuntimeError
 from memplan import __version__
 from memplan.compare import view_planned
-from memplan.compiled import Compiled
+from memplan.compiled import Compiled, delete
 from memplan.disk import source_of
 from memplan.report.replayed import render_replayed
 from memplan.report.trace import render_trace
@@ -90,6 +91,7 @@ class StepRuntime:
         self._stored = stored
         self._commits: _Commits | None = None
         self._calls = 0
+        self._taken: Callable[[], Any] = lambda: None
         moved = compiled.place(leaves)
         pairs = enumerate(zip(leaves, moved, strict=True))
         self._instead = {n: (given, own) for n, (given, own) in pairs if given is not own}
@@ -116,6 +118,9 @@ class StepRuntime:
         changed = () if stored is None else stored.results
         twins = {name: twin_of(files[name]) for name, n in streamed.items() if n in changed}
         assert compiled.plan is not None
+        if stored is not None:
+            taken = stored.folder.taken(files[name] for name in twins)
+            self._taken = weakref.finalize(self, os.close, taken)
         lowered = lower(compiled.plan, files, twins)
         check(lowered.chain)
         addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
@@ -156,7 +161,11 @@ class StepRuntime:
                 self._end(str(error))
                 raise
             self._calls += 1
-            return results if self._stored is None else self._returned(results, self._stored)
+            if self._stored is None:
+                return results
+            if self._calls == 1:  # The file that they show is written over soon.
+                delete(self._instead[n][0] for n in self._stored.results)
+            return self._returned(results, self._stored)
 
     def _own(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments as the program takes them: what is streamed, in the arena."""
@@ -237,6 +246,7 @@ class StepRuntime:
                 self._instead.clear()
                 self._runtime = self._commits = None
                 self._read = ()
+                self._taken()
 
     def events(self) -> npt.NDArray[np.void]:
         """What its streams did last, as many of each as ``log=`` says; see

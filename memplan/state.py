@@ -17,9 +17,11 @@ Both are safetensors, with tensors of padding between, so that each has blocks o
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,29 @@ class Folder:
         if not isinstance(epoch, int) or epoch < 0:
             raise StateFolderError(self.path, f"{_EPOCH} has {text!r}")
         return epoch
+
+    def taken(self, sources: Iterable[FileSource]) -> int:
+        """Takes the folder for one user, who has arrays of it; returns a descriptor to close.
+
+        Raises:
+          StateFolderError: when somebody else has it, or the arrays are of an older epoch.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            newest = self.path / _NAMES[self.epoch() % 2]
+            if any(Path(source.path) != newest for source in sources):
+                raise StateFolderError(
+                    self.path,
+                    f"was loaded before epoch {self.epoch()}, which is there: load it again",
+                )
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StateFolderError(self.path, "is in use by another runtime") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def commit(self, epoch: int) -> None:
         """Has the file of an epoch count, once all that was written to it is on the disk."""

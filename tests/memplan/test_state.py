@@ -111,6 +111,27 @@ def test_a_result_of_an_older_step_is_refused(folder):
             run(given, *batch())
 
 
+def test_state_that_was_loaded_before_is_refused(folder, expected):
+    old = state.load(folder, like=initial())
+    run, given = opened(folder)
+    with run:
+        run(given, *batch())
+    assert jax.tree.leaves(given)[0].is_deleted()
+    step = memplan.jit(train, hbm=BUDGET, donate_argnums=0)
+    with pytest.raises(StateFolderError, match="was loaded before epoch 1"):
+        step.runtime(old, *batch())
+    assert same(state.load(folder, like=initial()), expected[0][1])
+
+
+def test_one_runtime_has_a_folder_at_a_time(folder):
+    run, _ = opened(folder)
+    with run, pytest.raises(StateFolderError, match="in use by another runtime"):
+        opened(folder)
+    again, given = opened(folder)
+    with again:
+        again(given, *batch())
+
+
 def test_state_that_no_result_takes_the_place_of_is_refused(folder):
     def forgetful(state, x, y):
         after, value = train(state, x, y)
