@@ -50,7 +50,9 @@ class Counter {
   }
 
  private:
-  static constexpr int kSpins = 64;
+  // Some 50 us: as long as it takes to sleep and be woken, a few times over. With a twentieth of it
+  // two streams that wait for each other spent 12 us a descriptor, with this 0.4.
+  static constexpr int kSpins = 1024;
 
   static void Pause() {
 #if defined(__x86_64__)
