@@ -136,7 +136,7 @@ def replay_alone(
     sizes = [max(s.bytes, 1) for s in chain.spaces if s.kind == SpaceKind.BOUND]
     memory = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in sizes]
     per_stream = np.bincount([d.stream for d in chain.descriptors], minlength=1)
-    log = int(per_stream.max()) * replays
+    log = min(int(per_stream.max()) * replays, 1 << 24)
     run = Runtime(to_bytes(chain), [m.ctypes.data for m in memory], log=log)
     assert run.allocated_bytes() >= sum(report.footprint.values())
     executing = sorted({d.stream for d in chain.descriptors if isinstance(d.action, Execute)})

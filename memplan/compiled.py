@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -277,7 +278,8 @@ class Compiled:
         assert self.plan is not None  # Without one all are on the device.
         folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"\W", "_", self._lowering.traced.fun_name)
-        path = folder / f"{name}-{self.plan.fingerprint}.safetensors"
+        # Never the file that other arrays are in.
+        path = folder / f"{name}-{self.plan.fingerprint}-{uuid.uuid4().hex}.safetensors"
         disk.save(path, {self.paths[n]: moved[n] for n in away})
         found = disk.load(path)
         for n in away:

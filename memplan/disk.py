@@ -197,6 +197,12 @@ def source_of(array: Any) -> FileSource | None:
     return None if place is None else FileSource(*place)
 
 
+def count(path: Path) -> int:
+    """How many tensors that are not empty a file has, without padding."""
+    tensors = _read_header(path)
+    return sum(t.bytes > 0 and not t.name.startswith(_PADDING) for t in tensors)
+
+
 def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
     """The bytes of an array that stays in a file, in memory: read past the page cache, where
     nobody else has a use for them.

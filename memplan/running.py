@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from memplan.report.replayed import render_replayed
 from memplan.report.trace import render_trace
 from memplan.report.view import Report
 from memplan.signature import HOST_MEMORY_KIND
-from memplan.state import Folder, twin_of
+from memplan.state import Folder, release, twin_of
 from memplan.storing import Stored
 
 
@@ -52,10 +52,12 @@ class OnDisk:
 
     Attributes:
       path: the folder of `memplan.state` that it is in.
+      argument: the flat argument of the step that takes it.
       epoch: how many steps that had seen.
     """
 
     path: Path
+    argument: int
     epoch: int
     shape: tuple[int, ...]
     dtype: Any
@@ -91,7 +93,6 @@ class StepRuntime:
         self._stored = stored
         self._commits: _Commits | None = None
         self._calls = 0
-        self._taken: Callable[[], Any] = lambda: None
         moved = compiled.place(leaves)
         pairs = enumerate(zip(leaves, moved, strict=True))
         self._instead = {n: (given, own) for n, (given, own) in pairs if given is not own}
@@ -118,9 +119,6 @@ class StepRuntime:
         changed = () if stored is None else stored.results
         twins = {name: twin_of(files[name]) for name, n in streamed.items() if n in changed}
         assert compiled.plan is not None
-        if stored is not None:
-            taken = stored.folder.taken(files[name] for name in twins)
-            self._taken = weakref.finalize(self, os.close, taken)
         lowered = lower(compiled.plan, files, twins)
         check(lowered.chain)
         addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
@@ -131,11 +129,15 @@ class StepRuntime:
         self._instead |= {
             n: (leaves[n], view) for n, view in _views(runtime, lowered, streamed, moved).items()
         }
-        self._read = moved  # What is read from memory has to stay there.
+        # What is read from memory has to stay there, whoever deletes the arrays.
+        self._read = [np.asarray(moved[streamed[name]]) for name in lowered.bound]
+        taken = None if stored is None else stored.folder.taken(files[name] for name in twins)
         runtime.start(2)
-        if stored is not None:
+        # Dropped without an end, it ends: threads have no use any more.
+        weakref.finalize(self, runtime.cancel, "the runtime was dropped")
+        if stored is not None and taken is not None:
             assert lowered.commits is not None
-            self._commits = _Commits(runtime, lowered.commits, stored.folder)
+            self._commits = _Commits(runtime, lowered.commits, stored.folder, taken)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program once.
@@ -148,17 +150,18 @@ class StepRuntime:
         with self._lock:
             if self._failure is not None:
                 raise StepRuntimeError(self._failure)
-            if tree == self.compiled.in_tree:
+            gone = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+            if tree == self.compiled.in_tree and not gone:
                 leaves = self._own(leaves)
                 args, kwargs = jax.tree.unflatten(tree, leaves)
-            if tree != self.compiled.in_tree or not self.compiled.takes(leaves):
+            if gone or tree != self.compiled.in_tree or not self.compiled.takes(leaves):
                 return self.compiled(*args, **kwargs)  # jax says best what is wrong.
             if self._runtime is not None and self._calls % self._steps == 0:
                 self._runtime.start(1)
             try:
                 results = jax.block_until_ready(self.compiled(*args, **kwargs))
             except BaseException as error:
-                self._end(str(error))
+                self._end(str(error) or type(error).__name__)
                 raise
             self._calls += 1
             if self._stored is None:
@@ -173,10 +176,10 @@ class StepRuntime:
         epoch = None if self._commits is None else self._commits.first + self._calls
         for n, (given, instead) in self._instead.items():
             if isinstance(own[n], OnDisk):
-                if own[n].epoch != epoch:
+                if self._stored is None or own[n] != self._left(n, self._stored, epoch):
                     raise StepRuntimeError(
-                        f"argument {self.compiled.paths[n]} is of epoch {own[n].epoch}, and "
-                        f"{epoch} is what the last step left: give it what that returned"
+                        f"argument {self.compiled.paths[n]} is not what the last step left there, "
+                        f"at epoch {epoch}: give it what that returned, each in its place"
                     )
                 own[n] = instead
             elif own[n] is given and (self._calls == 0 or not self._is_stored(n)):
@@ -193,11 +196,14 @@ class StepRuntime:
 
     def _returned(self, results: Sequence[Any], stored: Stored) -> Any:
         assert self._commits is not None
-        own, infos = list(results), jax.tree.leaves(self.compiled.args_info)
+        own = list(results)
         for n, k in stored.results.items():
-            shape, dtype = infos[n].shape, infos[n].dtype
-            own[k] = OnDisk(stored.folder.path, self._commits.first + self._calls, shape, dtype)
+            own[k] = self._left(n, stored, self._commits.first + self._calls)
         return jax.tree.unflatten(stored.tree, own)
+
+    def _left(self, n: int, stored: Stored, epoch: int | None) -> OnDisk:
+        info = jax.tree.leaves(self.compiled.args_info)[n]
+        return OnDisk(stored.folder.path, n, epoch or 0, info.shape, info.dtype)
 
     def _end(self, problem: str) -> None:
         """Ends all that is under way, for good.
@@ -246,7 +252,6 @@ class StepRuntime:
                 self._instead.clear()
                 self._runtime = self._commits = None
                 self._read = ()
-                self._taken()
 
     def events(self) -> npt.NDArray[np.void]:
         """What its streams did last, as many of each as ``log=`` says; see
@@ -289,7 +294,8 @@ class _Commits:
       first: epoch of the folder when it was opened.
     """
 
-    def __init__(self, runtime: Runtime, stream: int, folder: Folder) -> None:
+    def __init__(self, runtime: Runtime, stream: int, folder: Folder, taken: int) -> None:
+        self._taken = taken
         self.first = self._epoch = folder.epoch()
         self._runtime, self._stream, self._folder = runtime, stream, folder
         self._changed = threading.Condition()
@@ -300,15 +306,19 @@ class _Commits:
     def _serve(self) -> None:
         try:
             while self._runtime.enter(self._stream) is not None:
+                if not os.path.samestat(os.fstat(self._taken), os.stat(self._folder.path)):
+                    raise OSError("is another folder by now")
                 self._folder.commit(self._epoch + 1)
                 with self._changed:
                     self._epoch += 1
                     self._changed.notify_all()
                 self._runtime.leave(self._stream)
             problem = self._runtime.failure()
-        except OSError as error:
-            problem = f"{self._folder.path}: {error}"
+        except BaseException as error:  # Whoever waits is told, whatever it is.
+            problem = f"{self._folder.path}: {error or type(error).__name__}"
             self._runtime.cancel(problem)
+        finally:
+            release(self._taken)
         with self._changed:
             self._problem = problem or "no replay is under way"
             self._changed.notify_all()

@@ -7,7 +7,8 @@
         for batch in batches:
             state, loss = run(state, batch)                         state stays on the disk
 
-A folder has two files of the same tensors, and says which one counts. A step reads that one, and
+A folder has two files of the same tensors, and says which one counts. All of them are donated to
+a step that changes any. A step reads that one, and
 writes the other; when all of that is on the disk, the other one counts:
 
     even.safetensors   odd.safetensors   epoch.json  {"epoch": 7}: seven steps; the odd file
@@ -105,6 +106,10 @@ class Folder:
         folder = Path(source.path).parent
         return cls(folder) if (folder / _EPOCH).is_file() else None
 
+    def count(self) -> int:
+        """How many arrays it has."""
+        return disk.count(self.path / _NAMES[0])
+
     def epoch(self) -> int:
         """How many steps its state has seen.
 
@@ -144,11 +149,23 @@ class Folder:
         return descriptor
 
     def commit(self, epoch: int) -> None:
-        """Has the file of an epoch count, once all that was written to it is on the disk."""
+        """Has the file of an epoch count, once all that was written to it is on the disk.
+
+        Raises:
+          StateFolderError: when it is not the next one.
+        """
+        if epoch != self.epoch() + 1:
+            raise StateFolderError(self.path, f"is at epoch {self.epoch()}, not {epoch - 1}")
         with (self.path / _NAMES[epoch % 2]).open("rb") as file:
             os.fdatasync(file.fileno())
         _write_epoch(self.path, epoch)
         _sync(self.path)
+
+
+def release(descriptor: int) -> None:
+    """Gives back a folder that was `Folder.taken`, also where the process has forked since."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def twin_of(source: FileSource) -> FileSource:

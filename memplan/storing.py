@@ -12,11 +12,13 @@ from jax.sharding import SingleDeviceSharding
 
 import custom_calls
 from custom_calls import targets
-from hlo_passes.errors import StateFolderError
+from hlo_passes.errors import NotReplayableError, StateFolderError
 from memplan.function import Function
 from memplan.signature import HOST_MEMORY_KIND
 from memplan.stages import Traced
 from memplan.state import Folder
+
+_REFUSED = frozenset({"in_shardings", "out_shardings", "static_argnames", "static_argnums"})
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,21 @@ def storing(
     if any(folders[n] != folder for n in donated):
         raise StateFolderError(folder.path, "is one of several whose arrays are donated")
     given = function.jit_options
-    if kwargs or given.keys() & {"in_shardings", "out_shardings", "static_argnums"}:
+    if kwargs or given.keys() & _REFUSED:
         problem = "is changed by functions of positional arguments without shardings only"
         raise StateFolderError(folder.path, problem)
-    results = _matched(donated, infos, jax.tree.leaves(traced.out_info))
+    if len(donated) != (count := folder.count()):
+        # The other file would have nothing of the rest.
+        problem = f"has {count} arrays, of which {len(donated)} are donated: donate all of them"
+        raise StateFolderError(folder.path, problem)
+    results = _matched(donated, args, traced.out_info)
     if missing := [n for n in donated if n not in results]:
         path = traced.lower().placing.lowering.paths[missing[0]]
-        raise StateFolderError(folder.path, f"no result takes the place of argument {path}")
+        raise StateFolderError(
+            folder.path,
+            f"no result takes the place of argument {path}: for each donated argument one result "
+            "has its structure and types",
+        )
     stored = Stored(results, folder, jax.tree.structure(traced.out_info))
     custom_calls.register()
     options = {name: v for name, v in given.items() if not name.startswith("donate_")}
@@ -92,6 +102,8 @@ def _with_marks(fun: Callable[..., Any], results: Mapping[int, int]) -> Callable
         number = jax.ShapeDtypeStruct((), "int32")
         mark = jax.ffi.ffi_call(targets.STORE, number, has_side_effect=True)
         for n, k in results.items():
+            if any(values[k] is argument for argument in arguments):
+                raise NotReplayableError(f"result {k} is an argument as it was")
             values[k] = mark(arguments[n], values[k])
         return values
 
@@ -99,17 +111,31 @@ def _with_marks(fun: Callable[..., Any], results: Mapping[int, int]) -> Callable
     return marked
 
 
-def _matched(donated: Sequence[int], arguments: Any, results: Any) -> dict[int, int]:
-    """For each argument the first result of its type that is no other one's, as jax has it."""
-    left = {k: (result.shape, result.dtype) for k, result in enumerate(results)}
-    found: dict[int, int] = {}
-    for n in donated:
-        wanted = arguments[n].shape, arguments[n].dtype
-        at = next((k for k, of in left.items() if of == wanted), None)
-        if at is not None:
-            found[n] = at
-            del left[at]
-    return found
+def _matched(donated: Sequence[int], args: Sequence[Any], results: Any) -> dict[int, int]:
+    """The flat result that takes the place of each flat argument.
+
+    That of a whole positional argument is a result, or an element of the results, of its structure
+    and types; where several arguments are alike, there are as many such, in their order.
+    """
+    parts = list(results) if isinstance(results, tuple | list) else [results]
+    alike: dict[Any, tuple[list[range], list[range]]] = {}
+    for side, trees in enumerate((args, parts)):
+        n = 0
+        for tree in trees:
+            leaves, structure = jax.tree.flatten(tree)
+            own = range(n, n + len(leaves))
+            n = own.stop
+            if side == 1 or any(m in own for m in donated):
+                types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+                alike.setdefault((structure, types), ([], []))[side].append(own)
+    return {
+        n: k
+        for arguments, found in alike.values()
+        if len(arguments) == len(found)
+        for argument, result in zip(arguments, found, strict=True)
+        for n, k in zip(argument, result, strict=True)
+        if n in donated
+    }
 
 
 def _donated_whole(

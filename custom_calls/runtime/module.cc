@@ -2,6 +2,7 @@
 
 #include "../../hlo_passes/extension.h"
 
+#include <exception>
 #include <memory>
 #include <new>
 #include <optional>
@@ -66,6 +67,11 @@ PyObject* New(PyTypeObject* type, PyObject* args, PyObject* named) {
     return nullptr;
   }
   options.steps = steps;
+  constexpr unsigned long long kMostRecords = 1 << 24;
+  if (log > kMostRecords) {
+    PyBuffer_Release(&bytes);
+    return Raise(PyExc_ValueError, "log must be from 0 to " + std::to_string(kMostRecords));
+  }
   options.files.use_uring = use_uring != 0;
   options.log_records = log;
   memplan::chains::Chain chain;
@@ -84,10 +90,16 @@ PyObject* New(PyTypeObject* type, PyObject* args, PyObject* named) {
   if (!Addresses(bound, chain, &addresses)) return nullptr;
   std::unique_ptr<Runtime> runtime;
   std::string error;
-  const bool has_thrown_nothing = memplan::Caught([&] {
-    Py_BEGIN_ALLOW_THREADS;
+  std::exception_ptr thrown;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
     runtime = Runtime::Open(std::move(chain), std::move(addresses), options, &error);
-    Py_END_ALLOW_THREADS;
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  Py_END_ALLOW_THREADS;
+  const bool has_thrown_nothing = memplan::Caught([&] {
+    if (thrown) std::rethrow_exception(thrown);
   });
   if (!has_thrown_nothing) return nullptr;
   if (runtime == nullptr) return Raise(PyExc_OSError, error);

@@ -1,5 +1,6 @@
 """State on the disk: steps that change it, what a crash leaves, and what is refused."""
 
+import gc
 import json
 import random
 import shutil
@@ -105,9 +106,11 @@ def test_a_result_of_an_older_step_is_refused(folder):
     with run:
         first, _ = run(given, *batch())
         run(first, *batch())
-        with pytest.raises(StepRuntimeError, match=r"is of epoch 1, and 2 is what the last step"):
+        with pytest.raises(
+            StepRuntimeError, match=r"is not what the last step left there, at epoch 2"
+        ):
             run(first, *batch())
-        with pytest.raises(StepRuntimeError, match=r"is another array than"):
+        with pytest.raises(RuntimeError, match=r"has been deleted"):
             run(given, *batch())
 
 
@@ -138,8 +141,51 @@ def test_state_that_no_result_takes_the_place_of_is_refused(folder):
         return {**after, "t": value.astype(jnp.bfloat16)}, after["m"][0]["b"][:3]
 
     given = state.load(folder, like=initial())
-    with pytest.raises(StateFolderError, match=r"no result takes the place of argument state\.t"):
+    with pytest.raises(StateFolderError, match=r"no result takes the place of argument state\."):
         memplan.jit(forgetful, hbm=BUDGET, donate_argnums=0).runtime(given, *batch())
+
+
+def test_results_that_change_places_are_refused(folder):
+    run, given = opened(folder)
+    with run:
+        after, _ = run(given, *batch())
+        with pytest.raises(StepRuntimeError, match="each in its place"):
+            run({**after, "m": after["v"], "v": after["m"]}, *batch())
+
+
+def test_a_part_of_the_state_is_refused(folder):
+    given = state.load(folder, like=initial())
+
+    def part(weights, x):
+        return jax.tree.map(lambda w: w + x, weights)
+
+    with pytest.raises(StateFolderError, match="of which 12 are donated: donate all of them"):
+        memplan.jit(part, hbm=BUDGET, donate_argnums=0).runtime(given["p"], jnp.ones(()))
+
+
+def test_results_that_are_alike_are_refused(folder):
+    def both(of, x, y):
+        after, _ = train(of, x, y)
+        return jax.tree.map(jnp.zeros_like, after), after
+
+    given = state.load(folder, like=initial())
+    with pytest.raises(StateFolderError, match="no result takes the place"):
+        memplan.jit(both, hbm=BUDGET, donate_argnums=0).runtime(given, *batch())
+
+
+def test_a_runtime_that_is_dropped_ends(folder, expected):
+    run, given = opened(folder)
+    run(given, *batch())
+    run.wait()
+    thread = run._commits._thread
+    del run
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    again, given = opened(folder)
+    with again:
+        again(given, *batch())
+    assert same(state.load(folder, like=initial()), expected[0][2])
 
 
 def test_state_that_is_not_donated_is_only_read(folder, expected):

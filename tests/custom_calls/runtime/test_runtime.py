@@ -357,3 +357,10 @@ def test_dropping_a_runtime_that_runs_ends_it(written):
     run = Runtime(to_bytes(chain), [state.ctypes.data])
     run.start(10)
     del run  # Streams wait for a segment that nobody runs.
+
+
+def test_logs_of_more_than_memory_are_refused(written):
+    chain, _ = streamed(written[0], written[1].shape[1])
+    for log in (-1, 1 << 62):
+        with pytest.raises(ValueError, match="log must be from 0"):
+            Runtime(to_bytes(chain), [0], log=log)
