@@ -11,13 +11,6 @@ class CustomCallLibraryError(RuntimeError):
     """`custom_calls._transfer`, the C++ handlers, is not built or cannot be loaded."""
 
 
-def _load_runtime() -> ModuleType:
-    """The extension module `custom_calls.runtime._runtime`, built with the other."""
-    from custom_calls.runtime import _runtime
-
-    return _runtime
-
-
 _registration = threading.Lock()
 _registered = False
 
@@ -55,9 +48,10 @@ def register() -> None:
         # A compiler that asks for the names alone must not pay for jax.
         import jax.ffi
 
+        from custom_calls.runtime import _runtime as runtime
+
         jax.ffi.register_ffi_target(targets.COPY_START, library.copy_start, platform="cpu")
         jax.ffi.register_ffi_target(targets.COPY_DONE, library.copy_done, platform="cpu")
-        runtime = _load_runtime()
         jax.ffi.register_ffi_target(targets.GATE, runtime.gate, platform="cpu")
         jax.ffi.register_ffi_target(targets.STORING_GATE, runtime.storing_gate, platform="cpu")
         jax.ffi.register_ffi_target(targets.STORE, runtime.store, platform="cpu")

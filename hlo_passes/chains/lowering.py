@@ -36,6 +36,9 @@ from hlo_passes.plan import LogicalTime, Plan, Transfer
 BLOCK = 4096
 """Bytes: what a disk reads in; a slot begins as far into one as its source does."""
 
+_HOST_SKEW = 64
+"""Bytes: how far into a block what comes from memory lies; XLA:CPU asks for multiples of this."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
@@ -206,10 +209,6 @@ class _Lowering:
     def _in_file(self, name: str, at: FileSource, mark: str) -> int:
         label, space = f"{self._label(name)}{mark}", self._paths[at.path]
         return self._build.slot(label, space, at.offset, self._bytes(name))
-
-
-_HOST_SKEW = 64
-"""Bytes: how far into a block what comes from memory lies; XLA:CPU asks for multiples of this."""
 
 
 class _Arena:

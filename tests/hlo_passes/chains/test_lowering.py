@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import memplan
-from hlo_passes.chains.chain import Copy, Execute, SpaceKind, extent
+from hlo_passes.chains.chain import Copy, Execute, Fence, SpaceKind, extent
 from hlo_passes.chains.check import check
 from hlo_passes.chains.lowering import BLOCK, FileSource, arena_bytes, cuts, lower
 from hlo_passes.errors import NotReplayableError
@@ -96,3 +96,55 @@ def test_what_leaves_the_device_is_refused(plan, files):
     leaving = replace(plan, transfers=(replace(first, kind="evict"), *others))
     with pytest.raises(NotReplayableError, match=r"weights\.\d\) leaves the device"):
         lower(leaving, files)
+
+
+def before(chain, index):
+    """All that has ended when a descriptor begins, of its own replay."""
+    found, pending = set(), [index]
+    while pending:
+        k = pending.pop()
+        stream = chain.descriptors[k].stream
+        earlier = [m for m in range(k) if chain.descriptors[m].stream == stream][-1:]
+        waits = [w.index for w in chain.descriptors[k].waits if not w.is_previous]
+        new = {*earlier, *waits} - found
+        found |= new
+        pending += new
+    return found
+
+
+def test_what_was_read_is_written_over_after_the_commit(plan, files):
+    twins = {
+        name: FileSource("twin", at.offset // BLOCK * 10 * BLOCK) for name, at in files.items()
+    }
+    there = {name: FileSource("weights", at.offset) for name, at in twins.items()}
+    lowered = lower(plan, there, twins)
+    chain = lowered.chain
+    assert check(chain).footprint == {plan.device_tier: arena_bytes(plan)}
+    assert lowered.steps == 2
+    streams = [d.stream for d in chain.descriptors]
+    first, second = (
+        k
+        for k, d in enumerate(chain.descriptors)
+        if d.stream == lowered.commits and isinstance(d.action, Execute)
+    )
+    write = next(k for k, s in enumerate(chain.streams) if s.name == "write")
+    writes = [
+        k
+        for k, d in enumerate(chain.descriptors)
+        if streams[k] == write and isinstance(d.action, Copy)
+    ]
+    half = len(writes) // 2
+    assert {*writes[:half]} <= before(chain, first)
+    assert {*writes[half:]} <= before(chain, second)
+    assert all(first in before(chain, k) for k in writes[half:])
+    # And the next replay's begin after the second.
+    assert any(w.is_previous and w.index == second for k in writes[:half] for w in waits(chain, k))
+
+
+def waits(chain, index):
+    """Those of a descriptor, and of the fences before it."""
+    found = [*chain.descriptors[index].waits]
+    while index and isinstance(chain.descriptors[index - 1].action, Fence):
+        index -= 1
+        found += chain.descriptors[index].waits
+    return found
