@@ -244,39 +244,34 @@ def _turn(steps: int) -> Row:
     if _way.settings:
         return _best(_way)
     _way.step()  # What waited since the last turn, the disk did not bring just now.
-    before, seconds = resource.getrusage(resource.RUSAGE_SELF), list[float]()
-    for _ in range(steps):
-        begin = time.perf_counter()
-        _way.step()
-        seconds.append(time.perf_counter() - begin)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    taken = [_measured(_way.step) for _ in range(steps)]
     _way.forget()
     peak = 0
     if _way.group is not None:
         peak = int((_way.group / "memory.max_usage_in_bytes").read_text())
     return {
-        "seconds": seconds,
+        "seconds": [seconds for seconds, _, _ in taken],
         "bytes": _way.bytes,
-        "faults": faults / steps,
-        "cpu_s": cpu_s / steps,
+        "faults": statistics.mean(faults for _, _, faults in taken),
+        "cpu_s": statistics.mean(cpu_s for _, cpu_s, _ in taken),
         "peak": peak,
     }
 
 
 def _best(way: _Way) -> Row:
     """The raw reader's turn at the best of its settings."""
-    taken: dict[tuple[int, int], tuple[float, float]] = {}
-    for setting in way.settings:
-        before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        way.step(*setting)
-        seconds = time.perf_counter() - begin
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        taken[setting] = seconds, cpu_s
-    seconds, cpu_s = min(taken.values())
-    return {"seconds": [seconds], "bytes": way.bytes, "faults": 0, "cpu_s": cpu_s, "peak": 0}
+    seconds, cpu_s, faults = min(_measured(way.step, *setting) for setting in way.settings)
+    return {"seconds": [seconds], "bytes": way.bytes, "faults": faults, "cpu_s": cpu_s, "peak": 0}
+
+
+def _measured(step: Callable[..., Any], *args: Any) -> tuple[float, float, int]:
+    """Seconds of a step, those of processors, and page faults."""
+    before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    step(*args)
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
+    return seconds, cpu_s, faults
 
 
 def _raw(path: str) -> tuple[_Way, Row]:
