@@ -33,7 +33,8 @@ def load() -> ModuleType:
 
 
 def register() -> None:
-    """Makes the targets of `custom_calls.targets` known to XLA:CPU. Calling it again is free.
+    """Makes the targets of `custom_calls.targets` known to XLA:CPU, and a `gate` to XLA:GPU, where
+    that is loaded or will be. Calling it again is free.
 
     A module that contains the custom calls compiles and runs only after this.
 
@@ -53,6 +54,7 @@ def register() -> None:
         jax.ffi.register_ffi_target(targets.COPY_START, library.copy_start, platform="cpu")
         jax.ffi.register_ffi_target(targets.COPY_DONE, library.copy_done, platform="cpu")
         jax.ffi.register_ffi_target(targets.GATE, runtime.gate, platform="cpu")
+        jax.ffi.register_ffi_target(targets.GATE, runtime.gate_on_gpu, platform="CUDA")
         jax.ffi.register_ffi_target(targets.STORING_GATE, runtime.storing_gate, platform="cpu")
         jax.ffi.register_ffi_target(targets.STORE, runtime.store, platform="cpu")
         _registered = True

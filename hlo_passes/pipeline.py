@@ -143,7 +143,7 @@ def choose_stay(
             break
     else:
         raise found.budget_error(budget)
-    if machine.platform == "cpu":
+    if machine.has_one_memory:
         # With one memory XLA:CPU updates a donated argument where it is: there is nothing to fetch.
         steady = {p.parameter_number for p in steady_parameters(found.streamed)}
         numbers |= frozenset(host_parameters) - steady

@@ -211,6 +211,11 @@ def devices(platform: str | None = None) -> Sequence[Any]:
         return jax.devices(platform)
 
 
+def cuda_ordinal() -> int:
+    """The number of the default device, a GPU, among those that the process sees."""
+    return devices()[0].local_hardware_id
+
+
 def is_absent(device: Any) -> bool:
     """Whether programs can be compiled for a device, but not run on it.
 

@@ -265,13 +265,14 @@ class _PlannedFunction:
         """Opens a runtime that brings what a step streams of these arguments, for many steps.
 
         Unlike a call of the function, it has one arena for what is streamed, which counts in
-        ``hbm``, and reads for the next call during this one. CPU only.
+        ``hbm``, and reads for the next call during this one. CPU and GPU.
 
         Args:
           log: of how many reads, the last ones, it keeps when they happened.
 
         Raises:
           NotReplayableError: when the plan does more than fetch arguments outside of loops.
+          NotExecutableError: when the devices of `machine` are not here.
           OSError: when the arena cannot be allocated, or a file cannot be opened.
         """
         found = storing(self._function, lambda: self.trace(*args, **kwargs), args, kwargs)
@@ -328,9 +329,11 @@ class _PlannedFunction:
             find_target(self._function.options.machine, shardings),
             self._function.options.disk,
         )
-        if folder is not None and target.platform != "cpu":
+        if folder is not None and target.platform == "tpu":
             problem = f"{target.machine.name} streams from its host's memory only"
             raise TiersError(("device", f"disk:{folder}"), problem)
+        if self._function.options.in_runtime and target.platform != "cpu":
+            target = replace(target, machine=replace(target.machine, is_fed_outside=True))
         return disk.fed(target, leaves, all_of_them=folder is not None)
 
     def _program(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Lowered]:

@@ -407,7 +407,7 @@ class Budgeted:
             # How much it would take XLA:TPU does not say as a number.
             beyond = int(self._lowering.target.capacity_bytes * (1 + NEAR)) + 1
             return _Tried(candidate, None, beyond, None, error)
-        total = device_bytes(executable, candidate.hosted_on_cpu)
+        total = device_bytes(executable, candidate.hosted_bytes)
         if self._lowering.function.options.in_runtime:
             total += arena_bytes(candidate.plan)
         return _Tried(candidate, executable, total, rewritten, None)
@@ -429,7 +429,7 @@ class Budgeted:
             )
             return rewritten[-1]
 
-        if self._lowering.target.platform == "cpu":
+        if self._lowering.target.machine.has_one_memory:
             # Before compiling: an executable that is loaded from a cache has the calls in it.
             import custom_calls
 

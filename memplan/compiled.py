@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ class Compiled:
         parameters = placing.program.arguments.parameters
         self.layouts = layouts.as_compiled(self.module, parameters) if layouts else layouts
         self.forms = placing.forms
-        self.hosted_on_cpu = candidate.hosted_on_cpu if candidate is not None else 0
+        self.hosted_bytes = candidate.hosted_bytes if candidate is not None else 0
         self.rounds = rounds
         self.followed = verify.verify_executable(candidate.plan, self.module) if candidate else None
 
@@ -122,7 +122,7 @@ class Compiled:
         CPU without the arguments on the host, which XLA:CPU counts among the device's; the arrays
         that the function closes over, which XLA counts nowhere; and the arena of a runtime that
         brings what is on the host."""
-        counted = device_bytes(self._executable, self.hosted_on_cpu)
+        counted = device_bytes(self._executable, self.hosted_bytes)
         if self.plan is not None and self._lowering.function.options.in_runtime:
             counted += arena_bytes(self.plan)
         return counted + self._lowering.closed_bytes
@@ -229,11 +229,19 @@ class Compiled:
     def displaced(self, leaves: Sequence[Any]) -> list[int]:
         """Which flat arguments are not in the tier that the plan has for them, or in another
         layout."""
+        return self._displaced(leaves, self.hosting.arguments)
+
+    @property
+    def _taken_from_host(self) -> frozenset[int]:
+        """The flat arguments that the program itself takes from there."""
+        return frozenset() if self.machine.is_fed_outside else self.hosting.arguments
+
+    def _displaced(self, leaves: Sequence[Any], on_host: Collection[int]) -> list[int]:
         orders = self.layouts.arguments
         return [
             n
             for n, leaf in enumerate(leaves)
-            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in self.hosting.arguments)
+            if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in on_host)
             or (n in orders and not is_laid_out(leaf, orders[n]))
         ]
 
@@ -247,9 +255,12 @@ class Compiled:
         self._check_executable()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise TypeError("place() moves arrays, found a ShapeDtypeStruct: plan() takes shapes")
+        return self._moved(leaves, self.hosting.arguments)
+
+    def _moved(self, leaves: Sequence[Any], on_host: Collection[int]) -> list[Any]:
         moved = list(leaves)
-        for n in self.displaced(leaves):
-            kind = HOST_MEMORY_KIND if n in self.hosting.arguments else DEVICE_MEMORY_KIND
+        for n in self._displaced(leaves, on_host):
+            kind = HOST_MEMORY_KIND if n in on_host else DEVICE_MEMORY_KIND
             sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
             source = disk.source_of(leaves[n])
@@ -337,7 +348,8 @@ class Compiled:
         self._check_executable()
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._bound_as(leaves)
-        away = self.displaced(leaves) if tree == self.in_tree else []
+        on_host = self._taken_from_host
+        away = self._displaced(leaves, on_host) if tree == self.in_tree else []
         if not away or not self.takes(leaves):
             return program, args, kwargs, False
         # What jax has not seen yet, a NumPy array, it would have moved as well.
@@ -352,7 +364,7 @@ class Compiled:
                 PlacementWarning,
                 skip_file_prefixes=(os.path.dirname(__file__),),
             )
-        args, kwargs = jax.tree.unflatten(tree, self.move(leaves))
+        args, kwargs = jax.tree.unflatten(tree, self._moved(leaves, on_host))
         donated = [info.donated for info in self._lowering.arguments]
         delete(leaves[n] for n in away if donated[n])  # The program takes what was moved.
         return program, args, kwargs, True

@@ -149,21 +149,22 @@ def load(
       like: a pytree of arrays or ``jax.ShapeDtypeStruct``; None for a dict by name.
 
     Returns:
-      jax arrays in ``pinned_host`` memory of the default device, a CPU: for each leaf of `like`
-      the tensor that has its path, joined by dots, as its name. What no array can be made of in
-      place is in memory, if it is no more than 1 MiB.
+      jax arrays in ``pinned_host`` memory of a CPU, bound to it if that is the default device: for
+      each leaf of `like` the tensor that has its path, joined by dots, as its name. What no array
+      can be made of in place is in memory, if it is no more than 1 MiB.
 
     Raises:
       TensorFileError: when a file is not what it should be, or has a large tensor at an address
-        that no array can have (`repack` mends it), or `like` asks for what is not there.
+        that no array can have (`repack` mends it), or `like` asks for what is not there; where
+        jax has no CPU.
       OSError: when a file cannot be read.
     """
-    device = xla.devices()[0]
-    if device.platform != "cpu":
-        raise TensorFileError(
-            ", ".join(map(str, _files(sources))),
-            f"arrays in files are streamed on CPU only, and the default device is {device}",
-        )
+    is_default = xla.devices()[0].platform == "cpu"
+    try:
+        device = xla.devices("cpu")[0]
+    except RuntimeError as error:
+        problem = f"arrays in files are those of a CPU, and jax has none here ({error})"
+        raise TensorFileError(", ".join(map(str, _files(sources))), problem) from None
     host = SingleDeviceSharding(device, memory_kind=HOST_MEMORY_KIND)
     found = dict[str, jax.Array]()
     for source in _files(sources):
@@ -181,7 +182,8 @@ def load(
                     "memplan.disk.repack"
                 )
                 raise TensorFileError(source, problem)
-            found[tensor.name] = jax.device_put(tensor.of(data), host, may_alias=True)
+            array = jax.device_put(tensor.of(data), host, may_alias=True)
+            found[tensor.name] = array if is_default else xla.unbound(array)
     return found if like is None else _as_tree(found, like, _files(sources))
 
 

@@ -245,8 +245,8 @@ def device_bytes(executable: Executable, hosted_bytes: int) -> int:
     reports them for the final executable.
 
     Args:
-      hosted_bytes: on CPU, bytes of the arguments that live on the host: XLA:CPU counts
-        them among the device's arguments. Elsewhere 0.
+      hosted_bytes: of the arguments that live on the host, where XLA sees one memory and counts
+        them among the device's. Elsewhere 0.
     """
     m = executable.memory_analysis()
     total = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes

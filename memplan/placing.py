@@ -136,12 +136,15 @@ class Placing:
         has_loops = bool(rings or opened)
         # XLA:GPU copies a slice by DMA where it sees that the loop's counter says which one.
         tied = self.lowering.target.platform != "gpu"
+        # What is fed outside, the program finds on the device.
+        is_fed_outside = self.lowering.target.machine.is_fed_outside
+        on_host = frozenset[int]() if is_fed_outside else hosting.arguments
         run = streamed(
             # Without rings loops that were made for them would be in the way.
             self.streams.jaxpr if has_loops else self._jaxpr,
             rings,
             opened=opened,
-            whole=hosting.arguments - hosting.inside - self.streams.stacks.keys(),
+            whole=on_host - hosting.inside - self.streams.stacks.keys(),
             donated=self.streams.donated,
             turned=self.streams.turned if rings else {},
             turned_results=self.streams.turned_results if rings else {},
@@ -152,7 +155,7 @@ class Placing:
             functools.partial(self._with_stores, run, stored),
             layouts,
             donors=self._donors_beside(hosting),
-            hosted=hosting.arguments,
+            hosted=on_host,
             hosted_results={**self.streams.returned(hosting), **stored},
             options=self.ring_options if has_loops and scheduled else {},
         )
@@ -204,8 +207,8 @@ class Placing:
 
     def everything(self, depth: int, share: float) -> Hosting:
         """All that may live on the host does."""
-        on_cpu = self.lowering.target.platform == "cpu"
-        residuals = frozenset[Result]() if on_cpu else self.streams.residuals(self._smallest)
+        one_memory = self.lowering.target.machine.has_one_memory
+        residuals = frozenset[Result]() if one_memory else self.streams.residuals(self._smallest)
         return replace(
             self.asked,
             arguments=self.candidates,
@@ -329,7 +332,11 @@ class Placing:
         """The arguments that may live on the host. A donated one may where a result takes its
         place there: a stack by the slice, anything else whole. XLA:CPU has one memory, whose
         bytes it counts as the device's where a loop writes to it."""
-        return self._may_move - self._donated
+        found = self._may_move - self._donated
+        if self.lowering.target.machine.is_fed_outside:
+            # A runtime brings whole arrays into memory of its own, and takes none from others.
+            found -= self.streams.stacks.keys() | self.streams.donated
+        return found
 
     def _is_there(self, n: int, place: Any) -> bool:
         """Whether a ``jax.device_put`` to a place leaves the flat argument `n`, which the traced
@@ -342,8 +349,8 @@ class Placing:
     @property
     def _donated(self) -> frozenset[int]:
         """The donated ones that stay."""
-        on_cpu = self.lowering.target.platform == "cpu"
-        replaced = frozenset(self.streams.replaced_by if not on_cpu else ())
+        one_memory = self.lowering.target.machine.has_one_memory
+        replaced = frozenset(self.streams.replaced_by if not one_memory else ())
         stay = self.streams.donated - replaced - self._replaced.keys()
         return self._may_move & (stay - self.lowering.on_host)
 

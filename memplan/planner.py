@@ -73,7 +73,7 @@ class Candidate:
     Attributes:
       placing: of which it is one.
       hosting: what lives on the host.
-      hosted_on_cpu: their bytes on CPU, where XLA counts them with the device's; else 0.
+      hosted_bytes: theirs, where XLA sees one memory and counts them with the device's; else 0.
       counts_chip: whether it counts what XLA was seen to hold on the chip.
     """
 
@@ -81,7 +81,7 @@ class Candidate:
     program: Program
     plan: Plan
     hosting: Hosting
-    hosted_on_cpu: int
+    hosted_bytes: int
     counts_chip: bool
 
     @property
@@ -205,7 +205,7 @@ class Planner:
         """
         if self._placing.program.arguments.ordered_effects:
             raise OrderedEffectsError(self._lowering.traced.fun_name)
-        if self._lowering.target.platform == "cpu" and self._lowering.returns_to_host:
+        if self._lowering.target.machine.has_one_memory and self._lowering.returns_to_host:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.capacity_bytes - self._lowering.closed_bytes)
         self._known.counts_chip = counts_chip
@@ -413,8 +413,8 @@ class Planner:
         it; then all that can."""
         found = self._placing.streams.read_by_loops
         inside = frozenset(found) & self._placing.candidates
-        if self._lowering.target.platform == "cpu":
-            # XLA:CPU has one memory, and drops a copy that is not a call of memplan's.
+        if self._lowering.target.machine.has_one_memory:
+            # XLA:CPU drops a copy that is not a call of memplan's.
             inside = frozenset[int]()
         read = Counter[Path](), Counter[Path]()
         for n in inside:
@@ -615,13 +615,12 @@ class Planner:
             for p in plan.placements
             if p.tier != plan.device_tier and p.parameter not in known
         )
-        on_cpu = self._lowering.target.platform == "cpu"
         return Candidate(
             self._placing,
             program,
             plan,
             hosting,
-            hosted_on_cpu=away if on_cpu else 0,
+            hosted_bytes=away if self._lowering.target.machine.has_one_memory else 0,
             counts_chip=self._known.counts_chip,
         )
 

@@ -1,4 +1,4 @@
-"""A planned program whose transfers a runtime replays, on CPU.
+"""A planned program whose transfers a runtime replays, on CPU and GPU.
 
     with step.runtime(params, x) as run:        the arena is there from here on, and being filled
         y = run(params, x)                      what the next call reads is on its way meanwhile
@@ -29,12 +29,13 @@ import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from custom_calls.runtime import Runtime, events
+from hlo_passes import xla
 from hlo_passes.chains.binary import to_bytes
 from hlo_passes.chains.chain import Chain
 from hlo_passes.chains.check import check
 from hlo_passes.chains.lowering import Lowered, lower
 from hlo_passes.errors import NotReplayableError, StepRuntimeError
-from memplan import __version__
+from memplan import __version__, dlpack
 from memplan.compare import view_planned
 from memplan.compiled import Compiled, delete
 from memplan.disk import source_of
@@ -93,6 +94,7 @@ class StepRuntime:
         self._stored = stored
         self._commits: _Commits | None = None
         self._calls = 0
+        self._gpu: int | None = None
         moved = compiled.place(leaves)
         pairs = enumerate(zip(leaves, moved, strict=True))
         self._instead = {n: (given, own) for n, (given, own) in pairs if given is not own}
@@ -123,14 +125,21 @@ class StepRuntime:
         check(lowered.chain)
         addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
         self.chain, self._steps = lowered.chain, lowered.steps
+        self._gpu = xla.cuda_ordinal() if compiled.machine.platform == "gpu" else None
         self._runtime = runtime = Runtime(
-            to_bytes(lowered.chain), addresses, log=log, steps=lowered.steps
+            to_bytes(lowered.chain),
+            addresses,
+            log=log,
+            steps=lowered.steps,
+            gpu=-1 if self._gpu is None else self._gpu,
         )
         self._instead |= {
-            n: (leaves[n], view) for n, view in _views(runtime, lowered, streamed, moved).items()
+            n: (leaves[n], view)
+            for n, view in _views(runtime, lowered, streamed, moved, self._gpu).items()
         }
         # What is read from memory has to stay there, whoever deletes the arrays.
-        self._read = [np.asarray(moved[streamed[name]]) for name in lowered.bound]
+        read = [moved[streamed[name]] for name in lowered.bound]
+        self._read = read if self._gpu is not None else [np.asarray(array) for array in read]
         taken = None if stored is None else stored.folder.taken(files[name] for name in twins)
         runtime.start(2)
         # Dropped without an end, it ends: threads have no use any more.
@@ -160,6 +169,10 @@ class StepRuntime:
                 self._runtime.start(1)
             try:
                 results = jax.block_until_ready(self.compiled(*args, **kwargs))
+                if self._gpu is not None and self._runtime is not None:
+                    # There a gate cannot end the program that it is in.
+                    if problem := self._runtime.failure():
+                        raise OSError(problem)
             except BaseException as error:
                 self._end(str(error) or type(error).__name__)
                 raise
@@ -338,9 +351,24 @@ class _Commits:
 
 
 def _views(
-    runtime: Runtime, lowered: Lowered, streamed: Mapping[str, int], arrays: Sequence[Any]
+    runtime: Runtime,
+    lowered: Lowered,
+    streamed: Mapping[str, int],
+    arrays: Sequence[Any],
+    gpu: int | None,
 ) -> dict[int, jax.Array]:
     """Arrays in the arena, for the arguments that are streamed."""
+    if gpu is not None:
+        return {
+            streamed[name]: dlpack.view(
+                runtime.address(slot),
+                arrays[streamed[name]].shape,
+                arrays[streamed[name]].dtype,
+                runtime,
+                gpu=gpu,
+            )
+            for name, slot in lowered.slots.items()
+        }
     host = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=HOST_MEMORY_KIND)
     views = dict[int, jax.Array]()
     for name, slot in lowered.slots.items():

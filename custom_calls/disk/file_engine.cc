@@ -31,6 +31,9 @@ FileEngine::FileEngine(const FileEngineOptions& options)
       buffer_bytes_(options.chunk + File::kMaxAlignment),
       buffers_(AllocatePages(options.depth * buffer_bytes_), FreePages) {
   for (uint32_t tag = 0; tag < options.depth; ++tag) free_.push_back(tag);
+  if (options_.device != nullptr) {
+    options_.device->Pin(buffers_.get(), options_.depth * buffer_bytes_);
+  }
   thread_ = std::thread(&FileEngine::Serve, this);
 }
 
@@ -41,6 +44,7 @@ FileEngine::~FileEngine() {
   }
   enqueued_.notify_one();
   thread_.join();
+  if (options_.device != nullptr) options_.device->Unpin(buffers_.get());
 }
 
 void FileEngine::Enqueue(FileCopy* copy) {
@@ -109,6 +113,12 @@ FileEngine::Part FileEngine::NextPart(FileCopy* copy) const {
   const auto address = reinterpret_cast<uint64_t>(part.memory);
   const uint64_t memory_mask = copy->file->memory_alignment() - 1;
   const uint64_t before = part.offset & (block - 1);  // Bytes of its block before the part.
+  if (options_.device != nullptr) {
+    part.is_bounced = true;
+    part.skipped = static_cast<uint32_t>(before);
+    part.bytes = static_cast<uint32_t>(std::min<uint64_t>(left, options_.chunk - before));
+    return part;
+  }
   if (before == 0 && (address & memory_mask) == 0 && left >= block) {
     part.bytes = static_cast<uint32_t>(std::min<uint64_t>(options_.chunk, RoundDown(left, block)));
     return part;
@@ -123,6 +133,13 @@ FileEngine::Part FileEngine::NextPart(FileCopy* copy) const {
   return part;
 }
 
+// Empty, or what went wrong.
+std::string FileEngine::Move(std::byte* to, const std::byte* from, uint64_t bytes) const {
+  if (options_.device != nullptr) return options_.device->Copy(to, from, bytes);
+  std::memcpy(to, from, bytes);
+  return {};
+}
+
 void FileEngine::SubmitPart(uint32_t tag) {
   const Part& part = parts_[tag];
   const File& file = *part.copy->file;
@@ -133,8 +150,16 @@ void FileEngine::SubmitPart(uint32_t tag) {
   request.offset = part.offset;
   request.bytes = part.bytes;
   if (part.is_bounced && request.is_write) {
-    // The rest of the block is not this copy's: the kernel puts the bytes into the block.
-    request.descriptor = file.buffered();
+    // The rest of a block is not this copy's: the kernel puts the bytes into the block.
+    const bool is_whole = ((part.offset | part.bytes) & (file.offset_alignment() - 1)) == 0;
+    if (!is_whole || options_.device == nullptr) request.descriptor = file.buffered();
+    if (options_.device != nullptr) {
+      request.memory = Buffer(tag);
+      std::string& error = part.copy->error_;
+      std::string problem = Move(request.memory, part.memory, part.bytes);
+      if (error.empty()) error = std::move(problem);
+      if (!error.empty()) request.descriptor = -1;  // Ends like any other that fails.
+    }
   } else if (part.is_bounced) {
     const uint64_t block = file.offset_alignment();
     request.memory = Buffer(tag);
@@ -169,10 +194,13 @@ void FileEngine::Complete(const IoCompletion& completion) {
                         : "the file ends there, " + std::to_string(part.bytes) +
                               " bytes before what was asked for");
   } else {
+    std::string problem;
     if (is_read_bounced) {
-      std::memcpy(part.memory, Buffer(completion.tag) + part.skipped, static_cast<size_t>(done));
+      problem = Move(part.memory, Buffer(completion.tag) + part.skipped, static_cast<uint64_t>(done));
     }
-    if (done < part.bytes) {
+    if (!problem.empty()) {
+      fail(problem);
+    } else if (done < part.bytes) {
       // A short one goes on where it ended; at the end of the file the next one has nothing.
       part.memory += done;
       part.offset += static_cast<uint64_t>(done);

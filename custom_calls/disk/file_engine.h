@@ -2,7 +2,8 @@
 //
 // A copy goes past the page cache, straight into the memory that it is for, where the alignments
 // of the file allow it: address and offset must be congruent. What lies on the edges (and all of
-// a copy whose address is not congruent) goes through buffers of the engine's own.
+// a copy whose address is not congruent) goes through buffers of the engine's own, and so does all
+// that is for a GPU's memory.
 
 #ifndef CUSTOM_CALLS_DISK_FILE_ENGINE_H_
 #define CUSTOM_CALLS_DISK_FILE_ENGINE_H_
@@ -16,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "device.h"
 #include "file.h"
 #include "io_queue.h"
 
@@ -49,6 +51,7 @@ struct FileEngineOptions {
   uint32_t depth = 16;          // Requests under way at once.
   uint32_t chunk = 1u << 20;    // Bytes of a request, a multiple of every alignment.
   bool use_uring = true;
+  std::shared_ptr<Device> device;  // Whose memory the copies are for; null for the host's.
 };
 
 class FileEngine {
@@ -76,6 +79,7 @@ class FileEngine {
   bool TakeQueued(bool wait);
   bool SubmitNext();
   void SubmitPart(uint32_t tag);
+  std::string Move(std::byte* to, const std::byte* from, uint64_t bytes) const;
   void Complete(const IoCompletion& completion);
   void EndIfDone(FileCopy* copy);
   Part NextPart(FileCopy* copy) const;

@@ -3,6 +3,7 @@ from collections.abc import Buffer, Sequence
 from typing_extensions import CapsuleType
 
 gate: CapsuleType
+gate_on_gpu: CapsuleType
 storing_gate: CapsuleType
 store: CapsuleType
 
@@ -19,11 +20,14 @@ class Runtime:
       log: of how many descriptors each stream keeps what happened, the last ones; 0 for none.
       steps: how many steps of a program with gates a replay is; they have equally many segments,
         on the stream of the chain's first one.
+      gpu: whose memory the arenas are, by its number among those that the process sees; below 0 for
+        the host's.
 
     Raises:
       ValueError: for bytes that are no chain, with the offset of what is wrong; or where `bound`
         has not as many addresses as the chain has bound spaces.
-      OSError: when an arena cannot be allocated, or a file cannot be opened or is too short.
+      OSError: when an arena cannot be allocated, a file cannot be opened or is too short, or there is
+        no such GPU.
     """
 
     def __new__(
@@ -36,6 +40,7 @@ class Runtime:
         use_uring: bool = True,
         log: int = 0,
         steps: int = 1,
+        gpu: int = -1,
     ) -> Runtime: ...
     def bind(self, bound: Sequence[int], /) -> None:
         """Other addresses for the bound spaces.

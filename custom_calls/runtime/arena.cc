@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace memplan {
 namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
+constexpr uint64_t kDeviceAlignment = 256;  // Of cuMemAlloc (CUDA C++ Programming Guide, 5.3.2).
 
 uint64_t RoundUp(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) & ~(alignment - 1);
@@ -22,9 +24,20 @@ uint64_t RoundUp(uint64_t value, uint64_t alignment) {
 
 }  // namespace
 
-std::unique_ptr<Arena> Arena::Allocate(uint64_t bytes, uint64_t alignment, std::string* error) {
+std::unique_ptr<Arena> Arena::Allocate(std::shared_ptr<Device> device, uint64_t bytes,
+                                       uint64_t alignment, std::string* error) {
   std::unique_ptr<Arena> arena(new Arena);
   const uint64_t size = RoundUp(std::max<uint64_t>(bytes, 1), kPage);
+  if (device != nullptr) {
+    const uint64_t more = alignment > kDeviceAlignment ? alignment : 0;
+    arena->allocation_ = device->Allocate(size + more, error);
+    if (!error->empty()) return nullptr;
+    arena->device_ = std::move(device);
+    const auto begin = reinterpret_cast<uint64_t>(arena->allocation_);
+    arena->data_ = reinterpret_cast<std::byte*>(RoundUp(begin, alignment));
+    arena->allocated_bytes_ = size;
+    return arena;
+  }
   // Where large pages fit, they have to begin at their own size.
   const uint64_t begin_at = std::max(alignment, size >= kHugePage ? kHugePage : kPage);
   const uint64_t reserved = size + begin_at;
@@ -55,7 +68,11 @@ std::unique_ptr<Arena> Arena::Allocate(uint64_t bytes, uint64_t alignment, std::
 }
 
 Arena::~Arena() {
-  if (data_ != nullptr) munmap(data_, allocated_bytes_);
+  if (device_ != nullptr) {
+    device_->Free(allocation_);
+  } else if (data_ != nullptr) {
+    munmap(data_, allocated_bytes_);
+  }
 }
 
 }  // namespace memplan

@@ -1,4 +1,4 @@
-// Memory of whole pages that is there before anything runs.
+// Memory of whole pages that is there before anything runs, of the host or of a GPU.
 
 #ifndef CUSTOM_CALLS_RUNTIME_ARENA_H_
 #define CUSTOM_CALLS_RUNTIME_ARENA_H_
@@ -8,13 +8,16 @@
 #include <memory>
 #include <string>
 
+#include "../disk/device.h"
+
 namespace memplan {
 
 class Arena {
  public:
-  // `alignment`: of the first byte, a power of two. Every page is there when this returns. On
-  // failure nothing, and `error` is a sentence.
-  static std::unique_ptr<Arena> Allocate(uint64_t bytes, uint64_t alignment, std::string* error);
+  // `device`: null for the host's memory. `alignment`: of the first byte, a power of two. Every page
+  // is there when this returns. On failure nothing, and `error` is a sentence.
+  static std::unique_ptr<Arena> Allocate(std::shared_ptr<Device> device, uint64_t bytes,
+                                         uint64_t alignment, std::string* error);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -25,6 +28,8 @@ class Arena {
  private:
   Arena() = default;
 
+  std::shared_ptr<Device> device_;
+  std::byte* allocation_ = nullptr;  // Of the device.
   std::byte* data_ = nullptr;
   uint64_t allocated_bytes_ = 0;
 };

@@ -17,8 +17,10 @@ ffi::Error Invalid(const std::string& sentence) {
   return ffi::Error::InvalidArgument("memplan.gate: " + sentence);
 }
 
-ffi::Error Pass(ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
-                ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attributes) {
+// Has the runtime of an array pass to the segment that the attributes name: `step(runtime, number)`.
+template <typename Step>
+ffi::Error PassWith(Step step_of, ffi::AnyBuffer held, ffi::Result<ffi::AnyBuffer> result,
+                    ffi::Dictionary attributes) {
   if (!attributes.contains<int64_t>("step")) {
     return Invalid("attribute step (an int64) is missing");
   }
@@ -33,9 +35,23 @@ ffi::Error Pass(ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
                       "memplan.gate: operand 0 lies in the arena of no runtime: such a program is "
                       "called through the runtime that was opened for it");
   }
-  const std::string problem = runtime->Step(static_cast<uint64_t>(step));
+  const std::string problem = step_of(*runtime, static_cast<uint64_t>(step));
   if (problem.empty()) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kDataLoss, problem);
+}
+
+ffi::Error Pass(ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
+                ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attributes) {
+  const auto step = [](Runtime& runtime, uint64_t number) { return runtime.Step(number); };
+  return PassWith(step, held, result, attributes);
+}
+
+ffi::Error PassOnGpu(CudaStream stream, ffi::AnyBuffer held, ffi::RemainingArgs /*fences*/,
+                     ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attributes) {
+  const auto step = [stream](Runtime& runtime, uint64_t number) {
+    return runtime.StepOn(stream, number);
+  };
+  return PassWith(step, held, result, attributes);
 }
 
 ffi::Error StoreAndPass(ffi::AnyBuffer held, ffi::AnyBuffer value, ffi::RemainingArgs fences,
@@ -64,6 +80,18 @@ XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame) {
                              .Ret<ffi::AnyBuffer>()
                              .Attrs()
                              .To(Pass)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* GateOnGpu(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<CudaStream>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attrs()
+                             .To(PassOnGpu)
                              .release();
   return handler->Call(call_frame);
 }

@@ -1,4 +1,4 @@
-// The call in a program of XLA:CPU that waits for a chain's runtime; targets.py says what it is.
+// The calls in a program that wait for a chain's runtime; targets.py says what they are.
 
 #ifndef CUSTOM_CALLS_RUNTIME_GATE_H_
 #define CUSTOM_CALLS_RUNTIME_GATE_H_
@@ -8,6 +8,8 @@
 namespace memplan {
 
 XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame);
+// Of XLA:GPU: it returns at once, and what comes after it on XLA's stream waits.
+XLA_FFI_Error* GateOnGpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* StoringGate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* Store(XLA_FFI_CallFrame* call_frame);
 

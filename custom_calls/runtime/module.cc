@@ -55,15 +55,15 @@ bool Addresses(PyObject* sequence, const memplan::chains::Chain& chain,
 
 PyObject* New(PyTypeObject* type, PyObject* args, PyObject* named) {
   static const char* names[] = {"chain",     "bound", "depth", "chunk",
-                                "use_uring", "log",   "steps", nullptr};
+                                "use_uring", "log",   "steps", "gpu", nullptr};
   Py_buffer bytes;
   PyObject* bound;
   memplan::RuntimeOptions options;
   int use_uring = options.files.use_uring;
   unsigned long long log = 0, steps = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, named, "y*O|$IIpKK", const_cast<char**>(names), &bytes,
+  if (!PyArg_ParseTupleAndKeywords(args, named, "y*O|$IIpKKi", const_cast<char**>(names), &bytes,
                                    &bound, &options.files.depth, &options.files.chunk, &use_uring,
-                                   &log, &steps)) {
+                                   &log, &steps, &options.gpu)) {
     return nullptr;
   }
   options.steps = steps;
@@ -243,6 +243,7 @@ int Exec(PyObject* module) {
   using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
   const std::pair<const char*, Handler> handlers[] = {
       {"gate", memplan::Gate},
+      {"gate_on_gpu", memplan::GateOnGpu},
       {"storing_gate", memplan::StoringGate},
       {"store", memplan::Store},
   };

@@ -72,6 +72,7 @@ struct Runtime::Stream {
   std::vector<uint64_t> ahead;
   bool executes = false;
   std::unique_ptr<FileEngine> files;
+  std::shared_ptr<Device> device;  // Null where the arenas are the host's memory.
   std::thread thread;
 
   // Positions count from the first descriptor of the first replay, and go on.
@@ -112,20 +113,25 @@ bool Runtime::Prepare(std::string* error) {
     *error = sentence;
     return false;
   };
+  std::string problem;
+  const auto open_device = [&] {
+    return options_.gpu < 0 ? nullptr : Device::Open(options_.gpu, &problem);
+  };
+  const std::shared_ptr<Device> device = open_device();
+  if (!problem.empty()) return fail("GPU " + std::to_string(options_.gpu) + ": " + problem);
   for (const chains::Space& space : chain_.spaces) {
     std::byte* base = nullptr;
     std::shared_ptr<const File> file;
     const std::string name = Name(space.name_begin, space.name_bytes);
     if (space.kind == kMemplanChainSpaceKindArena) {
-      std::string problem;
-      std::unique_ptr<Arena> arena = Arena::Allocate(space.bytes, space.alignment, &problem);
+      std::unique_ptr<Arena> arena =
+          Arena::Allocate(device, space.bytes, space.alignment, &problem);
       if (arena == nullptr) {
         return fail("arena " + name + " of " + std::to_string(space.bytes) + " bytes: " + problem);
       }
       base = arena->data();
       arenas_.push_back(std::move(arena));
     } else if (space.kind == kMemplanChainSpaceKindFile) {
-      std::string problem;
       file = File::Open(Name(space.path_begin, space.path_bytes), space.writable != 0, &problem);
       if (file == nullptr) return fail("file " + name + ": " + problem);
       if (file->size() < space.bytes) {
@@ -158,8 +164,12 @@ bool Runtime::Prepare(std::string* error) {
         return fail(Describe(d, 0) + ": from file to file; copy through an arena");
       }
       const bool is_file = files_[from.space] != nullptr || files_[to.space] != nullptr;
+      if (stream.device == nullptr) stream.device = open_device();
+      if (!problem.empty()) return fail("GPU " + std::to_string(options_.gpu) + ": " + problem);
       if (is_file && stream.files == nullptr) {
-        stream.files = std::make_unique<FileEngine>(options_.files);
+        FileEngineOptions options = options_.files;
+        options.device = stream.device;
+        stream.files = std::make_unique<FileEngine>(options);
       }
     }
     touched.push_back(extents);
@@ -175,6 +185,7 @@ bool Runtime::Prepare(std::string* error) {
     return fail(std::to_string(executions) + " segments are not " +
                 std::to_string(options_.steps) + " steps of equally many");
   }
+  for (uint64_t step = 0; step <= segments_; ++step) passages_.push_back({this, step});
   for (const auto& stream : streams_) {
     stream->log.resize(options_.log_records);
     for (Operation& operation : stream->under_way) {
@@ -328,7 +339,14 @@ bool Runtime::Issue(Stream* stream) {
     return true;
   }
   if (source != nullptr && destination != nullptr) {
-    std::memcpy(destination, source, descriptor.bytes);
+    if (stream->device == nullptr) {
+      std::memcpy(destination, source, descriptor.bytes);
+    } else if (const std::string problem =
+                   stream->device->Copy(destination, source, descriptor.bytes);
+               !problem.empty()) {
+      Fail(Describe(d, position / stream->length()) + ": " + problem);
+      return false;
+    }
   }
   Complete(stream, operation);
   return true;
@@ -381,6 +399,16 @@ std::string Runtime::Step(uint64_t step) {
   if (step == segments_ || Enter(compute_)) return {};
   const std::string cause = failure();
   return cause.empty() ? "no replay was started" : cause;
+}
+
+std::string Runtime::StepOn(CudaStream stream, uint64_t step) {
+  if (step >= passages_.size()) return Step(step);  // Says what is wrong.
+  const auto pass = [](void* data) {
+    const auto* const passage = static_cast<const Passage*>(data);
+    const std::string problem = passage->runtime->Step(passage->step);
+    if (!problem.empty()) passage->runtime->Fail(problem);
+  };
+  return Device::Launch(stream, pass, &passages_[step]);
 }
 
 Runtime* Runtime::Of(const std::byte* address) {

@@ -46,6 +46,7 @@ struct RuntimeOptions {
   FileEngineOptions files;
   uint64_t steps = 1;        // Steps of a program in a replay; see `Runtime::Step`.
   uint64_t log_records = 0;  // Of each stream, the last ones are kept; 0 for none, no clock is read.
+  int gpu = -1;              // Whose memory the arenas are; below 0 for the host's.
 };
 
 class Runtime {
@@ -76,6 +77,9 @@ class Runtime {
   // The `step`-th segment of a step of the program begins, the one before has ended; one past the
   // last ends that. On the stream of the chain's first segment. Empty, or what is wrong.
   std::string Step(uint64_t step);
+  // The same behind what is on a stream of XLA's on a GPU; what comes after it there waits. What is
+  // wrong by then, `failure` says.
+  std::string StepOn(CudaStream stream, uint64_t step);
   // The runtime in whose arenas an address lies; null for none.
   static Runtime* Of(const std::byte* address);
 
@@ -88,6 +92,10 @@ class Runtime {
  private:
   struct Stream;
   struct Operation;
+  struct Passage {  // What a host function of a GPU's stream is given.
+    Runtime* runtime;
+    uint64_t step;
+  };
 
   Runtime(chains::Chain chain, const RuntimeOptions& options);
   bool Prepare(std::string* error);
@@ -112,6 +120,7 @@ class Runtime {
   uint32_t compute_ = 0;                             // The stream that `Step` drives.
   uint64_t segments_ = 0;                            // Of a step of the program.
   uint64_t entered_ = 0;                             // Of this step.
+  std::vector<Passage> passages_;                    // Of each step.
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
   std::string failure_;

@@ -39,6 +39,9 @@ BLOCK = 4096
 _HOST_SKEW = 64
 """Bytes: how far into a block what comes from memory lies; XLA:CPU asks for multiples of this."""
 
+_ON_GPU = "hbm"
+"""The tier that bytes come to through buffers, and so may lie anywhere in."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
@@ -134,6 +137,8 @@ class _Lowering:
         twins = {name: self._in_file(name, at, " next") for name, at in self._twins.items()}
         for name in self._fetched:
             into = self._files[name].offset % BLOCK if name in self._files else _HOST_SKEW
+            if self._plan.device_tier == _ON_GPU:
+                into = 0
             label = f"{self._label(name)} here"
             at = arena.offsets[name] + into
             self._here[name] = build.slot(label, pool, at, self._bytes(name))

@@ -58,7 +58,7 @@ def assemble(
     machine = found.posed.machine
     host = machine.tier(found.posed.link.source)
     module = found.posed.module
-    if machine.platform != "cpu" and any(e.returned is not None for e in found.posed.evictions):
+    if not machine.has_one_memory and any(e.returned is not None for e in found.posed.evictions):
         # What is returned is in host memory from where the plan has it copied there.
         module = rewrite.move_copies(module, plan.transfers)
     stored = _stored_bytes(module, plan, host.name, machine)
@@ -264,7 +264,7 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
     if plan.loops or plan.bodies:
         module = rewrite.rewrite(
-            posed.module, plan, "custom calls" if machine.platform == "cpu" else "copies"
+            posed.module, plan, "custom calls" if machine.has_one_memory else "copies"
         )
         costs = cost.instruction_costs(module, machine)
         events = timeline.schedule_events(module, costs, machine)

@@ -22,10 +22,10 @@ def excess_of(posed: Problem, choice: Choice, budget: int) -> int:
     XLA:GPU packs by the length of lives, in instructions of the module as it will be, and a
     slightly other length can be another packing: of plans with some dozen evictions one in three
     took up to a fifth more than it did when it was packed by ticks. So the module is written and
-    packed once more. XLA:TPU packs as things come, which ticks tell as well; and on CPU transfers
-    are calls, of which it depends on the packing what they wait for.
+    packed once more. XLA:TPU packs as things come, which ticks tell as well; and where there is one
+    memory transfers are calls, of which it depends on the packing what they wait for.
     """
-    if posed.machine.platform != "gpu":
+    if posed.machine.platform != "gpu" or posed.machine.has_one_memory:
         return 0
     module = move_copies(posed.module, issue(posed, choice))
     ranges = compute_live_ranges(analyze_dataflow(module))

@@ -151,6 +151,8 @@ class Machine:
         comes from.
       interconnect: None where devices have no wires of their own between them, or nothing is
         known of them.
+      is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
+        (`chains.lowering`).
     """
 
     name: str
@@ -164,6 +166,7 @@ class Machine:
     gpu: Gpu | None
     sources: tuple[tuple[str, str], ...]
     interconnect: Interconnect | None = None
+    is_fed_outside: bool = False
 
     def __repr__(self) -> str:
         memory = self.device_memory
@@ -182,6 +185,12 @@ class Machine:
         """The link that feeds the device's memory: the first that ends there."""
         device = self.device_memory.name
         return next(link for link in self.links if link.destination == device)
+
+    @property
+    def has_one_memory(self) -> bool:
+        """Whether XLA's programs see one memory: modules do not say what is elsewhere, and evict
+        nothing."""
+        return self.platform == "cpu" or self.is_fed_outside
 
     def fed_from(self, tier: str) -> Machine:
         """Returns the same machine where device memory is fed from another tier: `host_link` is

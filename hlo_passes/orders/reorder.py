@@ -86,7 +86,7 @@ def lower_peak(
     O(instructions) where little memory is needed; else what `ticks` takes, and a bounded
     search (`orders.search.lower_loads`).
     """
-    hosted = host_parameters if machine.platform == "cpu" else None
+    hosted = host_parameters if machine.has_one_memory else None
     if peak_at_most(module, hosted or ()) <= capacity:
         return ()
     entry = _Entry(module, machine, hosted)
@@ -120,7 +120,7 @@ def release_early(
 
     O(instructions · log instructions), and what `ticks` takes.
     """
-    hosted = host_parameters if machine.platform == "cpu" else None
+    hosted = host_parameters if machine.has_one_memory else None
     if peak_at_most(module, hosted or ()) <= capacity:
         return ()
     entry = _Entry(module, machine, hosted)

@@ -194,8 +194,8 @@ class Problem:
 
     @property
     def can_evict(self) -> bool:
-        """Whether temporaries can be taken away: a CPU has one memory."""
-        return self.machine.platform != "cpu"
+        """Whether temporaries can be taken away."""
+        return not self.machine.has_one_memory
 
     def moving_s(self, size: int) -> float:
         """Seconds of links to take `size` bytes away and back."""
@@ -216,17 +216,17 @@ def pose(
     """Analyses a scheduled module.
 
     Args:
-      host_parameters: numbers of the entry parameters that live on the host. Read on CPU
-        only, where the module does not say it; elsewhere the module's own copies count.
+      host_parameters: numbers of the entry parameters that live on the host. Read with one
+        memory only, where the module does not say it; elsewhere the module's own copies count.
       sliced_parameters: numbers of those that live there and are read where they are, by the
-        slice. Read on CPU only.
+        slice. Read with one memory only.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
     """
-    on_cpu = machine.platform == "cpu"
+    one_memory = machine.has_one_memory
     ranges = compute_live_ranges(analyze_dataflow(module))
-    ticks = entry_ticks(ranges, machine.platform, host_parameters if on_cpu else None)
+    ticks = entry_ticks(ranges, machine.platform, host_parameters if one_memory else None)
     on_chip = _on_chip(ticks, machine)
     held = {id(r) for r, _ in on_chip}
     kinds = ("temp", "workspace", "on_chip")
@@ -240,9 +240,9 @@ def pose(
     arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine), module.learned)
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
-    sliced = frozenset(sliced_parameters if on_cpu else ())
+    sliced = frozenset(sliced_parameters if one_memory else ())
     on_host = set(sliced)
-    if on_cpu:
+    if one_memory:
         on_host |= {m.parameter for m in movables}
         on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
     link = machine.host_link

@@ -312,6 +312,10 @@ def _insert_gates(editor: _Editor, plan: Plan) -> None:
                 passed = [here[t.id]]
     for value, transfers in served.items():
         editor.replace_reads({value}, transfers)
+    if passed:
+        # Nobody reads the last one: XLA:GPU removes what has no reader, after scheduling, too.
+        last_gate = next(c for c in editor.before[tick] if c.id == passed[0])
+        last_gate.custom_call_has_side_effect = True
 
 
 class _FenceValues:

@@ -64,7 +64,7 @@ def test_xla_reports_no_more_than_the_budget(target: str):
     compiled = memplan.jit(chain, hbm="48MiB", machine=machine_of(target)).lower(*wide()).compile()
     assert compiled.plan.transfers
     assert compiled.device_bytes <= 48 << 20
-    on_cpu = compiled.hosted_on_cpu
+    on_cpu = compiled.hosted_bytes
     assert device_total(compiled) - on_cpu == compiled.device_bytes
     assert bool(on_cpu) == (target == "cpu")
 
