@@ -90,8 +90,8 @@ def _define() -> None:
     flags.DEFINE_multi_string("ways", list(_WAYS), "which")
 
 
-def config(layers: int) -> LlamaConfig:
-    """The widths of TinyLlama (Zhang et al., 2024, arXiv:2401.02385), in float32."""
+def config(layers: int, dtype: Any = jnp.float32) -> LlamaConfig:
+    """The widths of TinyLlama (Zhang et al., 2024, arXiv:2401.02385)."""
     return LlamaConfig(
         vocab_size=32_000,
         num_layers=layers,
@@ -99,7 +99,7 @@ def config(layers: int) -> LlamaConfig:
         mlp_dim=5_632,
         num_heads=32,
         num_kv_heads=4,
-        dtype=jnp.float32,
+        dtype=dtype,
     )
 
 
@@ -275,7 +275,13 @@ def _measured(step: Callable[..., Any], *args: Any) -> tuple[float, float, int]:
 
 
 def _raw(path: str) -> tuple[_Way, Row]:
-    """The reader at the best of its settings."""
+    read, best = best_of_sweep(path)
+    size = Path(path).stat().st_size
+    return _Way(read, size, None, gc.collect, best), {"pool": _BUFFER, "limited": False}
+
+
+def best_of_sweep(path: str) -> tuple[Callable[..., Any], Sequence[tuple[int, int]]]:
+    """What reads a file from begin to end, and the best three settings for it."""
     region = mmap.mmap(-1, _BUFFER)
     region.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(region, np.uint8)
@@ -295,7 +301,7 @@ def _raw(path: str) -> tuple[_Way, Row]:
                 read(depth, chunk, 2)
                 taken.setdefault((depth, chunk), []).append(time.perf_counter() - begin)
     best = sorted(taken, key=lambda setting: statistics.median(taken[setting]))[:3]
-    return _Way(read, size, None, gc.collect, best), {"pool": _BUFFER, "limited": False}
+    return read, best
 
 
 def _planned(way: str, path: str, layers: int, pool: int) -> tuple[Callable[[], Any], int, Any]:

@@ -26,8 +26,8 @@ class Runtime:
     Raises:
       ValueError: for bytes that are no chain, with the offset of what is wrong; or where `bound`
         has not as many addresses as the chain has bound spaces.
-      OSError: when an arena cannot be allocated, a file cannot be opened or is too short, or there is
-        no such GPU.
+      OSError: when an arena cannot be allocated, a file cannot be opened or is too short, or there
+        is no such GPU.
     """
 
     def __new__(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 from custom_calls import targets
 from hlo_passes.errors import VerificationError
@@ -147,7 +148,10 @@ class _Gates:
         found: list[Instruction] = []
         pending, seen = [value.id], {value.id}
         while pending:
-            for reader in self.readers[pending.pop()]:
+            at = pending.pop()
+            for reader in self.readers[at]:
+                if at not in self._read(reader):
+                    continue
                 found.append(reader)
                 if reader.opcode in PASSING and reader.id not in seen:
                     seen.add(reader.id)
@@ -155,6 +159,12 @@ class _Gates:
         if self.module.entry.root.id in seen:
             raise self._error("the program returns what a runtime brought", value)
         return found
+
+    def _read(self, i: Instruction) -> Sequence[int]:
+        """The operands whose bytes it may read: all but the fences of a gate."""
+        if i.custom_call_target not in targets.GATES:
+            return i.operand_ids
+        return i.operand_ids[: 2 if i.custom_call_target == targets.STORING_GATE else 1]
 
     def _check_steps(self) -> None:
         ticks = sorted({tick for t in self.plan.transfers for tick in (t.done, t.end)})

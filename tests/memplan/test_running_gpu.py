@@ -63,6 +63,11 @@ def test_gates_are_in_the_executable_and_the_arena_in_the_budget():
         step.runtime(shapes, x)
 
 
+def steps(run, given, x, count):
+    for _ in range(count):
+        run(given, x)
+
+
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
 
@@ -101,5 +106,4 @@ def test_a_file_that_ends_early_is_an_error(tmp_path):
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 20 * WIDTH * WIDTH)
         with pytest.raises(OSError, match="the file ends there"):
-            for _ in range(3):
-                run(given, x)
+            steps(run, given, x, 3)
