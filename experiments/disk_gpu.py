@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 
 from experiments.disk_tier import best_of_sweep, config, drop_pages
@@ -64,6 +64,7 @@ def _define() -> None:
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
+    jax.config.update("jax_platforms", "cuda,cpu")
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise app.UsageError(f"expected a GPU, found {device.device_kind}")
@@ -87,7 +88,7 @@ def _measured(path: Path, pool: int) -> dict[str, Row]:
     def state() -> tuple[Any, Any]:
         return jnp.ones((1, 1), jnp.int32), init_cache(model, 1, _CONTEXT)
 
-    read, settings = best_of_sweep(str(path))
+    read, settings = best_of_sweep(str(path), 1)
     whole = jax.jit(decode)
     on_device = jax.tree.map(lambda a: jax.device_put(np.asarray(a), jax.devices()[0]), params)
     expected = whole(on_device, *state())[0]
@@ -118,6 +119,7 @@ def _measured(path: Path, pool: int) -> dict[str, Row]:
             found[way]["seconds"] += [_seconds(step) for _ in range(FLAGS.steps)]
             difference = jnp.max(jnp.abs(step()[0].astype(jnp.float32) - expected))
             found[way]["difference"] = float(difference / jnp.max(jnp.abs(expected)))
+            logging.info("%s: %s", way, found[way]["seconds"])
     for run in runs.values():
         run.close()
     return found

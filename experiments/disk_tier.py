@@ -280,7 +280,9 @@ def _raw(path: str) -> tuple[_Way, Row]:
     return _Way(read, size, None, gc.collect, best), {"pool": _BUFFER, "limited": False}
 
 
-def best_of_sweep(path: str) -> tuple[Callable[..., Any], Sequence[tuple[int, int]]]:
+def best_of_sweep(
+    path: str, repeats: int = 3
+) -> tuple[Callable[..., Any], Sequence[tuple[int, int]]]:
     """What reads a file from begin to end, and the best three settings for it."""
     region = mmap.mmap(-1, _BUFFER)
     region.madvise(mmap.MADV_HUGEPAGE)
@@ -294,7 +296,7 @@ def best_of_sweep(path: str) -> tuple[Callable[..., Any], Sequence[tuple[int, in
             library.load().read_file(path, buffer[:length], at, depth=depth, chunk=chunk)
 
     taken: dict[tuple[int, int], list[float]] = {}
-    for _ in range(3):
+    for _ in range(repeats):
         for depth in _DEPTHS:
             for chunk in _CHUNKS:
                 begin = time.perf_counter()

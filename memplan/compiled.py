@@ -238,10 +238,19 @@ class Compiled:
 
     def _displaced(self, leaves: Sequence[Any], on_host: Collection[int]) -> list[int]:
         orders = self.layouts.arguments
+
+        def is_elsewhere(leaf: Any) -> bool:
+            """Whether it is in the memory of a host that is not the device's, as what stays in a
+            file is for a GPU."""
+            if self.machine.is_fed_outside or not isinstance(leaf, jax.Array):
+                return False
+            return next(iter(leaf.devices())).platform != self._lowering.target.platform
+
         return [
             n
             for n, leaf in enumerate(leaves)
             if (memory_kind(leaf) == HOST_MEMORY_KIND) != (n in on_host)
+            or (n in on_host and is_elsewhere(leaf))
             or (n in orders and not is_laid_out(leaf, orders[n]))
         ]
 

@@ -169,10 +169,6 @@ class StepRuntime:
                 self._runtime.start(1)
             try:
                 results = jax.block_until_ready(self.compiled(*args, **kwargs))
-                if self._gpu is not None and self._runtime is not None:
-                    # There a gate cannot end the program that it is in.
-                    if problem := self._runtime.failure():
-                        raise OSError(problem)
             except BaseException as error:
                 self._end(str(error) or type(error).__name__)
                 raise

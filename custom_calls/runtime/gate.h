@@ -8,7 +8,7 @@
 namespace memplan {
 
 XLA_FFI_Error* Gate(XLA_FFI_CallFrame* call_frame);
-// Of XLA:GPU: it returns at once, and what comes after it on XLA's stream waits.
+// Of XLA:GPU: what comes after it is launched when what that reads is there.
 XLA_FFI_Error* GateOnGpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* StoringGate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* Store(XLA_FFI_CallFrame* call_frame);

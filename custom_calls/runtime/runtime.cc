@@ -185,7 +185,6 @@ bool Runtime::Prepare(std::string* error) {
     return fail(std::to_string(executions) + " segments are not " +
                 std::to_string(options_.steps) + " steps of equally many");
   }
-  for (uint64_t step = 0; step <= segments_; ++step) passages_.push_back({this, step});
   for (const auto& stream : streams_) {
     stream->log.resize(options_.log_records);
     for (Operation& operation : stream->under_way) {
@@ -314,9 +313,9 @@ bool Runtime::Issue(Stream* stream) {
       destination = bases_[to.space] + write;
     }
   }
-  const bool is_memory =
-      descriptor.op == kMemplanChainOpExecute || (source != nullptr && destination != nullptr);
-  const uint64_t ahead = is_memory ? 0 : stream->ahead[place];
+  uint64_t ahead = file != nullptr ? stream->ahead[place] : 0;
+  // A GPU runs one segment after the other, however early they are launched.
+  if (descriptor.op == kMemplanChainOpExecute && options_.gpu >= 0) ahead = kAhead;
   if (!stream->completed.WaitFor(position - std::min(position, ahead))) return false;
   if (has_failed_) return false;
 
@@ -389,26 +388,40 @@ void Runtime::Leave(uint32_t index) {
 }
 
 std::string Runtime::Step(uint64_t step) {
-  if (step != entered_ || step > segments_) {
-    return "step " + std::to_string(step) + " of a program, expected step " +
-           std::to_string(entered_) + " of " + std::to_string(segments_) +
-           ": two calls of it are under way at once, or one has failed";
-  }
+  if (std::string problem = Check(step); !problem.empty()) return problem;
   if (step > 0) Leave(compute_);
+  return EnterNext(step);
+}
+
+std::string Runtime::StepOn(CudaStream stream, uint64_t step) {
+  if (std::string problem = Check(step); !problem.empty()) return problem;
+  if (step > 0) {
+    Stream& compute = *streams_[compute_];
+    Operation* const segment = &compute.under_way[(compute.next - 1) % compute.under_way.size()];
+    const auto complete = [](void* data) {
+      auto* const operation = static_cast<Operation*>(data);
+      operation->runtime->Complete(operation->stream, operation);
+    };
+    if (std::string problem = Device::Launch(stream, complete, segment); !problem.empty()) {
+      Fail(problem);
+      return problem;
+    }
+  }
+  return EnterNext(step);
+}
+
+std::string Runtime::Check(uint64_t step) const {
+  if (step == entered_ && step <= segments_) return {};
+  return "step " + std::to_string(step) + " of a program, expected step " +
+         std::to_string(entered_) + " of " + std::to_string(segments_) +
+         ": two calls of it are under way at once, or one has failed";
+}
+
+std::string Runtime::EnterNext(uint64_t step) {
   entered_ = step == segments_ ? 0 : step + 1;
   if (step == segments_ || Enter(compute_)) return {};
   const std::string cause = failure();
   return cause.empty() ? "no replay was started" : cause;
-}
-
-std::string Runtime::StepOn(CudaStream stream, uint64_t step) {
-  if (step >= passages_.size()) return Step(step);  // Says what is wrong.
-  const auto pass = [](void* data) {
-    const auto* const passage = static_cast<const Passage*>(data);
-    const std::string problem = passage->runtime->Step(passage->step);
-    if (!problem.empty()) passage->runtime->Fail(problem);
-  };
-  return Device::Launch(stream, pass, &passages_[step]);
 }
 
 Runtime* Runtime::Of(const std::byte* address) {

@@ -77,8 +77,10 @@ class Runtime {
   // The `step`-th segment of a step of the program begins, the one before has ended; one past the
   // last ends that. On the stream of the chain's first segment. Empty, or what is wrong.
   std::string Step(uint64_t step);
-  // The same behind what is on a stream of XLA's on a GPU; what comes after it there waits. What is
-  // wrong by then, `failure` says.
+  // The same for a program that runs on a stream of XLA's on a GPU: the segment before has ended when
+  // that stream comes to here. The caller waits for what the next one reads, and then lets it begin
+  // behind that. (Nothing on the stream waits for the runtime: CUDA loads kernels when they are first
+  // launched, and that may wait for all that runs.)
   std::string StepOn(CudaStream stream, uint64_t step);
   // The runtime in whose arenas an address lies; null for none.
   static Runtime* Of(const std::byte* address);
@@ -92,15 +94,13 @@ class Runtime {
  private:
   struct Stream;
   struct Operation;
-  struct Passage {  // What a host function of a GPU's stream is given.
-    Runtime* runtime;
-    uint64_t step;
-  };
 
   Runtime(chains::Chain chain, const RuntimeOptions& options);
   bool Prepare(std::string* error);
   void Serve(Stream* stream);
   bool Issue(Stream* stream);
+  std::string Check(uint64_t step) const;
+  std::string EnterNext(uint64_t step);
   bool WaitForAll(const Stream& stream, uint64_t position);
   void Complete(Stream* stream, Operation* operation);
   void Fail(const std::string& sentence);
@@ -120,7 +120,6 @@ class Runtime {
   uint32_t compute_ = 0;                             // The stream that `Step` drives.
   uint64_t segments_ = 0;                            // Of a step of the program.
   uint64_t entered_ = 0;                             // Of this step.
-  std::vector<Passage> passages_;                    // Of each step.
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
   std::string failure_;

@@ -292,6 +292,7 @@ def _insert_gates(editor: _Editor, plan: Plan) -> None:
         return call.id
 
     passed: list[int] = []  # The last step, once there is one.
+    tick = 0
     for step, tick in enumerate(cuts(plan)):
         ending = [t for t in plan.transfers if t.end == tick]
         beginning = [t for t in plan.transfers if t.done == tick]

@@ -63,6 +63,23 @@ def test_gates_are_in_the_executable_and_the_arena_in_the_budget():
         step.runtime(shapes, x)
 
 
+@pytest.mark.gpu
+def test_arrays_that_are_dead_at_once_have_gates_in_a_row():
+    def gated(params, x):
+        for layer in params:
+            x = x + (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
+        return x
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    shapes = [dict.fromkeys(("gate", "up", "down"), weight) for _ in range(6)]
+    step = memplan.jit(gated, hbm="16MiB", machine="h200")
+    x = jax.ShapeDtypeStruct((1, WIDTH), jnp.bfloat16)
+    compiled = in_runtime(step).lower(shapes, x).compile()
+    ends = [t.end for t in compiled.plan.transfers]
+    assert len(set(ends)) < len(ends)
+    assert compiled.followed.exactly
+
+
 def steps(run, given, x, count):
     for _ in range(count):
         run(given, x)
