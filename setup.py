@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 STABLE_ABI = {"define_macros": [("Py_LIMITED_API", "0x030C0000")], "py_limited_api": True}
 DISK = [
     f"custom_calls/disk/{name}.cc"
-    for name in ("device", "file", "file_engine", "io_queue", "mapped_file")
+    for name in ("checksum", "device", "file", "file_engine", "io_queue", "mapped_file")
 ]
 DISK_HEADERS = [source.removesuffix("cc") + "h" for source in DISK]
 FLAGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"]

@@ -1,4 +1,4 @@
-from collections.abc import Buffer
+from collections.abc import Buffer, Sequence
 from os import PathLike
 
 from typing_extensions import CapsuleType
@@ -44,17 +44,27 @@ def write_file(
     """Writes a buffer into a file that is there; see `read_file`. It is on the disk after an
     `os.fdatasync`."""
 
-def file_place(address: int, /) -> tuple[str, int] | None:
-    """The path and the offset of the byte at an address, if it is that of a `MappedFile`."""
+def file_place(address: int, /) -> tuple[str, int, int | None] | None:
+    """The path and the offset of the byte at an address, if it is that of a `MappedFile`, and the
+    checksum of the stretch that begins there, if there is one."""
+
+def crc32c(data: Buffer, /) -> int:
+    """CRC-32C (Castagnoli) of all bytes of a buffer."""
 
 class MappedFile:
     """All bytes of a file, read-only, as a buffer. While it lives, a `copy_start` whose operand
     lies in it reads the file itself, past the page cache; whoever else touches the bytes has the
     kernel read pages on demand.
 
+    Args:
+      summed: stretches whose CRC-32C is known: offset, bytes and checksum of each. A `copy_start`
+        of all of one ends in an error where the bytes that were read have another.
+
     Raises:
       OSError: when the file cannot be opened or mapped, or is empty.
     """
 
-    def __new__(cls, path: str | PathLike[str], /) -> MappedFile: ...
+    def __new__(
+        cls, path: str | PathLike[str], summed: Sequence[tuple[int, int, int]] = (), /
+    ) -> MappedFile: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

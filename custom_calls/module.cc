@@ -117,10 +117,27 @@ MappedFileObject* MappedFileOf(PyObject* self) {
 
 PyObject* MappedFileNew(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* path;
-  if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &path)) return nullptr;
+  PyObject* list = nullptr;
+  if (!PyArg_ParseTuple(args, "O&|O", PyUnicode_FSConverter, &path, &list)) return nullptr;
+  std::vector<memplan::Summed> summed;
+  const Py_ssize_t size = list == nullptr ? 0 : PySequence_Size(list);
+  for (Py_ssize_t k = 0; k < size; ++k) {
+    unsigned long long offset, bytes;
+    unsigned int checksum;
+    PyObject* item = PySequence_GetItem(list, k);
+    const bool is_good =
+        item != nullptr && PyArg_ParseTuple(item, "KKI", &offset, &bytes, &checksum);
+    Py_XDECREF(item);
+    if (!is_good) break;
+    summed.push_back({offset, bytes, checksum});
+  }
+  if (PyErr_Occurred() != nullptr) {
+    Py_DECREF(path);
+    return nullptr;
+  }
   std::string error;
   std::unique_ptr<memplan::MappedFile> file =
-      memplan::MappedFile::Map(PyBytes_AsString(path), &error);
+      memplan::MappedFile::Map(PyBytes_AsString(path), summed, &error);
   Py_DECREF(path);
   if (file == nullptr) {
     PyErr_SetString(PyExc_OSError, error.c_str());
@@ -162,8 +179,22 @@ PyObject* FilePlace(PyObject*, PyObject* address) {
   if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
   const auto place = memplan::FilePlaceOf(static_cast<const std::byte*>(found));
   if (!place) Py_RETURN_NONE;
-  return Py_BuildValue("NK", PyUnicode_DecodeFSDefault(place->file->path().c_str()),
-                       static_cast<unsigned long long>(place->offset));
+  PyObject* const path = PyUnicode_DecodeFSDefault(place->file->path().c_str());
+  const auto offset = static_cast<unsigned long long>(place->offset);
+  if (!place->summed) return Py_BuildValue("NKO", path, offset, Py_None);
+  return Py_BuildValue("NKI", path, offset, place->summed->checksum);
+}
+
+PyObject* Crc32c(PyObject*, PyObject* object) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(object, &buffer, PyBUF_SIMPLE) < 0) return nullptr;
+  memplan::Checksum checksum;
+  const auto bytes = static_cast<uint64_t>(buffer.len);
+  Py_BEGIN_ALLOW_THREADS;
+  checksum.Add(static_cast<const std::byte*>(buffer.buf), bytes, 0);
+  Py_END_ALLOW_THREADS;
+  PyBuffer_Release(&buffer);
+  return PyLong_FromUnsignedLong(checksum.Of(bytes));
 }
 
 // XLA looks for handlers in nameless capsules (jax.ffi.pycapsule makes the same).
@@ -192,6 +223,7 @@ PyMethodDef methods[] = {
     {"write_file", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(WriteFile)),
      METH_VARARGS | METH_KEYWORDS, nullptr},
     {"file_place", FilePlace, METH_O, nullptr},
+    {"crc32c", Crc32c, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

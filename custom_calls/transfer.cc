@@ -209,6 +209,9 @@ void Begin(std::shared_ptr<Transfer> transfer) {
   transfer->record.engine = kFromDisk;
   transfer->file = std::move(place->file);
   transfer->offset = place->offset;
+  if (place->summed && place->summed->bytes == transfer->bytes) {
+    transfer->checksum = place->summed->checksum;
+  }
   AdviseHugePages(transfer->memory, transfer->bytes);
   FileCopy* const copy = transfer.get();
   transfer->itself = std::move(transfer);

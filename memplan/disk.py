@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ _LINE = 64
 _SMALL = 1 << 20
 """Bytes up to which a tensor is read into memory where it cannot stay in its file."""
 _PADDING = "memplan.padding"
+_CHECKSUM = "memplan.crc32c:"
+"""Begins the metadata of a tensor's checksum; its name follows."""
 _MOST_HEADER = 100_000_000
 """Bytes; the limit of safetensors' own readers."""
 
@@ -90,9 +93,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, padded: bool = False) -> No
 
     Args:
       tree: of jax or NumPy arrays. The name of each is its path, joined by dots.
-      padded: have each begin a block and fill it up to its end, with tensors of zeros between,
-        called ``memplan.padding`` and a number, which `load` leaves out: so it can be written again
-        past the page cache.
+      padded: for what steps write over: have each begin a block and fill it up to its end, with
+        tensors of zeros between, called ``memplan.padding`` and a number, which `load` leaves out.
+        Without that, each tensor's CRC-32C is in the file's metadata.
 
     Raises:
       TensorFileError: when two arrays have one name, or a type that safetensors does not know.
@@ -109,16 +112,17 @@ def save(path: str | os.PathLike[str], tree: Any, *, padded: bool = False) -> No
             raise TensorFileError(path, problem)
         named[name] = array
     if padded:
-        _write(Path(path), _padded(named), 0)
+        _write(Path(path), _padded(named), 0, summed=False)
     else:
-        _write(Path(path), _in_order(named), _SKEW)
+        _write(Path(path), _in_order(named), _SKEW, summed=True)
 
 
 def repack(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Writes the tensors of safetensors files into one from which `load` streams them.
+    """Writes the tensors of safetensors files into one from which `load` streams them, with their
+    checksums.
 
     Args:
       sources: a file, several, or a folder of them.
@@ -134,7 +138,7 @@ def repack(
             if tensor.name in named:
                 raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
             named[tensor.name] = tensor.of(data)
-    _write(Path(path), _in_order(named), _SKEW)
+    _write(Path(path), _in_order(named), _SKEW, summed=True)
 
 
 def load(
@@ -142,7 +146,9 @@ def load(
 ) -> Any:
     """Returns the arrays of safetensors files; their bytes stay there.
 
-    The files must not be written to while an array of them is in use.
+    The files must not be written to while an array of them is in use. Where a file has a tensor's
+    checksum (`save` and `repack` write it), whatever streams that ends with an error that names the
+    file and the bytes if they are others.
 
     Args:
       sources: a file, several, or a folder of them.
@@ -169,7 +175,10 @@ def load(
     found = dict[str, jax.Array]()
     for source in _files(sources):
         tensors = _read_header(source)
-        data = np.frombuffer(library.load().MappedFile(source), np.uint8)
+        summed = [
+            (t.offset, t.bytes, t.checksum) for t in tensors if t.checksum is not None and t.bytes
+        ]
+        data = np.frombuffer(library.load().MappedFile(source, summed), np.uint8)
         for tensor in tensors:
             if tensor.name.startswith(_PADDING):
                 continue
@@ -217,6 +226,12 @@ def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
     begin = (source.offset - memory.ctypes.data) % _BLOCK
     own = memory[begin : begin + array.nbytes]
     library.load().read_file(source.path, own, source.offset)
+    if source.checksum not in (None, found := library.load().crc32c(own)):
+        raise OSError(
+            f"reading {source.path}, bytes {source.offset} to {source.offset + own.size}: their "
+            f"checksum is {found:#010x}, expected {source.checksum:#010x}: they are not what was "
+            "written"
+        )
     return own.view(array.dtype).reshape(array.shape)
 
 
@@ -236,12 +251,14 @@ def fed(target: Target, leaves: Iterable[Any], *, all_of_them: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor stands in its file; `offset` in bytes from the file's begin."""
+    """Where a tensor stands in its file; `offset` in bytes from the file's begin, `checksum` its
+    CRC-32C where the file says it."""
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
+    checksum: int | None
 
     @property
     def bytes(self) -> int:
@@ -288,16 +305,32 @@ def _read_header(path: Path) -> list[_Tensor]:
             ) from None
     if not isinstance(header, dict):
         raise TensorFileError(path, "is no safetensors file: its header is no JSON object")
-    begin = 8 + length
+    begin, entries = 8 + length, cast("dict[str, Any]", header)
+    checksums = _checksums(path, entries.pop("__metadata__", None))
     tensors = [
-        _tensor(path, name, entry, begin, size)
-        for name, entry in cast("dict[str, Any]", header).items()
-        if name != "__metadata__"
+        _tensor(path, name, entry, begin, size, checksums.get(name))
+        for name, entry in entries.items()
     ]
     return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
-def _tensor(path: Path, name: str, entry: Any, begin: int, size: int) -> _Tensor:
+def _checksums(path: Path, metadata: Any) -> Mapping[str, int]:
+    """The tensors' checksums, by name, as far as a file has them."""
+    if not isinstance(metadata, dict):
+        return {}
+    found = dict[str, int]()
+    for key, text in cast("dict[str, Any]", metadata).items():
+        if not key.startswith(_CHECKSUM):
+            continue
+        if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{8}", text):
+            raise TensorFileError(path, f"{key!r} is {text!r}, expected 8 hexadecimal digits")
+        found[key.removeprefix(_CHECKSUM)] = int(text, 16)
+    return found
+
+
+def _tensor(
+    path: Path, name: str, entry: Any, begin: int, size: int, checksum: int | None
+) -> _Tensor:
     try:
         code, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -308,7 +341,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int, size: int) -> _Tensor
     numbers = [*shape, start, end]
     if not all(isinstance(n, int) and n >= 0 for n in numbers):
         raise TensorFileError(path, f"tensor {name!r}: shape and data_offsets are {entry!r}")
-    tensor = _Tensor(name, np.dtype(_DTYPES[code]), tuple(shape), begin + start)
+    tensor = _Tensor(name, np.dtype(_DTYPES[code]), tuple(shape), begin + start, checksum)
     if end - start != tensor.bytes:
         problem = (
             f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, {tensor.bytes} bytes, and its "
@@ -321,9 +354,11 @@ def _tensor(path: Path, name: str, entry: Any, begin: int, size: int) -> _Tensor
     return tensor
 
 
-def _write(path: Path, named: Mapping[str, Any], skew: int) -> None:
-    """Writes arrays in their order, the first one so many bytes into a block."""
-    header, offset = dict[str, Any](), 0
+def _write(path: Path, named: Mapping[str, Any], skew: int, *, summed: bool) -> None:
+    """Writes arrays in their order, the first one so many bytes into a block; with checksums if
+    `summed`."""
+    metadata = {f"{_CHECKSUM}{name}": "0" * 8 for name in named if summed}
+    header, offset = dict[str, Any](__metadata__=metadata) if summed else dict[str, Any](), 0
     for name, array in named.items():
         end = offset + array.nbytes
         header[name] = {
@@ -332,13 +367,21 @@ def _write(path: Path, named: Mapping[str, Any], skew: int) -> None:
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * ((skew - 8 - len(text)) % _BLOCK)
+
+    def text() -> bytes:
+        found = json.dumps(header, separators=(",", ":")).encode()
+        return found + b" " * ((skew - 8 - len(found)) % _BLOCK)
+
     with _replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for array in named.values():
-            file.write(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
+        file.write(len(text()).to_bytes(8, "little"))
+        file.write(text())
+        for name, array in named.items():
+            data = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
+            file.write(data)
+            if summed:
+                metadata[f"{_CHECKSUM}{name}"] = f"{library.load().crc32c(data):08x}"
+        file.seek(8)
+        file.write(text())  # As long as before.
 
 
 def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:

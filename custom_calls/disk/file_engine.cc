@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -49,6 +50,7 @@ FileEngine::~FileEngine() {
 
 void FileEngine::Enqueue(FileCopy* copy) {
   copy->submitted_ = copy->under_way_ = 0;
+  copy->found_ = {};
   copy->error_.clear();
   copy->next_ = nullptr;
   {
@@ -195,8 +197,11 @@ void FileEngine::Complete(const IoCompletion& completion) {
                               " bytes before what was asked for");
   } else {
     std::string problem;
-    if (is_read_bounced) {
-      problem = Move(part.memory, Buffer(completion.tag) + part.skipped, static_cast<uint64_t>(done));
+    const auto bytes = static_cast<uint64_t>(done);
+    const std::byte* const read = is_read_bounced ? Buffer(completion.tag) + part.skipped : part.memory;
+    if (is_read_bounced) problem = Move(part.memory, read, bytes);
+    if (copy->checksum && !copy->is_write) {
+      copy->found_.Add(read, bytes, copy->offset + copy->bytes - part.offset - bytes);
     }
     if (!problem.empty()) {
       fail(problem);
@@ -228,7 +233,17 @@ void FileEngine::EndIfDone(FileCopy* copy) {
     if (first_ == nullptr) last_ = nullptr;
   }
   if (copy->submitted_ < copy->bytes || copy->under_way_ > 0) return;
-  const std::string error = std::move(copy->error_);
+  std::string error = std::move(copy->error_);
+  if (error.empty() && copy->checksum && !copy->is_write) {
+    const uint32_t found = copy->found_.Of(copy->bytes);
+    if (found != *copy->checksum) {
+      char sums[64];
+      std::snprintf(sums, sizeof(sums), "0x%08x, expected 0x%08x", found, *copy->checksum);
+      error = "reading " + copy->file->path() + ", bytes " + std::to_string(copy->offset) + " to " +
+              std::to_string(copy->offset + copy->bytes) + ": their checksum is " + sums +
+              ": they are not what was written";
+    }
+  }
   copy->Ended(error.empty() ? nullptr : &error);
 }
 

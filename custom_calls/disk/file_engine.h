@@ -13,10 +13,12 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "checksum.h"
 #include "device.h"
 #include "file.h"
 #include "io_queue.h"
@@ -31,6 +33,7 @@ class FileCopy {
   std::byte* memory = nullptr;
   uint64_t bytes = 0;  // At least 1.
   bool is_write = false;
+  std::optional<uint32_t> checksum;  // CRC-32C that what is read has; nothing where none is known.
 
   virtual ~FileCopy() = default;
   // Both are called on the engine's thread, and must not block it.
@@ -43,6 +46,7 @@ class FileCopy {
   friend class FileEngine;
   uint64_t submitted_ = 0;
   uint32_t under_way_ = 0;
+  Checksum found_;
   std::string error_;
   FileCopy* next_ = nullptr;
 };

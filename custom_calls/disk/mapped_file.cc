@@ -8,14 +8,19 @@
 #include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <utility>
 
 namespace memplan {
 namespace {
 
 // The mapped files, by their first address. Never destroyed: XLA's threads outlive static objects.
 struct Registry {
+  struct Entry {
+    std::shared_ptr<const File> file;
+    std::map<uint64_t, Summed> summed;  // By offset.
+  };
   std::shared_mutex mutex;
-  std::map<const std::byte*, std::shared_ptr<const File>, std::less<>> files;
+  std::map<const std::byte*, Entry, std::less<>> files;
 };
 
 Registry& TheRegistry() {
@@ -25,7 +30,9 @@ Registry& TheRegistry() {
 
 }  // namespace
 
-std::unique_ptr<MappedFile> MappedFile::Map(const std::string& path, std::string* error) {
+std::unique_ptr<MappedFile> MappedFile::Map(const std::string& path,
+                                            const std::vector<Summed>& summed,
+                                            std::string* error) {
   std::unique_ptr<MappedFile> mapped(new MappedFile);
   mapped->file_ = File::Open(path, /*writable=*/false, error);
   if (mapped->file_ == nullptr) return nullptr;
@@ -40,9 +47,11 @@ std::unique_ptr<MappedFile> MappedFile::Map(const std::string& path, std::string
     return nullptr;
   }
   mapped->data_ = static_cast<const std::byte*>(data);
+  Registry::Entry entry{mapped->file_, {}};
+  for (const Summed& stretch : summed) entry.summed.emplace(stretch.offset, stretch);
   Registry& registry = TheRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);
-  registry.files.emplace(mapped->data_, mapped->file_);
+  registry.files.emplace(mapped->data_, std::move(entry));
   return mapped;
 }
 
@@ -63,8 +72,12 @@ std::optional<FilePlace> FilePlaceOf(const std::byte* address) {
   if (entry == registry.files.begin()) return std::nullopt;
   --entry;
   const auto offset = static_cast<uint64_t>(address - entry->first);
-  if (offset >= entry->second->size()) return std::nullopt;
-  return FilePlace{entry->second, offset};
+  const Registry::Entry& found = entry->second;
+  if (offset >= found.file->size()) return std::nullopt;
+  FilePlace place{found.file, offset, std::nullopt};
+  const auto summed = found.summed.find(offset);
+  if (summed != found.summed.end()) place.summed = summed->second;
+  return place;
 }
 
 }  // namespace memplan

@@ -9,15 +9,24 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "file.h"
 
 namespace memplan {
 
+// What is known of a stretch of a file.
+struct Summed {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+  uint32_t checksum = 0;  // CRC-32C.
+};
+
 class MappedFile {
  public:
   // Maps all of a file, read-only. On failure nothing, and `error` is a sentence.
-  static std::unique_ptr<MappedFile> Map(const std::string& path, std::string* error);
+  static std::unique_ptr<MappedFile> Map(const std::string& path, const std::vector<Summed>& summed,
+                                         std::string* error);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -36,6 +45,7 @@ class MappedFile {
 struct FilePlace {
   std::shared_ptr<const File> file;
   uint64_t offset = 0;
+  std::optional<Summed> summed;  // The stretch that begins there, where one does.
 };
 
 // Where the bytes at an address stand in a file; nothing if they are in none that is mapped here.

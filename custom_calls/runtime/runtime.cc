@@ -334,6 +334,9 @@ bool Runtime::Issue(Stream* stream) {
     operation->is_write = source != nullptr;
     operation->memory = source != nullptr ? source : destination;
     operation->bytes = descriptor.bytes;
+    const chains::Slot& from = chain_.slots[descriptor.source];
+    operation->checksum.reset();
+    if (from.checksum != 0 && descriptor.bytes == from.bytes) operation->checksum = from.checksum;
     stream->files->Enqueue(operation);
     return true;
   }

@@ -65,8 +65,8 @@ class Builder:
             self._spaces, Space(name, SpaceKind.BOUND, tier, size, writable=writable)
         )
 
-    def slot(self, name: str, space: int, offset: int, size: int) -> int:
-        return self._declare(self._slots, Slot(name, space, offset, size))
+    def slot(self, name: str, space: int, offset: int, size: int, checksum: int = 0) -> int:
+        return self._declare(self._slots, Slot(name, space, offset, size, checksum))
 
     def stream(self, name: str) -> int:
         return self._declare(self._streams, Stream(name))

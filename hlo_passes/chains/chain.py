@@ -56,12 +56,18 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`bytes` at `offset` of a space, by the space's index. Slots that overlap are reuse."""
+    """`bytes` at `offset` of a space, by the space's index. Slots that overlap are reuse.
+
+    Attributes:
+      checksum: CRC-32C of the bytes, in a file that is not written; 0 where it is not known. A copy
+        of all of the slot has to find it.
+    """
 
     name: str
     space: int
     offset: int
     bytes: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)

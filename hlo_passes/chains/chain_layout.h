@@ -124,7 +124,7 @@ struct MemplanChainSlot {
   uint32_t space;
   uint32_t name_begin;  // in the strings
   uint32_t name_bytes;
-  uint32_t reserved;
+  uint32_t checksum;  // FILE that is not written: CRC-32C of the bytes; 0 for none
 };
 static_assert(sizeof(struct MemplanChainSlot) == 32, "Slot");
 static_assert(offsetof(struct MemplanChainSlot, offset) == 0, "Slot.offset");
@@ -132,7 +132,7 @@ static_assert(offsetof(struct MemplanChainSlot, bytes) == 8, "Slot.bytes");
 static_assert(offsetof(struct MemplanChainSlot, space) == 16, "Slot.space");
 static_assert(offsetof(struct MemplanChainSlot, name_begin) == 20, "Slot.name_begin");
 static_assert(offsetof(struct MemplanChainSlot, name_bytes) == 24, "Slot.name_bytes");
-static_assert(offsetof(struct MemplanChainSlot, reserved) == 28, "Slot.reserved");
+static_assert(offsetof(struct MemplanChainSlot, checksum) == 28, "Slot.checksum");
 
 struct MemplanChainStream {
   uint32_t name_begin;  // in the strings

@@ -115,7 +115,7 @@ SLOT = Record(
         Field("bytes", 8),
         Field("space", 4),
         *_text("name"),
-        Field("reserved", 4),
+        Field("checksum", 4, "FILE that is not written: CRC-32C of the bytes; 0 for none"),
     ),
 )
 STREAM = Record("Stream", _text("name"))

@@ -45,10 +45,12 @@ _ON_GPU = "hbm"
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Bytes of a file that a weight is read from, from `offset` on."""
+    """Bytes of a file that a weight is read from, from `offset` on; `checksum` is their CRC-32C, if
+    it is known."""
 
     path: str
     offset: int
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,8 @@ class _Lowering:
 
     def _in_file(self, name: str, at: FileSource, mark: str) -> int:
         label, space = f"{self._label(name)}{mark}", self._paths[at.path]
-        return self._build.slot(label, space, at.offset, self._bytes(name))
+        size, checksum = self._bytes(name), at.checksum or 0
+        return self._build.slot(label, space, at.offset, size, checksum)
 
 
 class _Arena:

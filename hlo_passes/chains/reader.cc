@@ -221,7 +221,11 @@ class Reader {
     const auto room = [&](const Slot& r) -> uint64_t { return chain_.spaces[r.space].bytes; };
     IN_RANGE(slots_, Slot, bytes, {1, room(r) + 1});
     IN_RANGE(slots_, Slot, offset, {0, room(r) - r.bytes + 1});
-    IN_RANGE(slots_, Slot, reserved, {0, 1});
+    const auto is_read = [&](const Slot& r) {
+      const Space& space = chain_.spaces[r.space];
+      return space.kind == kMemplanChainSpaceKindFile && space.writable == 0;
+    };
+    IN_RANGE(slots_, Slot, checksum, Used(is_read(r), 0, kIndices));
     return {};
   }
 

@@ -139,12 +139,14 @@ def _space_rules(spaces: Records) -> Iterator[_Range | Problem]:
 
 
 def _slot_rules(t: Tables) -> Iterator[_Range]:
+    is_read = (_column(t.spaces, "kind") == SpaceKind.FILE) & (t.spaces["writable"] == 0)
     sizes, spaces = _column(t.slots, "bytes"), _column(t.slots, "space")
     yield _Range("slots", "space", spaces, 0, len(t.spaces))
     room = _column(t.spaces, "bytes")[t.slots["space"]]
     yield _Range("slots", "bytes", sizes, 1, room + np.uint64(1))
     yield _Range("slots", "offset", _column(t.slots, "offset"), 0, room - sizes + np.uint64(1))
-    yield _Range("slots", "reserved", _column(t.slots, "reserved"), 0, 1)
+    checksums = _column(t.slots, "checksum")
+    yield _Range("slots", "checksum", checksums, *_used(is_read[t.slots["space"]], 0, 2**32))
 
 
 def _segment_rules(t: Tables) -> Iterator[_Range | Problem]:
@@ -295,7 +297,7 @@ def tables_of(chain: Chain) -> Tables:
         (s.bytes, s.alignment, *text(s.name), *text(s.tier), *text(s.path), s.kind, s.writable)
         for s in chain.spaces
     ]
-    slots = [(s.offset, s.bytes, s.space, *text(s.name), 0) for s in chain.slots]
+    slots = [(s.offset, s.bytes, s.space, *text(s.name), s.checksum) for s in chain.slots]
     streams = [text(s.name) for s in chain.streams]
     segments: list[tuple[int, ...]] = []
     operands: list[tuple[int]] = []
@@ -364,8 +366,8 @@ def chain_of(tables: Tables, fingerprint: bytes) -> Chain:
         for size, align, *of, kind, w in tables.spaces.tolist()
     )
     slots = tuple(
-        Slot(text(begin, length), space, offset, size)
-        for offset, size, space, begin, length, _ in tables.slots.tolist()
+        Slot(text(begin, length), space, offset, size, checksum)
+        for offset, size, space, begin, length, checksum in tables.slots.tolist()
     )
     operands = tables.operands["slot"].tolist()
     segments = tuple(

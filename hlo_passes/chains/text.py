@@ -16,9 +16,10 @@
       0  read     @0  copy w0 -> ring 64MiB  after 1'
       1  compute  @1  execute layer  after 0
 
-A slot is given by its space, offset and bytes, a descriptor by its index, stream, tick, action and
-waits; ``1'`` is descriptor 1 of the previous replay. What a file or a bound space may be written
-says ``writable``. A name that is no word, and any path, stands in quotes, as in JSON.
+A slot is given by its space, offset and bytes, and, where it is known, the CRC-32C of these; a
+descriptor by its index, stream, tick, action and waits; ``1'`` is descriptor 1 of the previous
+replay. What a file or a bound space may be written says ``writable``. A name that is no word, and
+any path, stands in quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def _space(space: Space) -> list[str]:
 
 
 def _span(slot: Slot) -> list[str]:
-    return [_amount(slot.offset), _amount(slot.bytes)]
+    more = [f"crc32c {slot.checksum}"] if slot.checksum else []
+    return [_amount(slot.offset), _amount(slot.bytes), *more]
 
 
 def _segment(chain: Chain, segment: Segment) -> str:
@@ -373,7 +375,9 @@ class _Assembler:
 
     def slot(self, _: int, line: _Line) -> Slot:
         name, space = self.new(line, "slots"), self.known(line, "spaces")
-        return Slot(name, space, line.amount("an offset"), line.amount("bytes"))
+        offset, size = line.amount("an offset"), line.amount("bytes")
+        checksum = line.number_of("a checksum") if line.has("crc32c") else 0
+        return Slot(name, space, offset, size, checksum)
 
     def segment(self, _: int, line: _Line) -> Segment:
         name, arguments = self.new(line, "segments"), tuple(self.operands(line))

@@ -53,7 +53,9 @@ def written(tmp_path_factory):
 def header_of(path):
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
-    return json.loads(data[8 : 8 + length]), 8 + length
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def raw(path, header, data=b""):
@@ -138,6 +140,51 @@ def test_repacked_files_are_loaded_where_the_sources_are_not(tmp_path):
     np.testing.assert_array_equal(disk.load(tmp_path / "repacked")["x"], array)
 
 
+def flipped(path, name):
+    """Flips a bit in the middle of a tensor's bytes."""
+    header, begin = header_of(path)
+    at = begin + sum(header[name]["data_offsets"]) // 2
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("way", ["call", "runtime"])
+@pytest.mark.parametrize("written_by", ["save", "repack"])
+def test_flipped_bits_are_found_whoever_reads(tmp_path, way, written_by):
+    path, params = tmp_path / "a", layers()
+    disk.save(path, params)
+    if written_by == "repack":
+        path = tmp_path / "b"
+        disk.repack(tmp_path / "a", path)
+    x = jnp.ones((4, WIDTH))
+    given = disk.load(path, like=shapes(params))
+    step = memplan.jit(forward, hbm="5MiB")
+    place = step.place(given, x)
+    names = {p.buffer: p for p in step.plan(given, x).placements}
+    assert names
+    expected = jax.jit(forward)(params, x)
+    assert (step(*place) == expected).all()
+    streamed = step.lower(given, x).compile().streamed.values()
+    paths = step.lower(given, x).compile().paths
+    flipped(path, paths[max(streamed)].removeprefix("params."))
+    said = rf"reading {path}, bytes \d+ to \d+: their checksum is 0x\w{{8}}, expected 0x\w{{8}}"
+    if way == "call":
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=said):
+            jax.block_until_ready(step(*place))
+    else:
+        with step.runtime(given, x) as run, pytest.raises(OSError, match=said):
+            run(given, x)
+    # What stays on the device is read once, and looked at as well.
+    kept = next(n for n in range(len(paths)) if n not in streamed and paths[n].endswith(".w"))
+    flipped(path, paths[kept].removeprefix("params."))
+    with pytest.raises(OSError, match=said):
+        step.place(given, x)
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     disk.save(path, {"x": np.ones(3)})
@@ -167,6 +214,11 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"x": {**F32, "dtype": "F7"}}, b"", "tensor 'x' has type 'F7', which jax does not have"),
         ({"x": {**F32, "shape": [-2]}}, b"", "tensor 'x': shape and data_offsets are"),
         ({"x": {**F32, "shape": [3]}}, bytes(8), r"'x' is float32\[3\], 12 bytes, and its data"),
+        (
+            {"x": F32, "__metadata__": {"memplan.crc32c:x": "-1"}},
+            bytes(8),
+            "'memplan.crc32c:x' is '-1', expected 8 hexadecimal digits",
+        ),
         ({"x": F32}, bytes(7), r"tensor 'x' ends at byte \d+, and the file has \d+"),
     ],
 )
@@ -241,6 +293,6 @@ def test_other_tiers_are_refused(tiers):
 
 
 def test_other_machines_have_no_disk(tmp_path):
-    step = memplan.jit(forward, hbm="5MiB", machine="h200", tiers=("device", f"disk:{tmp_path}"))
-    with pytest.raises(TiersError, match="h200 streams from its host's memory only"):
+    step = memplan.jit(forward, hbm="5MiB", machine="v5e", tiers=("device", f"disk:{tmp_path}"))
+    with pytest.raises(TiersError, match="tpu-v5e streams from its host's memory only"):
         step.lower(layers(), jnp.ones((4, WIDTH)))

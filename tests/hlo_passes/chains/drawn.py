@@ -104,7 +104,10 @@ def slots(draw: st.DrawFn, of: Sequence[Space], least: int) -> tuple[Slot, ...]:
     for name in draw(_names(least, 5)) if of else ():
         space = draw(st.integers(0, len(of) - 1))
         offset = draw(st.integers(0, of[space].bytes - 1))
-        drawn.append(Slot(name, space, offset, draw(st.integers(1, of[space].bytes - offset))))
+        size = draw(st.integers(1, of[space].bytes - offset))
+        is_read = of[space].kind == SpaceKind.FILE and not of[space].writable
+        checksum = draw(st.integers(0, 2**32 - 1)) if is_read else 0
+        drawn.append(Slot(name, space, offset, size, checksum))
     return tuple(drawn)
 
 

@@ -103,7 +103,8 @@ def test_readers_agree_on_every_number():
             found = refusal(changed)
             if changed == data or field == "tick" or field.startswith("fingerprint"):
                 assert found is None
-            if value == -1 and field != "tick" and not field.startswith("fingerprint"):
+            # A file's bytes may have any checksum, but for those that are written.
+            if value == -1 and field not in ("tick", "checksum") and "fingerprint" not in field:
                 assert found is not None, f"{table}.{field}"
 
 
