@@ -351,6 +351,23 @@ class Learned:
     table_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Thunk:
+    """One thing that an executable of XLA:GPU does.
+
+    Attributes:
+      kind: XLA's name for it, without its ``k``: ``CustomKernel``, ``CommandBuffer``.
+      name: of the instruction that it is for; ``""`` where that is not known.
+      stream: of an asynchronous one, where it runs: ``memcpy_h2d_stream``.
+      inside: what is captured, what a loop or a branch runs, what is asynchronous.
+    """
+
+    kind: str
+    name: str
+    stream: str
+    inside: tuple[Thunk, ...]
+
+
 class Module:
     """A frozen view of a serialized ``HloModuleProto``.
 
@@ -362,6 +379,7 @@ class Module:
       assigned: XLA's buffer assignment of this very module, where it came with one.
 
     Attributes:
+      thunks: what XLA:GPU's executable of this very module does, where it came with that.
       learned: what executables of the same program say of it (`with_learned`); nothing of a module
         as it was read.
 
@@ -379,6 +397,7 @@ class Module:
     ) -> None:
         self._proto = proto
         self.assigned = assigned
+        self.thunks: tuple[Thunk, ...] = ()
         self.learned = original.learned if original is not None else Learned()
         self._sequences = {
             cid: tuple(seq.instruction_ids)

@@ -3,7 +3,7 @@
     module_0001.jit_f.before_optimizations.hlo.pb          ┐
     module_0001.jit_f.0007.fusion.after_cse.before_dce.txt ├─ one module, three stages of it
     module_0001.jit_f.sm_9.0a_gpu_after_optimizations.txt  ┘
-    module_0001.jit_f.thunk_sequence.txt                      no module
+    module_0001.jit_f.thunk_sequence.txt                      no module: what its executable does
     ───────┬───────── ─────────────┬──────────────────────
           key                    stage
 
@@ -15,8 +15,10 @@ module_0001.before_optimizations.txt.
 
 from __future__ import annotations
 
+import gzip
 import re
 import warnings
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from hlo_passes.hardware.machine import Platform
 from hlo_passes.ir import Module
 from hlo_passes.reading.assignment_text import read_assignment
 from hlo_passes.reading.module_file import read_file
+from hlo_passes.reading.thunks import read_thunks
 
 BEFORE_OPTIMIZATIONS, AFTER_OPTIMIZATIONS = "before_optimizations", "after_optimizations"
 
@@ -47,20 +50,24 @@ _LATE = (
     "after_codegen",
 )
 _BUFFER_ASSIGNMENT = "after_optimizations-buffer-assignment"
+# The one after XLA's passes over thunks, if these changed anything.
+_THUNKS = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
+_THUNK_METADATA = "thunk_metadata"
 
 # A module's name may have dots in it and end in a number, as main.1234.
 _FILE = re.compile(
     r"(?P<key>(?:(?P<time>\d+)\.)?module_(?P<number>\d+)(?:\.(?P<name>.+?))??)\."
     r"(?P<tpu>cl_\d+\.)?(?:"
     r"(?:(?P<target>sm_\d+\.\w+|\w+)_)?"
-    rf"(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT))})"
+    rf"(?P<stage>{'|'.join((*_EARLY, *_LATE, _BUFFER_ASSIGNMENT, *_THUNKS, _THUNK_METADATA))})"
     r"|(?P<step>\d{4,}\.[^.]+\.(?:after|before)_.+?)"
     r")\.(?P<kind>hlo\.pb|pb|txt)(?P<packing>|\.gz|\.zst)"
 )
 
 
 class AssignmentWarning(UserWarning):
-    """The text of a buffer assignment cannot be read, and its module is read without it."""
+    """The text of a buffer assignment, or of thunks, cannot be read, and its module is read without
+    it."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,15 @@ class DumpedModule:
         between passes are called by number, pipeline and passes:
         ``0007.fusion.after_cse.before_dce``.
       assignment_text: XLA's buffer assignment as text, if it was written.
+      thunks: what XLA:GPU's executable does, and the names of the instructions that it does it for,
+        if they were written.
     """
 
     key: str
     name: str
     stages: Mapping[str, Path]
     assignment_text: Path | None
+    thunks: tuple[Path | None, Path | None]
 
     @property
     def default_stage(self) -> str:
@@ -122,12 +132,15 @@ class DumpedModule:
         """
         path = self.path(stage)
         module = read_file(path)
-        is_assigned = path == self.stages.get(AFTER_OPTIMIZATIONS) and module.assigned is None
-        if is_assigned and self.assignment_text is not None:
-            try:
+        if path != self.stages.get(AFTER_OPTIMIZATIONS):
+            return module
+        try:
+            if self.thunks[0] is not None:
+                module.thunks = read_thunks(self.thunks[0], self.thunks[1])
+            if module.assigned is None and self.assignment_text is not None:
                 module.assigned = read_assignment(self.assignment_text, module)
-            except MalformedModuleError as error:
-                warnings.warn(str(error), AssignmentWarning, stacklevel=2)
+        except (MalformedModuleError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            warnings.warn(str(error), AssignmentWarning, stacklevel=2)
         return module
 
 
@@ -251,9 +264,11 @@ def _join_unnamed(
 
 def _module(key: str, name: str, files: dict[str, Path]) -> DumpedModule:
     assignment = files.pop(_BUFFER_ASSIGNMENT, None)
+    thunks = [file for file in (files.pop(stage, None) for stage in _THUNKS) if file is not None]
+    metadata = files.pop(_THUNK_METADATA, None)
     passes = sorted(files.keys() - {*_EARLY, *_LATE}, key=lambda s: (int(s.partition(".")[0]), s))
     stages = {s: files[s] for s in (*_EARLY, *passes, *_LATE) if s in files}
-    return DumpedModule(key, name, stages, assignment)
+    return DumpedModule(key, name, stages, assignment, (thunks[0] if thunks else None, metadata))
 
 
 def _choose(kind: str, text: str, where: str, names: Mapping[str, tuple[str, ...]]) -> str:

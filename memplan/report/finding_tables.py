@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hlo_passes.analysis.launches import Launches
 from hlo_passes.fusions.traffic import FusionTraffic
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.advising import Advice
@@ -152,6 +153,29 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
             ),
             limit,
             lambda pairs: f"%{pairs[0].producer.instruction}",
+        )
+    if findings.launches is not None:
+        yield from _launch_tables(findings.launches, limit)
+
+
+def _launch_tables(launches: Launches, limit: int) -> Iterator[Table]:
+    rows = [(f"{b.executions:,}", b.reason, b.first and f"%{b.first}") for b in launches.breaks]
+    if launches.lone_kernels:
+        stretches = f"{launches.lone_stretches:,} stretches too short for a graph"
+        rows.append((f"{launches.lone_kernels:,}", f"kernels one by one, in {stretches}", ""))
+    saved = launches.uncaptured - launches.count
+    yield Table(
+        f"{launches.count:,} launches in a step, {saved:,} fewer by graphs",
+        (Column("in a step", right=True), Column("what is in no graph"), Column("first at")),
+        tuple(rows),
+    )
+    if launches.graphs:
+        yield _limited(
+            "graphs",
+            (Column("kernels", right=True), Column("in a step", right=True), Column("first at")),
+            sorted(launches.graphs, key=lambda g: -g.kernels * g.executions),
+            lambda g: (f"{g.kernels:,}", f"{g.executions:,}", g.first and f"%{g.first}"),
+            limit,
         )
 
 

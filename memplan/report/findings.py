@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hlo_passes.analysis.donation import Fate
+from hlo_passes.analysis.launches import Launches
 from hlo_passes.fusions.pairs import PairReason
 from hlo_passes.fusions.traffic import FusionTraffic
 from hlo_passes.layouts.relayouts import Reorder
@@ -208,6 +209,7 @@ class Findings:
       layouts: arguments that cost conversions.
       saved_by_layouts: bytes that a step reads and writes for these.
       hbm: bytes to and from device memory, without fusions, as it is, and at the least.
+      launches: of a step on a GPU, where the dump says what its executable does.
     """
 
     held: Mapping[GroupedBy, tuple[Group, ...]]
@@ -220,3 +222,4 @@ class Findings:
     kernels: tuple[KernelView, ...]
     hbm: FusionTraffic
     pairs: tuple[PairView, ...]
+    launches: Launches | None

@@ -11,6 +11,7 @@ import numpy as np
 
 from hlo_passes.analysis.dataflow import Value, analyze_dataflow
 from hlo_passes.analysis.donation import donations
+from hlo_passes.analysis.launches import count_launches
 from hlo_passes.analysis.live_ranges import compute_live_ranges
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.traffic import traffic
@@ -90,6 +91,9 @@ class Inspector:
             kernels=tuple(sorted(self._kernels(), key=lambda k: -k.moved_bytes)),
             hbm=fusion_traffic(self.module),
             pairs=tuple(self._pairs()),
+            launches=count_launches(self.module, thunks)
+            if (thunks := self.module.thunks)
+            else None,
         )
 
     @cached_property
