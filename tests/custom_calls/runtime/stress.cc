@@ -3,7 +3,9 @@
 //
 //     stress CHAIN REPLAYS use_uring CANCEL_AT
 //
-// CANCEL_AT: a replay during which another thread cancels; 0 for none. Prints what became of it.
+// CANCEL_AT: after so many segments another thread cancels; 0 for none. Prints what became of it, and
+// how often memory was allocated between the tenth of the segments and the last one, where it was
+// compiled to count that.
 
 #include <atomic>
 #include <cstdio>
@@ -16,6 +18,32 @@
 #include <vector>
 
 #include "../../../custom_calls/runtime/runtime.h"
+
+namespace {
+
+std::atomic<uint64_t> allocations{0};
+
+}  // namespace
+
+#ifdef COUNT_ALLOCATIONS
+extern "C" {
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* malloc(size_t bytes) {
+  allocations++;
+  return __libc_malloc(bytes);
+}
+void* calloc(size_t count, size_t bytes) {
+  allocations++;
+  return __libc_calloc(count, bytes);
+}
+void* realloc(void* memory, size_t bytes) {
+  allocations++;
+  return __libc_realloc(memory, bytes);
+}
+}
+#endif
 
 int main(int, char** arguments) {
   std::ifstream file(arguments[1], std::ios::binary);
@@ -49,10 +77,13 @@ int main(int, char** arguments) {
     return 2;
   }
   std::atomic<uint64_t> entered{0};
+  uint64_t first = 0, last = 0;
   const auto drive = [&](uint32_t stream) {
     const auto& of = runtime->chain();
     while (const auto k = runtime->Enter(stream)) {
-      entered++;
+      const uint64_t count = ++entered;
+      if (count == 10) first = allocations;
+      last = allocations;
       const auto& segment = of.segments[*k];
       uint8_t sum = 0;
       for (uint32_t n = 0; n < segment.arguments + segment.results; ++n) {
@@ -85,7 +116,8 @@ int main(int, char** arguments) {
     return runtime->Wait();
   };
   const std::string problem = run();
-  std::printf("%s, %zu records\n", problem.empty() ? "replayed" : problem.c_str(),
-              runtime->Log().size());
+  std::printf("%s, %zu records, %zu of %zu allocations\n",
+              problem.empty() ? "replayed" : problem.c_str(), runtime->Log().size(),
+              static_cast<size_t>(last - first), static_cast<size_t>(allocations));
   return 0;
 }

@@ -1,5 +1,6 @@
-"""The runtime under sanitizers: races, and memory that is not there."""
+"""The runtime under sanitizers: races, memory that is not there; without them: what it allocates."""
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -27,25 +28,39 @@ SIZE = 40_000
 pytestmark = pytest.mark.slow
 
 
-def build(target, sanitizers, *sources):
-    flags = ["-std=c++17", "-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-    command = ["g++", *flags, *map(str, sources), "-o", str(target), "-lpthread", "-ldl"]
+def build(target, flags, *sources):
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-g",
+        *flags,
+        *map(str, sources),
+        "-o",
+        str(target),
+        "-lpthread",
+        "-ldl",
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def harness(folder, flags):
+    """The harness; skips where g++ is not there, or what it makes does not run."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    (folder / "empty.cc").write_text("int main() {}\n")
+    built = build(folder / "empty", flags, folder / "empty.cc")
+    if built.returncode or subprocess.run([folder / "empty"], check=False).returncode:
+        pytest.skip(f"nothing runs here that g++ makes with {' '.join(flags)}")
+    result = build(folder / "stress", flags, *SOURCES)
+    assert result.returncode == 0, result.stderr
+    return folder / "stress"
 
 
 @pytest.fixture(scope="module", params=["thread", "address,undefined"])
 def stress(request, tmp_path_factory):
-    """The harness; skips where g++ is not there, or what it makes does not run."""
-    folder = tmp_path_factory.mktemp("sanitized")
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    (folder / "empty.cc").write_text("int main() {}\n")
-    built = build(folder / "empty", request.param, folder / "empty.cc")
-    if built.returncode or subprocess.run([folder / "empty"], check=False).returncode:
-        pytest.skip(f"g++ has no -fsanitize={request.param} that runs here")
-    result = build(folder / "stress", request.param, *SOURCES)
-    assert result.returncode == 0, result.stderr
-    return request.param, folder / "stress"
+    flags = [f"-fsanitize={request.param}", "-fno-sanitize-recover=all"]
+    return request.param, harness(tmp_path_factory.mktemp("sanitized"), flags)
 
 
 def replayed(program, path, chain, *, use_uring, cancel_at=0, replays=30):
@@ -104,3 +119,15 @@ def test_a_chain_without_waits_is_a_race(stress, weights, tmp_path):
     run = replayed(stress[1], tmp_path / "chain", racing, use_uring=False)
     assert run.returncode != 0
     assert "ThreadSanitizer: data race" in run.stderr
+
+
+@pytest.mark.parametrize("use_uring", [False, True])
+@pytest.mark.parametrize("kind", ["streamed", "copied"])
+def test_replays_allocate_nothing(weights, tmp_path, kind, use_uring):
+    chain = (
+        streamed(weights, SIZE)[0] if kind == "streamed" else copied(weights, tmp_path / "copied")
+    )
+    program = harness(tmp_path, ["-DCOUNT_ALLOCATIONS"])
+    run = replayed(program, tmp_path / "chain", chain, use_uring=use_uring, replays=1000)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(r"replayed, 192 records, 0 of [1-9]\d* allocations\n", run.stdout)
