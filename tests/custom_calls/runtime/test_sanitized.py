@@ -1,4 +1,4 @@
-"""The runtime under sanitizers: races, memory that is not there; without them: what it allocates."""
+"""The runtime under sanitizers: races, memory that is not there; without, what it allocates."""
 
 import re
 import shutil
