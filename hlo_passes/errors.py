@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hlo_passes.units import format_bytes
+from hlo_passes.units import format_bytes, format_seconds
 
 _NAMES_SHOWN = 8
 
@@ -671,6 +671,26 @@ class ChainReplayError(MemplanError):
 
 class StepRuntimeError(MemplanError, RuntimeError):
     """A runtime was called with arrays that it does not have, or after it had ended."""
+
+
+class DiskTooSlowError(MemplanError, RuntimeError):
+    """A step moves more from and to the disk than that can in the time that was asked for.
+
+    Attributes:
+      path: a file that it reads.
+      bytes: that a step moves.
+      bytes_per_s: what the disk was measured to give.
+      within_s: seconds that were asked for.
+    """
+
+    def __init__(self, path: str, size: int, bytes_per_s: float, within_s: float) -> None:
+        self.path, self.bytes, self.bytes_per_s, self.within_s = path, size, bytes_per_s, within_s
+        super().__init__(
+            f"a step moves {format_bytes(size)} from and to the disk of {path}, which gives "
+            f"{bytes_per_s / 1e9:.2f} GB/s: at the least {format_seconds(size / bytes_per_s)}, and "
+            f"{format_seconds(within_s)} were asked for. A larger hbm= leaves less to move; so do "
+            "fewer bits a weight, or a faster disk"
+        )
 
 
 class LoopMismatchError(MemplanError, ValueError):

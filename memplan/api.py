@@ -261,7 +261,9 @@ class _PlannedFunction:
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
         return (args, kwargs) if kwargs else args
 
-    def runtime(self, *args: Any, log: int = 0, **kwargs: Any) -> StepRuntime:
+    def runtime(
+        self, *args: Any, log: int = 0, within_s: float | None = None, **kwargs: Any
+    ) -> StepRuntime:
         """Opens a runtime that brings what a step streams of these arguments, for many steps.
 
         Unlike a call of the function, it has one arena for what is streamed, which counts in
@@ -269,8 +271,11 @@ class _PlannedFunction:
 
         Args:
           log: of how many reads, the last ones, it keeps when they happened.
+          within_s: seconds that a step may take. The disk is measured, and one that cannot bring in
+            that time what a step moves is an error here, not a slow step.
 
         Raises:
+          DiskTooSlowError: see `within_s`.
           NotReplayableError: when the plan does more than fetch arguments outside of loops.
           NotExecutableError: when the devices of `machine` are not here.
           OSError: when the arena cannot be allocated, or a file cannot be opened.
@@ -286,7 +291,7 @@ class _PlannedFunction:
             options = replace(own.options, in_runtime=True)
             inner = self._in_runtime = _planned(own.fun, options, own.jit_options)
         _, leaves, lowered = inner._program(args, kwargs)
-        return StepRuntime(lowered.compile(), leaves, log=log, stored=stored)
+        return StepRuntime(lowered.compile(), leaves, log=log, within_s=within_s, stored=stored)
 
     def clear_cache(self) -> None:
         """Forgets every compiled program."""

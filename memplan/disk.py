@@ -27,6 +27,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ _LINE = 64
 _SMALL = 1 << 20
 """Bytes up to which a tensor is read into memory where it cannot stay in its file."""
 _PADDING = "memplan.padding"
+_MEASURED, _PIECE = 256 << 20, 32 << 20
+"""Bytes that a disk is measured with, and of one read of those."""
 _CHECKSUM = "memplan.crc32c:"
 """Begins the metadata of a tensor's checksum; its name follows."""
 _MOST_HEADER = 100_000_000
@@ -233,6 +236,20 @@ def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
             "written"
         )
     return own.view(array.dtype).reshape(array.shape)
+
+
+def read_rate(path: str) -> float:
+    """The bytes per second at which the begin of a file is read past the page cache, as runtimes do.
+
+    Raises:
+      OSError: when it cannot be read.
+    """
+    size = min(_MEASURED, os.path.getsize(path))
+    memory = np.ones(min(_PIECE, size), np.uint8)
+    begin = time.perf_counter()
+    for offset in range(0, size, _PIECE):
+        library.load().read_file(path, memory[: size - offset], offset)
+    return size / (time.perf_counter() - begin)
 
 
 def fed(target: Target, leaves: Iterable[Any], *, all_of_them: bool = False) -> Target:

@@ -31,14 +31,14 @@ from jax.sharding import SingleDeviceSharding
 from custom_calls.runtime import Runtime, events
 from hlo_passes import xla
 from hlo_passes.chains.binary import to_bytes
-from hlo_passes.chains.chain import Chain
+from hlo_passes.chains.chain import Chain, Copy, SpaceKind
 from hlo_passes.chains.check import check
 from hlo_passes.chains.lowering import Lowered, lower
-from hlo_passes.errors import NotReplayableError, StepRuntimeError
+from hlo_passes.errors import DiskTooSlowError, NotReplayableError, StepRuntimeError
 from memplan import __version__, dlpack
 from memplan.compare import view_planned
 from memplan.compiled import Compiled, delete
-from memplan.disk import source_of
+from memplan.disk import read_rate, source_of
 from memplan.report.replayed import render_replayed
 from memplan.report.trace import render_trace
 from memplan.report.view import Report
@@ -83,6 +83,7 @@ class StepRuntime:
         leaves: Sequence[Any],
         *,
         log: int = 0,
+        within_s: float | None = None,
         stored: Stored | None = None,
     ) -> None:
         self.compiled = compiled
@@ -123,6 +124,8 @@ class StepRuntime:
         assert compiled.plan is not None
         lowered = lower(compiled.plan, files, twins)
         check(lowered.chain)
+        if within_s is not None and files:
+            _check_disk(lowered, next(iter(files.values())).path, within_s)
         addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
         self.chain, self._steps = lowered.chain, lowered.steps
         self._gpu = xla.cuda_ordinal() if compiled.machine.platform == "gpu" else None
@@ -344,6 +347,27 @@ class _Commits:
 
     def join(self) -> None:
         self._thread.join()
+
+
+def _check_disk(lowered: Lowered, path: str, within_s: float) -> None:
+    """
+    Raises:
+      DiskTooSlowError: when what a step moves takes longer by itself, at the rate at which the disk
+        of that file reads.
+    """
+    chain = lowered.chain
+    size = sum(
+        d.action.bytes
+        for d in chain.descriptors
+        if isinstance(d.action, Copy)
+        and any(
+            chain.spaces[chain.slots[slot].space].kind == SpaceKind.FILE
+            for slot in (d.action.source, d.action.destination)
+        )
+    )
+    size //= lowered.steps
+    if size / (rate := read_rate(path)) > within_s:
+        raise DiskTooSlowError(path, size, rate, within_s)
 
 
 def _views(

@@ -16,6 +16,7 @@ import gzip
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Thunk
 

@@ -10,7 +10,7 @@ import pytest
 import memplan
 from custom_calls.runtime import events
 from hlo_passes.chains.check import check
-from hlo_passes.errors import NotReplayableError, StepRuntimeError
+from hlo_passes.errors import DiskTooSlowError, NotReplayableError, StepRuntimeError
 from memplan import disk
 
 LAYERS, WIDTH = 8, 512
@@ -62,6 +62,19 @@ def test_results_are_those_of_jax(where, tmp_path, x):
             assert same(run(given, x + k), jax.jit(forward)(params, x + k))
         assert run.compiled.device_bytes <= 5 << 20
         assert run.compiled.followed.exactly
+
+
+def test_a_disk_that_is_too_slow_for_what_is_asked_is_an_error(tmp_path, x):
+    _, params = written(tmp_path, layers())
+    step = memplan.jit(forward, hbm=BUDGET)
+    said = r"a step moves .* MiB from and to the disk of .*params.safetensors, which gives .* GB/s"
+    with pytest.raises(DiskTooSlowError, match=said) as caught:
+        step.runtime(params, x, within_s=1e-6)
+    assert caught.value.bytes / caught.value.bytes_per_s > 1e-6
+    with step.runtime(params, x, within_s=60) as run:
+        (read,) = {len(run.compiled.streamed)}
+        assert caught.value.bytes == read * WIDTH * WIDTH * 4
+        run(params, x)
 
 
 def test_the_arena_is_what_the_checker_says_and_counts_in_the_budget(tmp_path, x):
