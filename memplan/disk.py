@@ -239,7 +239,7 @@ def read(array: jax.Array, source: FileSource) -> npt.NDArray[Any]:
 
 
 def read_rate(path: str) -> float:
-    """The bytes per second at which the begin of a file is read past the page cache, as runtimes do.
+    """The bytes per second at which the begin of a file is read past the page cache.
 
     Raises:
       OSError: when it cannot be read.
