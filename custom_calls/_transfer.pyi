@@ -44,9 +44,9 @@ def write_file(
     """Writes a buffer into a file that is there; see `read_file`. It is on the disk after an
     `os.fdatasync`."""
 
-def file_place(address: int, /) -> tuple[str, int, int | None] | None:
-    """The path and the offset of the byte at an address, if it is that of a `MappedFile`, and the
-    checksum of the stretch that begins there, if there is one."""
+def file_place(address: int, /) -> tuple[str, int, tuple[int, int] | None] | None:
+    """The path and the offset of the byte at an address, if it is that of a `MappedFile`, and bytes
+    and checksum of the stretch that begins there, if there is one."""
 
 def crc32c(data: Buffer, /) -> int:
     """CRC-32C (Castagnoli) of all bytes of a buffer."""

@@ -125,8 +125,11 @@ PyObject* MappedFileNew(PyTypeObject* type, PyObject* args, PyObject*) {
     unsigned long long offset, bytes;
     unsigned int checksum;
     PyObject* item = PySequence_GetItem(list, k);
-    const bool is_good =
-        item != nullptr && PyArg_ParseTuple(item, "KKI", &offset, &bytes, &checksum);
+    if (item != nullptr && !PyTuple_Check(item)) {
+      PyErr_SetString(PyExc_TypeError, "expected tuples of an offset, bytes and a checksum");
+    }
+    const bool is_good = item != nullptr && PyErr_Occurred() == nullptr &&
+                         PyArg_ParseTuple(item, "KKI", &offset, &bytes, &checksum);
     Py_XDECREF(item);
     if (!is_good) break;
     summed.push_back({offset, bytes, checksum});
@@ -182,7 +185,9 @@ PyObject* FilePlace(PyObject*, PyObject* address) {
   PyObject* const path = PyUnicode_DecodeFSDefault(place->file->path().c_str());
   const auto offset = static_cast<unsigned long long>(place->offset);
   if (!place->summed) return Py_BuildValue("NKO", path, offset, Py_None);
-  return Py_BuildValue("NKI", path, offset, place->summed->checksum);
+  return Py_BuildValue("NK(KI)", path, offset,
+                       static_cast<unsigned long long>(place->summed->bytes),
+                       place->summed->checksum);
 }
 
 PyObject* Crc32c(PyObject*, PyObject* object) {

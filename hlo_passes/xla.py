@@ -211,9 +211,9 @@ def devices(platform: str | None = None) -> Sequence[Any]:
         return jax.devices(platform)
 
 
-def cuda_ordinal() -> int:
-    """The number of the default device, a GPU, among those that the process sees."""
-    return devices()[0].local_hardware_id
+def cuda_ordinal(device: Any) -> int:
+    """The number of a GPU among those that the process sees."""
+    return device.local_hardware_id
 
 
 def is_absent(device: Any) -> bool:

@@ -29,6 +29,8 @@ from hlo_passes.errors import (
     OffloadSyntaxError,
     PlanFormatError,
     SlotsError,
+    StateFolderError,
+    StepRuntimeError,
     TiersError,
 )
 from hlo_passes.hardware.machine import Machine
@@ -281,6 +283,8 @@ class _PlannedFunction:
           OSError: when the arena cannot be allocated, or a file cannot be opened.
         """
         found = storing(self._function, lambda: self.trace(*args, **kwargs), args, kwargs)
+        if found is not None and xla.devices()[0].platform != "cpu":
+            raise StateFolderError(found[0].folder.path, "is changed by programs of a CPU only")
         stored, function = (None, None) if found is None else found
         if function is not None:
             inner = _planned(function.fun, function.options, function.jit_options)
@@ -337,6 +341,10 @@ class _PlannedFunction:
         if folder is not None and target.platform == "tpu":
             problem = f"{target.machine.name} streams from its host's memory only"
             raise TiersError(("device", f"disk:{folder}"), problem)
+        if self._function.options.in_runtime and target.platform == "tpu":
+            raise StepRuntimeError(
+                f"{target.machine.name}: runtimes bring what a step streams to CPUs and GPUs only"
+            )
         if self._function.options.in_runtime and target.platform != "cpu":
             target = replace(target, machine=replace(target.machine, is_fed_outside=True))
         return disk.fed(target, leaves, all_of_them=folder is not None)

@@ -196,6 +196,11 @@ class Compiled:
         return self._placing.placed(self.hosting, scheduled=False).compiler(None)()
 
     @property
+    def device(self) -> Any:
+        """One of those that it runs on."""
+        return self._placing.program.device
+
+    @property
     def machine(self) -> Machine:
         """The one it is planned for."""
         return self._lowering.target.machine
@@ -273,7 +278,7 @@ class Compiled:
             sharding, order = self._sharding(n, leaves[n], kind), self.layouts.arguments.get(n)
             to = sharding if order is None else Format(as_jax_has_it(order), sharding)
             source = disk.source_of(leaves[n])
-            if source is None or kind == HOST_MEMORY_KIND:
+            if source is None:
                 moved[n] = jax.device_put(leaves[n], to)
             else:
                 moved[n] = jax.device_put(disk.read(leaves[n], source), to, may_alias=True)

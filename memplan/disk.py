@@ -60,7 +60,7 @@ _LINE = 64
 _SMALL = 1 << 20
 """Bytes up to which a tensor is read into memory where it cannot stay in its file."""
 _PADDING = "memplan.padding"
-_MEASURED, _PIECE = 256 << 20, 32 << 20
+_MEASURED, _PIECE = 256 << 20, 64 << 20
 """Bytes that a disk is measured with, and of one read of those."""
 _CHECKSUM = "memplan.crc32c:"
 """Begins the metadata of a tensor's checksum; its name follows."""
@@ -208,7 +208,12 @@ def source_of(array: Any) -> FileSource | None:
     if next(iter(array.devices())).platform != "cpu":
         return None
     place = library.load().file_place(array.unsafe_buffer_pointer())
-    return None if place is None else FileSource(*place)
+    if place is None:
+        return None
+    path, offset, summed = place
+    # An array of a part of a tensor begins there, too.
+    size, checksum = summed or (0, None)
+    return FileSource(path, offset, checksum if size == array.nbytes else None)
 
 
 def count(path: Path) -> int:
@@ -246,6 +251,7 @@ def read_rate(path: str) -> float:
     """
     size = min(_MEASURED, os.path.getsize(path))
     memory = np.ones(min(_PIECE, size), np.uint8)
+    library.load().read_file(path, memory[: min(size, _BLOCK)], 0)  # A disk may be asleep.
     begin = time.perf_counter()
     for offset in range(0, size, _PIECE):
         library.load().read_file(path, memory[: size - offset], offset)
@@ -374,7 +380,8 @@ def _tensor(
 def _write(path: Path, named: Mapping[str, Any], skew: int, *, summed: bool) -> None:
     """Writes arrays in their order, the first one so many bytes into a block; with checksums if
     `summed`."""
-    metadata = {f"{_CHECKSUM}{name}": "0" * 8 for name in named if summed}
+    # What transformers read has to say of what kind it is, if it has metadata.
+    metadata = {"format": "pt"} | {f"{_CHECKSUM}{name}": "0" * 8 for name in named}
     header, offset = dict[str, Any](__metadata__=metadata) if summed else dict[str, Any](), 0
     for name, array in named.items():
         end = offset + array.nbytes

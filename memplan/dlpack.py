@@ -55,6 +55,17 @@ def _release(managed: Any) -> None:
     _held.pop(ctypes.addressof(managed.contents), None)
 
 
+def knows(dtype: Any) -> bool:
+    """Whether arrays of a type can be made."""
+    return _code(np.dtype(dtype)) is not None
+
+
+def _code(dtype: np.dtype[Any]) -> int | None:
+    if dtype.name in _FLOAT8:
+        return _FLOAT8[dtype.name]
+    return _BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
+
+
 def view(
     address: int, shape: Sequence[int], dtype: Any, owner: Any, *, gpu: int | None
 ) -> jax.Array:
@@ -77,13 +88,12 @@ class _Export:
         strides = (ctypes.c_int64 * len(shape))(
             *(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         )
-        code = _FLOAT8.get(dtype.name, _BFLOAT if dtype.name == "bfloat16" else None)
         self._managed = _Managed(
             _Tensor(
                 address,
                 *self._device,
                 len(shape),
-                _CODES[dtype.kind] if code is None else code,
+                _code(dtype),
                 8 * dtype.itemsize,
                 1,
                 sizes,

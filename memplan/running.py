@@ -18,6 +18,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,10 +126,17 @@ class StepRuntime:
         lowered = lower(compiled.plan, files, twins)
         check(lowered.chain)
         if within_s is not None and files:
-            _check_disk(lowered, next(iter(files.values())).path, within_s)
-        addresses = [moved[streamed[name]].unsafe_buffer_pointer() for name in lowered.bound]
+            _check_disk(lowered, within_s)
+        # What is on its way there may be read before it has come.
+        read = jax.block_until_ready([moved[streamed[name]] for name in lowered.bound])
+        addresses = [array.unsafe_buffer_pointer() for array in read]
         self.chain, self._steps = lowered.chain, lowered.steps
-        self._gpu = xla.cuda_ordinal() if compiled.machine.platform == "gpu" else None
+        if compiled.machine.platform == "gpu":
+            self._gpu = xla.cuda_ordinal(compiled.device)
+            for n in streamed.values():
+                if not dlpack.knows(infos[n].dtype):
+                    path, dtype = compiled.paths[n], infos[n].dtype
+                    raise NotReplayableError(f"argument {path} is {dtype}, which DLPack has not")
         self._runtime = runtime = Runtime(
             to_bytes(lowered.chain),
             addresses,
@@ -140,8 +148,8 @@ class StepRuntime:
             n: (leaves[n], view)
             for n, view in _views(runtime, lowered, streamed, moved, self._gpu).items()
         }
-        # What is read from memory has to stay there, whoever deletes the arrays.
-        read = [moved[streamed[name]] for name in lowered.bound]
+        # What is read from memory has to stay there, whoever deletes the arrays. (A view of memory
+        # beside a GPU would be a copy.)
         self._read = read if self._gpu is not None else [np.asarray(array) for array in read]
         taken = None if stored is None else stored.folder.taken(files[name] for name in twins)
         runtime.start(2)
@@ -162,6 +170,8 @@ class StepRuntime:
         with self._lock:
             if self._failure is not None:
                 raise StepRuntimeError(self._failure)
+            if any(isinstance(array, jax.Array) and array.is_deleted() for array in self._read):
+                raise StepRuntimeError("an array on the host that is streamed was deleted")
             gone = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
             if tree == self.compiled.in_tree and not gone:
                 leaves = self._own(leaves)
@@ -349,23 +359,21 @@ class _Commits:
         self._thread.join()
 
 
-def _check_disk(lowered: Lowered, path: str, within_s: float) -> None:
+def _check_disk(lowered: Lowered, within_s: float) -> None:
     """
     Raises:
-      DiskTooSlowError: when what a step moves takes longer by itself, at the rate at which the disk
-        of that file reads.
+      DiskTooSlowError: when what a step moves takes longer by itself, at the rate at which the file
+        of most of it is read.
     """
     chain = lowered.chain
-    size = sum(
-        d.action.bytes
-        for d in chain.descriptors
-        if isinstance(d.action, Copy)
-        and any(
-            chain.spaces[chain.slots[slot].space].kind == SpaceKind.FILE
-            for slot in (d.action.source, d.action.destination)
-        )
-    )
-    size //= lowered.steps
+    moved = Counter[str]()
+    for d in chain.descriptors:
+        if isinstance(d.action, Copy):
+            slots = chain.slots[d.action.source], chain.slots[d.action.destination]
+            spaces = [chain.spaces[slot.space] for slot in slots]
+            moved.update({s.path: d.action.bytes for s in spaces if s.kind == SpaceKind.FILE})
+    ((path, _),) = moved.most_common(1)
+    size = moved.total() // lowered.steps
     if size / (rate := read_rate(path)) > within_s:
         raise DiskTooSlowError(path, size, rate, within_s)
 

@@ -21,6 +21,7 @@ struct Driver {
   Result (*StreamCreate)(CudaStream*, unsigned);
   Result (*StreamDestroy)(CudaStream);
   Result (*StreamSynchronize)(CudaStream);
+  Result (*ContextSynchronize)();
   Result (*MemAlloc)(Address*, size_t);
   Result (*MemFree)(Address);
   Result (*HostRegister)(void*, size_t, unsigned);
@@ -56,6 +57,7 @@ Driver Load() {
   Find(library, "cuStreamCreate", &driver.StreamCreate, missing);
   Find(library, "cuStreamDestroy_v2", &driver.StreamDestroy, missing);
   Find(library, "cuStreamSynchronize", &driver.StreamSynchronize, missing);
+  Find(library, "cuCtxSynchronize", &driver.ContextSynchronize, missing);
   Find(library, "cuMemAlloc_v2", &driver.MemAlloc, missing);
   Find(library, "cuMemFree_v2", &driver.MemFree, missing);
   Find(library, "cuMemHostRegister_v2", &driver.HostRegister, missing);
@@ -142,6 +144,11 @@ std::string Device::Copy(std::byte* to, const std::byte* from, uint64_t bytes) {
   Result result = driver.MemcpyAsync(AsAddress(to), AsAddress(from), bytes, stream_);
   if (result == 0) result = driver.StreamSynchronize(stream_);
   return Problem(result, "copying to or from the GPU");
+}
+
+void Device::Wait() {
+  TheDriver().SetCurrent(context_);
+  TheDriver().ContextSynchronize();
 }
 
 std::string Device::Launch(CudaStream stream, CudaHostFunction function, void* data) {

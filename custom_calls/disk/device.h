@@ -36,6 +36,8 @@ class Device {
   // Between any two of its memory and the host's. Empty when the bytes are there, or what went wrong.
   std::string Copy(std::byte* to, const std::byte* from, uint64_t bytes);
 
+  // Until nothing runs on the GPU any more that this process has begun.
+  void Wait();
   // Calls a function when what is on a stream of XLA's has run, and before what comes after that.
   // Empty, or what went wrong.
   static std::string Launch(CudaStream stream, CudaHostFunction function, void* data);

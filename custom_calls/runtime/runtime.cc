@@ -117,7 +117,7 @@ bool Runtime::Prepare(std::string* error) {
   const auto open_device = [&] {
     return options_.gpu < 0 ? nullptr : Device::Open(options_.gpu, &problem);
   };
-  const std::shared_ptr<Device> device = open_device();
+  device_ = open_device();
   if (!problem.empty()) return fail("GPU " + std::to_string(options_.gpu) + ": " + problem);
   for (const chains::Space& space : chain_.spaces) {
     std::byte* base = nullptr;
@@ -125,7 +125,7 @@ bool Runtime::Prepare(std::string* error) {
     const std::string name = Name(space.name_begin, space.name_bytes);
     if (space.kind == kMemplanChainSpaceKindArena) {
       std::unique_ptr<Arena> arena =
-          Arena::Allocate(device, space.bytes, space.alignment, &problem);
+          Arena::Allocate(device_, space.bytes, space.alignment, &problem);
       if (arena == nullptr) {
         return fail("arena " + name + " of " + std::to_string(space.bytes) + " bytes: " + problem);
       }
@@ -219,6 +219,8 @@ Runtime::~Runtime() {
   for (const auto& stream : streams_) {
     if (stream->thread.joinable()) stream->thread.join();
   }
+  // A program that failed may have left on its stream what completes segments here.
+  if (device_ != nullptr) device_->Wait();
   // Copies that are under way complete streams.
   for (const auto& stream : streams_) stream->files.reset();
 }

@@ -111,6 +111,7 @@ class Runtime {
 
   const chains::Chain chain_;
   const RuntimeOptions options_;
+  std::shared_ptr<Device> device_;                   // Of the arenas; null for the host.
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::vector<std::byte*> bases_;                    // Of each space; null for files.
   std::vector<std::shared_ptr<const File>> files_;   // Of each space; null for memory.

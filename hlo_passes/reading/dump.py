@@ -135,10 +135,13 @@ class DumpedModule:
         if path != self.stages.get(AFTER_OPTIMIZATIONS):
             return module
         try:
-            if self.thunks[0] is not None:
-                module.thunks = read_thunks(self.thunks[0], self.thunks[1])
             if module.assigned is None and self.assignment_text is not None:
                 module.assigned = read_assignment(self.assignment_text, module)
+        except MalformedModuleError as error:
+            warnings.warn(str(error), AssignmentWarning, stacklevel=2)
+        try:
+            if self.thunks[0] is not None:
+                module.thunks = read_thunks(self.thunks[0], self.thunks[1])
         except (MalformedModuleError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             warnings.warn(str(error), AssignmentWarning, stacklevel=2)
         return module

@@ -407,10 +407,15 @@ class _Proof:
 
     def _check_observable(self, old: Computation, new: Computation) -> None:
         """Checks the order of what others can observe, and what hides collectives."""
-        expected = [i for i in old.instructions if self._before.is_ordered(i)]
         # Calls of memplan's are observed by nobody: who reads what they give, is proven above.
-        written = (i for i in new.instructions if i.custom_call_target not in _CALLS)
-        found = [i for i in written if self._after.is_ordered(i)]
+        expected, found = (
+            [
+                i
+                for i in computation.instructions
+                if i.custom_call_target not in _CALLS and effects.is_ordered(i)
+            ]
+            for computation, effects in ((old, self._before), (new, self._after))
+        )
         for a, b in zip(expected, found, strict=True):
             if a.name != b.name:
                 raise self._error(

@@ -139,6 +139,9 @@ class _Gates:
                 raise self._error(
                     f"%{reader.name} reads %{t.buffer} behind the gate %{gates[1].name}", reader
                 )
+        for reader in self._readers_of(gates[1]):
+            if reader.custom_call_target not in targets.GATES:
+                raise self._error(f"%{reader.name} reads %{t.buffer} when it is gone", reader)
         for reader in self._readers_of(source):
             if reader.custom_call_target not in targets.GATES:
                 raise self._error(f"%{reader.name} reads %{t.buffer} behind no gate", reader)

@@ -185,6 +185,26 @@ def test_flipped_bits_are_found_whoever_reads(tmp_path, way, written_by):
         step.place(given, x)
 
 
+def test_an_array_of_the_begin_of_a_tensor_has_no_checksum_of_its_own(written):
+    path, params = written
+    whole = disk.load(path, like=shapes(params))["layers"][0]["w"]
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    part = jax.device_put(np.asarray(whole)[:64], host, may_alias=True)
+    source, of_whole = disk.source_of(part), disk.source_of(whole)
+    assert source is not None
+    assert of_whole is not None
+    assert (source.path, source.checksum) == (str(path), None)
+    assert of_whole.checksum is not None
+    assert (disk.read(part, source) == np.asarray(whole)[:64]).all()
+
+
+def test_files_say_of_what_format_they_are(written):
+    # What transformers asks of files that have metadata.
+    data = written[0].read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    assert json.loads(data[8 : 8 + length])["__metadata__"]["format"] == "pt"
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     disk.save(path, {"x": np.ones(3)})

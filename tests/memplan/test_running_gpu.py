@@ -85,10 +85,13 @@ def steps(run, given, x, count):
         run(given, x)
 
 
-on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+@pytest.fixture
+def gpu(accelerator):
+    if accelerator.platform != "gpu":
+        pytest.skip("needs a GPU")
 
 
-@on_gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("where", ["file", "memory", "host", "tiers"])
 def test_results_are_those_of_jax(where, tmp_path):
     params = given = layers()
@@ -111,7 +114,7 @@ def test_results_are_those_of_jax(where, tmp_path):
         assert run.compiled.device_bytes <= 30 << 20
 
 
-@on_gpu
+@pytest.mark.usefixtures("gpu")
 def test_a_file_that_ends_early_is_an_error(tmp_path):
     params = layers()
     path = tmp_path / "params.safetensors"

@@ -45,6 +45,7 @@ int cuStreamDestroy_v2(void *stream) {
   free(stream);
   return 0;
 }
+int cuCtxSynchronize(void) { return 0; }
 int cuStreamSynchronize(void *stream) { return stream == NULL; }
 int cuMemAlloc_v2(uint64_t *address, size_t size) {
   if (size > (1ul << 30)) return 2;

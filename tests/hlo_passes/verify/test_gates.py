@@ -65,6 +65,18 @@ def test_what_was_written_is_accepted(planned):
     verify_gates(plan, module)
 
 
+def test_what_reads_an_array_that_is_gone(planned):
+    plan, module = planned
+    entry = Entry(module)
+    openings = [g for g in entry.gates() if entry.reads(g)]
+    first, last = openings[0], openings[-1]
+    closing = next(g for g in entry.readers(first) if g.operand_ids[0] == first.id)
+    assert closing.custom_call_target in targets.GATES
+    reader = entry.reads(last)[0]
+    reader.operand_ids[:] = [closing.id if o == last.id else o for o in reader.operand_ids]
+    assert "when it is gone" in rejected(plan, entry)
+
+
 def test_a_gate_that_is_lost(planned):
     plan, module = planned
     entry = Entry(module)
