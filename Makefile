@@ -73,7 +73,7 @@ clean: ## Remove the environment and everything built
 	rm -f custom_calls/*.so custom_calls/*/*.so hlo_passes/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The extensions are built against the headers of the jaxlib they will run with: jaxlib comes
+# The extensions are built here against the headers of the jaxlib they run with: jaxlib comes
 # first and the build is not isolated. Where a compiler plugin has no package for the
 # platform, the rest works and its tests are skipped.
 $(READY): $(BUILT_FROM)

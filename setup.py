@@ -34,6 +34,7 @@ setup(
             depends=["custom_calls/transfer.h", *DISK_HEADERS],
             language="c++",
             **STABLE_ABI,
+            libraries=["dl"],  # Of its own before glibc 2.34.
             extra_compile_args=WITH_XLA,
         ),
         Extension(
@@ -110,6 +111,7 @@ setup(
             ],
             language="c++",
             **STABLE_ABI,
+            libraries=["dl"],  # Of its own before glibc 2.34.
             extra_compile_args=WITH_XLA,
         ),
         Extension(
