@@ -94,7 +94,6 @@ std::shared_ptr<Device> Device::Open(int ordinal, std::string* error) {
   *error = Problem(driver.Init(0), "starting CUDA");
   if (!error->empty()) return nullptr;
   std::shared_ptr<Device> device(new Device);
-  device->ordinal_ = ordinal;
   *error = Problem(driver.DeviceGet(&device->handle_, ordinal), "finding the GPU");
   if (!error->empty()) return nullptr;
   *error = Problem(driver.PrimaryRetain(&device->context_, device->handle_), "using the GPU");

@@ -26,7 +26,6 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  int ordinal() const { return ordinal_; }
   std::byte* Allocate(uint64_t bytes, std::string* error);
   void Free(std::byte* memory);
   // Host memory that copies go straight from and to, until it is freed; where that cannot be had they
@@ -45,7 +44,6 @@ class Device {
  private:
   Device() = default;
 
-  int ordinal_ = 0;
   int handle_ = 0;
   void* context_ = nullptr;
   CudaStream stream_ = nullptr;

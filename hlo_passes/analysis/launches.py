@@ -18,7 +18,7 @@ _LEAVES = frozenset({"DynamicSliceFusion"})
 _WAITS = frozenset({"AsyncDone", "WaitForStreams", "RecvDone", "SendDone", "HostRecvDone"})
 _KERNELS = frozenset(
     {
-        *("Conv", "Convolution", "Copy", "CublasLtMatmul", "Cudnn", "CuDnn", "CustomKernel"),
+        *("Convolution", "Copy", "CublasLtMatmul", "CuDnn", "CustomKernel"),
         *("Gemm", "Kernel", "Memset32BitValue", "Memzero"),
     }
 )
