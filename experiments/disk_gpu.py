@@ -3,11 +3,13 @@
     python -m experiments.disk_gpu --path FOLDER [--pool 1GiB] [--layers 36] [--rounds 5]
 
 FOLDER gets the weights, random, in one file. A token is decoded by each way in turn, the file's
-pages dropped from the page cache before:
+pages dropped from the page cache before each:
 
 raw           no model: the weights' bytes into the host's memory, past the page cache, in each turn
               at the best of three settings, which were the best of a sweep over how many requests
               are under way and how large they are
+kvikio        no model: the same bytes into the GPU's memory by KvikIO (cuFile), if it is installed,
+              at the best of three settings of a sweep over threads and sizes, direct or not
 disk          memplan: a runtime brings them into its arena on the GPU
 host          memplan: the same, from pinned memory
 calls         memplan: from pinned memory, by XLA's own copies, where the plan has them
@@ -19,6 +21,11 @@ Logits of each are compared with those of the last.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import itertools
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +38,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from experiments.disk_tier import best_of_sweep, config, drop_pages
+from experiments.disk_tier import advise, best_of_sweep, config, drop_pages
 from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.budget import parse_bytes
 from hlo_passes.units import format_bytes, format_seconds
@@ -42,6 +49,8 @@ from memplan.running import StepRuntime
 from models.llama import abstract_model, decode_step, init_cache
 
 _CONTEXT = 128
+_BUFFER = 512 << 20  # Bytes that KvikIO reads into.
+_THREADS, _TASKS = (4, 8, 16, 32), (1 << 20, 4 << 20, 16 << 20)
 
 _COLUMNS = (
     Column("way"),
@@ -85,38 +94,51 @@ def _measured(path: Path, pool: int) -> dict[str, Row]:
     def decode(params: Any, token: Any, cache: Any) -> Any:
         return decode_step(graph, params, token, cache)
 
-    def state() -> tuple[Any, Any]:
-        return jnp.ones((1, 1), jnp.int32), init_cache(model, 1, _CONTEXT)
+    state = jnp.ones((1, 1), jnp.int32), init_cache(model, 1, _CONTEXT)
 
-    read, settings = best_of_sweep(str(path), 1)
+    logging.info("reading %s", path)
+    raw, settings = best_of_sweep(str(path), 1)
+    readers: dict[str, Sequence[Callable[[], Any]]] = {
+        "raw": [functools.partial(raw, *setting) for setting in settings]
+    }
+    if importlib.util.find_spec("kvikio") is not None:
+        readers["kvikio"] = _best_of_kvikio(path)
     whole = jax.jit(decode)
     on_device = jax.tree.map(lambda a: jax.device_put(np.asarray(a), jax.devices()[0]), params)
-    expected = whole(on_device, *state())[0]
+    expected = whole(on_device, *state)[0]
     on_host = jax.device_put(
         on_device, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     )
+    logging.info("planning")
     planned = jit(decode, hbm=pool)
-    runs = {"disk": planned.runtime(params, *state()), "host": planned.runtime(on_host, *state())}
-    placed = planned.place(on_host, *state())
-    calls = planned.lower(on_host, *state()).compile()
+    runs = {"disk": planned.runtime(params, *state), "host": planned.runtime(on_host, *state)}
+    placed = planned.place(on_host, *state)
+    calls = planned.lower(on_host, *state).compile()
     size = sum(a.nbytes for a in jax.tree.leaves(params))
     ways: dict[str, tuple[Callable[[], Any], int, int]] = {
-        "disk": (lambda: runs["disk"](params, *state()), *_told(runs["disk"])),
-        "host": (lambda: runs["host"](on_host, *state()), *_told(runs["host"])),
+        "disk": (lambda: runs["disk"](params, *state), *_told(runs["disk"])),
+        "host": (lambda: runs["host"](on_host, *state), *_told(runs["host"])),
         "calls": (lambda: planned(*placed), calls.device_bytes, _moved(calls.plan)),
-        "load": (lambda: whole(jax.tree.map(np.asarray, params), *state()), size, size),
-        "device": (lambda: whole(on_device, *state()), size, 0),
+        "load": (lambda: whole(jax.tree.map(np.asarray, params), *state), size, size),
+        "device": (lambda: whole(on_device, *state), size, 0),
     }
-    found: dict[str, Row] = {"raw": {"device": 0, "bytes": path.stat().st_size, "seconds": []}}
+
+    def cold(step: Callable[[], Any]) -> float:
+        advise(jax.tree.leaves(params), mmap.MADV_DONTNEED)
+        return _from_disk(path, step)
+
+    found: dict[str, Row] = {
+        way: {"device": 0, "bytes": path.stat().st_size, "seconds": []} for way in readers
+    }
     for way, (_, held, moved) in ways.items():
-        found[way] = {"device": held, "bytes": moved, "seconds": [], "rates": []}
+        found[way] = {"device": held, "bytes": moved, "seconds": []}
     for _ in range(FLAGS.rounds):
-        drop_pages(path)
-        found["raw"]["seconds"].append(min(_seconds(lambda s=s: read(*s)) for s in settings))
+        for way, settled in readers.items():
+            found[way]["seconds"].append(min(_from_disk(path, read) for read in settled))
+            logging.info("%s: %s", way, found[way]["seconds"])
         for way, (step, _, _) in ways.items():
-            drop_pages(path)
             step()  # What waited since the last turn, the disk did not bring just now.
-            found[way]["seconds"] += [_seconds(step) for _ in range(FLAGS.steps)]
+            found[way]["seconds"] += [cold(step) for _ in range(FLAGS.steps)]
             difference = jnp.max(jnp.abs(step()[0].astype(jnp.float32) - expected))
             found[way]["difference"] = float(difference / jnp.max(jnp.abs(expected)))
             logging.info("%s: %s", way, found[way]["seconds"])
@@ -125,18 +147,41 @@ def _measured(path: Path, pool: int) -> dict[str, Row]:
     return found
 
 
+def _best_of_kvikio(path: Path) -> Sequence[Callable[[], Any]]:
+    """What reads a file from begin to end into the GPU's memory, at the best three settings."""
+    kvikio, defaults = map(importlib.import_module, ("kvikio", "kvikio.defaults"))
+    buffer = jnp.zeros(_BUFFER, jnp.uint8)
+    size = path.stat().st_size
+    reads = [(at, min(_BUFFER, size - at)) for at in range(0, size, _BUFFER)]
+
+    def read(threads: int, task: int, direct: bool, most: int | None = None) -> None:
+        defaults.set({"num_threads": threads, "auto_direct_io_read": direct})
+        with kvikio.CuFile(path) as file:
+            for at, length in reads[:most]:
+                file.pread(buffer, length, at, task_size=task).get()
+
+    taken = {}
+    for setting in itertools.product(_THREADS, _TASKS, (False, True)):
+        taken[setting] = _from_disk(path, functools.partial(read, *setting, 2))
+    best = sorted(taken, key=taken.__getitem__)[:3]
+    logging.info("kvikio: the best of %s are %s", taken, best)
+    return [functools.partial(read, *setting) for setting in best]
+
+
+def _from_disk(path: Path, read: Callable[[], Any]) -> float:
+    """Seconds of a call that finds no page of the file in memory."""
+    drop_pages(path)
+    begin = time.perf_counter()
+    jax.block_until_ready(read())
+    return time.perf_counter() - begin
+
+
 def _told(run: StepRuntime) -> tuple[int, int]:
     return run.compiled.device_bytes, _moved(run.compiled.plan)
 
 
 def _moved(plan: Any) -> int:
     return sum(t.size for t in plan.transfers)
-
-
-def _seconds(step: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(step())
-    return time.perf_counter() - begin
 
 
 def _drawn(shapes: Any) -> Any:
