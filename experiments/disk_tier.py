@@ -12,6 +12,8 @@ runtime       memplan: the plan's transfers by the runtime, into its arena
 calls         memplan: the plan's transfers by the custom calls in the program
 mmap          ``jax.jit`` on arrays of the mapped file, which the kernel reads page by page
 mmap, ...     the same, after ``madvise``
+llama.cpp     the same model by llama.cpp, whose file the kernel reads page by page, if
+              ``pip install llama-cpp-python gguf`` was done
 in memory     ``jax.jit`` on weights that were all read before: what no disk makes slower
 
 All but raw and the last are held to the pool by a control group, in which what a process had
@@ -41,6 +43,7 @@ from absl import flags
 from flax import nnx
 
 from custom_calls import library
+from experiments import llama_cpp
 from experiments.isolated import Failure, Worker
 from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.budget import parse_bytes
@@ -52,13 +55,14 @@ from models.configs import LlamaConfig
 from models.llama import abstract_cache, abstract_model, decode_step, init_cache
 
 _RAW, _RUNTIME, _CALLS, _MEMORY = "raw", "runtime", "calls", "in memory"
+_PEER = "llama.cpp"
 _ADVICE = {
     "mmap": None,
     "mmap, sequential": mmap.MADV_SEQUENTIAL,
     "mmap, random": mmap.MADV_RANDOM,
     "mmap, willneed": mmap.MADV_WILLNEED,
 }
-_WAYS = (_RAW, _RUNTIME, _CALLS, *_ADVICE, _MEMORY)
+_WAYS = (_RAW, _RUNTIME, _CALLS, *_ADVICE, _PEER, _MEMORY)
 
 _CONTEXT = 128
 _BUFFER = 512 << 20  # Bytes that the raw reader reads into.
@@ -230,7 +234,14 @@ def _open(way: str, path: str, layers: int, pool: int) -> Row:
         _way = _Way(step, 0, None, forget)
         return {"pool": size, "limited": False}
     forget = gc.collect
-    if way in (_RUNTIME, _CALLS):
+    if way == _PEER:
+        file = Path(path).with_suffix(".gguf")
+        if not file.exists():
+            llama_cpp.write(file, config(layers))
+        drop_pages(file)  # Those that are there do not count for the group.
+        group = limited(pool)
+        step, size = llama_cpp.opened(file), file.stat().st_size
+    elif way in (_RUNTIME, _CALLS):
         step, size, group = _planned(way, path, layers, pool)
     else:
         step, size, forget = _jitted(path, layers, _ADVICE[way], in_memory=False)
