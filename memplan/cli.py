@@ -224,6 +224,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(run)
     run.set_defaults(run=_run)
 
+    repack = commands.add_parser(
+        "repack", help="write weights into a file from which they can be streamed"
+    )
+    repack.add_argument(
+        "sources",
+        type=Path,
+        nargs="+",
+        metavar="SOURCE",
+        help="a safetensors file, several, or a folder of them; or an Orbax checkpoint's folder",
+    )
+    repack.add_argument("file", type=Path, metavar="FILE", help="which is replaced when all is in")
+    repack.set_defaults(run=_repack)
+
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)
     passes.set_defaults(run=_passes)
@@ -616,6 +629,25 @@ def _run(options: argparse.Namespace) -> None:
         _print_json(replayed.to_dict())
     else:
         _print_tables(replayed.tables())
+
+
+def _repack(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from memplan import disk
+
+    _without_devices()
+    sources: list[Path] = options.sources
+    columns = BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+        disk.repack(
+            sources[0] if len(sources) == 1 else sources,
+            options.file,
+            told=lambda done, of: bar.update(task, completed=done, total=of),
+        )
 
 
 def _passes(options: argparse.Namespace) -> None:

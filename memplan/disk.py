@@ -1,6 +1,6 @@
 """Arrays whose bytes stay in files, for what does not fit into memory.
 
-    memplan.disk.repack("model.safetensors", "model.aligned.safetensors")     once
+    memplan.disk.repack("checkpoint/", "model.aligned.safetensors")           once
     params = memplan.disk.load("model.aligned.safetensors", like=shapes)
     step = memplan.jit(decode, hbm="1GiB")
     params, cache = step.place(params, cache)          what stays in memory is read here
@@ -28,7 +28,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from custom_calls import library
 from hlo_passes import xla
 from hlo_passes.chains.lowering import FileSource
 from hlo_passes.errors import TensorFileError
+from memplan.checkpoints import arrays_of, item_of
 from memplan.executable import Target
 from memplan.signature import HOST_MEMORY_KIND
 
@@ -110,9 +111,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, padded: bool = False) -> No
         if name in named:
             raise TensorFileError(path, f"two arrays are called {name!r}")
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        if array.dtype not in _CODES:
-            problem = f"{name!r} has type {array.dtype}, which safetensors does not know"
-            raise TensorFileError(path, problem)
+        _check_type(name, array, path)
         named[name] = array
     if padded:
         _write(Path(path), _padded(named), 0, summed=False)
@@ -123,25 +122,28 @@ def save(path: str | os.PathLike[str], tree: Any, *, padded: bool = False) -> No
 def repack(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     path: str | os.PathLike[str],
+    *,
+    told: Callable[[int, int], None] = lambda _bytes, _of: None,
 ) -> None:
-    """Writes the tensors of safetensors files into one from which `load` streams them, with their
-    checksums.
+    """Writes the tensors of safetensors files, or of an Orbax checkpoint, into one file from which
+    `load` streams them, with their checksums.
+
+    The file is complete, or not there. One tensor is in memory at a time.
 
     Args:
-      sources: a file, several, or a folder of them.
+      sources: a file, several, or a folder of them; or the folder of an Orbax checkpoint, or of its
+        item with arrays.
+      told: called with how many bytes are written, and of how many, after each tensor.
 
     Raises:
       TensorFileError: when a source is no such file, or two tensors have one name.
       OSError: when a file cannot be read or written.
     """
-    named = dict[str, Any]()
-    for source in _files(sources):
-        data = np.memmap(source, np.uint8, mode="r")
-        for tensor in _read_header(source):
-            if tensor.name in named:
-                raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
-            named[tensor.name] = tensor.of(data)
-    _write(Path(path), _in_order(named), _SKEW, summed=True)
+    item = item_of(Path(sources)) if isinstance(sources, str | os.PathLike) else None
+    named = _in_files(sources) if item is None else arrays_of(item)
+    for name, array in named.items():
+        _check_type(name, array, Path(path))
+    _write(Path(path), _in_order(named), _SKEW, summed=True, told=told)
 
 
 def load(
@@ -298,6 +300,27 @@ def _name(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator=".")
 
 
+def _check_type(name: str, array: Any, path: object) -> None:
+    if np.dtype(array.dtype) not in _CODES:
+        problem = f"{name!r} has type {array.dtype}, which safetensors does not know"
+        raise TensorFileError(path, problem)
+
+
+def _in_files(
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+) -> Mapping[str, Any]:
+    """The tensors of safetensors files, as they are mapped."""
+    named = dict[str, Any]()
+    for source in _files(sources):
+        data = np.memmap(source, np.uint8, mode="r")
+        for tensor in _read_header(source):
+            if tensor.name in named:
+                raise TensorFileError(source, f"two tensors are called {tensor.name!r}")
+            if not tensor.name.startswith(_PADDING):
+                named[tensor.name] = tensor.of(data)
+    return named
+
+
 def _files(sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not isinstance(sources, str | os.PathLike):
         return [Path(source) for source in sources]
@@ -306,7 +329,13 @@ def _files(sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
         return [path]
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise TensorFileError(path, "the folder has no file that ends in .safetensors")
+        problem = "the folder has no file that ends in .safetensors"
+        if item_of(path) is not None:
+            problem = (
+                "is an Orbax checkpoint, whose arrays are compressed: write them into a file with "
+                "memplan.disk.repack, once"
+            )
+        raise TensorFileError(path, problem)
     return found
 
 
@@ -377,7 +406,14 @@ def _tensor(
     return tensor
 
 
-def _write(path: Path, named: Mapping[str, Any], skew: int, *, summed: bool) -> None:
+def _write(
+    path: Path,
+    named: Mapping[str, Any],
+    skew: int,
+    *,
+    summed: bool,
+    told: Callable[[int, int], None] = lambda _bytes, _of: None,
+) -> None:
     """Writes arrays in their order, the first one so many bytes into a block; with checksums if
     `summed`."""
     # What transformers read has to say of what kind it is, if it has metadata.
@@ -404,6 +440,7 @@ def _write(path: Path, named: Mapping[str, Any], skew: int, *, summed: bool) -> 
             file.write(data)
             if summed:
                 metadata[f"{_CHECKSUM}{name}"] = f"{library.load().crc32c(data):08x}"
+            told(header[name]["data_offsets"][1], offset)
         file.seek(8)
         file.write(text())  # As long as before.
 
