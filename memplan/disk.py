@@ -301,7 +301,7 @@ def _name(keys: Sequence[Any]) -> str:
 
 
 def _check_type(name: str, array: Any, path: object) -> None:
-    if np.dtype(array.dtype) not in _CODES:
+    if array.dtype not in _CODES:
         problem = f"{name!r} has type {array.dtype}, which safetensors does not know"
         raise TensorFileError(path, problem)
 
