@@ -28,6 +28,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jax._src.flattree import nones, pack
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, no_effects, primitives
 from jax.sharding import Sharding
@@ -160,6 +162,21 @@ class DotGeneral:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """Dimensions of both operands and the result, batch and feature first, then those in space; of
+    the second operand, the features of the result and of the first.
+
+    Attributes:
+      grouped: features, or batches, are convolved in groups.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    result: tuple[int, ...]
+    grouped: bool
+
+
+@dataclass(frozen=True)
 class DynamicSlice:
     """The shape of the slice; operands are the array and an index for each axis."""
 
@@ -179,11 +196,16 @@ class Gather:
       axes: what the indices are of.
       collapsed: axes of the slices that the result has not.
       sizes: the shape of a slice.
+      window: axes of the result that are the slices' others.
+      batches: axes of the array, and of the indices, that go together: each slice is of its own
+        part of the array.
     """
 
     axes: tuple[int, ...]
     collapsed: tuple[int, ...]
     sizes: tuple[int, ...]
+    window: tuple[int, ...]
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -195,12 +217,14 @@ class Scatter:
       inserted: axes of the array that the slices have not.
       window: axes of the third operand that are the slices' others.
       replaces: what was there is gone; else both are added, or the like.
+      batches: axes of the array, and of the indices, that go together.
     """
 
     axes: tuple[int, ...]
     inserted: tuple[int, ...]
     window: tuple[int, ...]
     replaces: bool
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -225,10 +249,25 @@ class Iota:
 
 
 @dataclass(frozen=True)
+class Along:
+    """Works along those dimensions, which operands and results have in one order, and along those
+    that have not one size in all of them; all others it leaves as they are. A number beside the
+    arrays is the same for all."""
+
+    dimensions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Reduction:
-    """One number of all along those axes."""
+    """One number of all along those axes.
+
+    Attributes:
+      kind: ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"and"``, ``"or"``, ``"xor"``: what
+        becomes of two of them; None where those do not say it (the index of the largest).
+    """
 
     axes: tuple[int, ...]
+    kind: str | None
 
 
 @dataclass(frozen=True)
@@ -259,6 +298,20 @@ class ShardingConstraint:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Arrays beside each other along a dimension of the result that they have not."""
+
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Unstack:
+    """Of an array, all that are beside each other along a dimension, without it."""
+
+    dimension: int
+
+
+@dataclass(frozen=True)
 class Squeeze:
     """Without those dimensions, of one element each."""
 
@@ -281,11 +334,13 @@ type Decoded = (
     | Call
     | DevicePut
     | DotGeneral
+    | Convolution
     | DynamicSlice
     | DynamicUpdateSlice
     | Gather
     | Scatter
     | BroadcastInDim
+    | Along
     | Concatenate
     | Iota
     | Reduction
@@ -293,6 +348,8 @@ type Decoded = (
     | Reverse
     | ShardingConstraint
     | Squeeze
+    | Stack
+    | Unstack
     | Transpose
 )
 
@@ -341,6 +398,8 @@ def _gather(params: _Parameters) -> Gather:
         tuple(numbers.start_index_map),
         tuple(numbers.collapsed_slice_dims),
         tuple(params["slice_sizes"]),
+        tuple(numbers.offset_dims),
+        (tuple(numbers.operand_batching_dims), tuple(numbers.start_indices_batching_dims)),
     )
 
 
@@ -351,12 +410,40 @@ def _scatter(params: _Parameters, replaces: bool = False) -> Scatter:
         tuple(numbers.inserted_window_dims),
         tuple(numbers.update_window_dims),
         replaces,
+        (tuple(numbers.operand_batching_dims), tuple(numbers.scatter_indices_batching_dims)),
     )
+
+
+def _convolution(params: _Parameters) -> Convolution:
+    numbers = params["dimension_numbers"]
+    grouped = params["feature_group_count"] * params["batch_group_count"] > 1
+    return Convolution(
+        tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec), grouped
+    )
+
+
+def _pad(params: _Parameters) -> Along:
+    padding = enumerate(params["padding_config"])
+    return Along(tuple(d for d, around in padding if any(around)))
+
+
+def _window(params: _Parameters) -> Along:
+    sizes = params["window_dimensions"]
+    ones = (1,) * len(sizes)
+    says = (
+        sizes,
+        *(params.get(key, ones) for key in ("window_strides", "base_dilation", "window_dilation")),
+    )
+    moved = enumerate(zip(params["padding"], *says, strict=True))
+    return Along(tuple(d for d, (padding, *numbers) in moved if any(padding) or {*numbers} != {1}))
 
 
 _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "broadcast_in_dim": lambda p: BroadcastInDim(tuple(p["broadcast_dimensions"])),
     "concatenate": lambda p: Concatenate(p["dimension"]),
+    "conv_general_dilated": _convolution,
+    "pad": _pad,
+    "sort": lambda p: Along((p["dimension"],)),
     "cond": lambda p: Cond(tuple(p["branches"])),
     "custom_jvp_call": lambda p: Call(p["call_jaxpr"], False, True),
     "custom_vjp_call": lambda p: Call(p["call_jaxpr"], False, True),
@@ -378,12 +465,25 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
         p["sharding"], frozenset(p["unconstrained_dims"]), p["layout"] is None
     ),
     "squeeze": lambda p: Squeeze(tuple(p["dimensions"])),
+    "stack": lambda p: Stack(p["axis"]),
+    "tile": lambda _: Along(()),
+    "unstack": lambda p: Unstack(p["axis"]),
+    "slice": lambda _: Along(()),
     "transpose": lambda p: Transpose(tuple(p["permutation"])),
     "while": _while,
     **dict.fromkeys((f"scatter-{kind}" for kind in ("add", "max", "min", "mul", "sub")), _scatter),
+    **{
+        f"reduce_{kind}": lambda p, kind=kind: Reduction(tuple(p["axes"]), kind)
+        for kind in ("sum", "prod", "max", "min", "and", "or", "xor")
+    },
+    **dict.fromkeys(("argmax", "argmin"), lambda p: Reduction(tuple(p["axes"]), None)),
     **dict.fromkeys(
-        (f"reduce_{kind}" for kind in ("sum", "prod", "max", "min", "and", "or", "xor")),
-        lambda p: Reduction(tuple(p["axes"])),
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"),
+        lambda p: Along((p["axis"],)),
+    ),
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"),
+        _window,
     ),
 }
 
@@ -394,10 +494,11 @@ _ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    name ne neg nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+    igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+    mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta
     """.split()
 )
 
@@ -471,6 +572,38 @@ def with_shape(eqn: JaxprEqn, shape: Sequence[int]) -> JaxprEqn:
     """An equation whose result has another shape, where its parameters say which it has."""
     key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(name(eqn))
     return _with(eqn, **{key: tuple(shape)}) if key else eqn
+
+
+def with_chunks(eqn: JaxprEqn, operand: Sequence[int], result: Sequence[int]) -> JaxprEqn:
+    """An equation on an operand, to a result, that have fewer elements along dimensions that it has
+    whole, where its parameters say how many.
+
+    Args:
+      operand: the shape of its first one.
+      result: the shape of its first one.
+    """
+    match name(eqn):
+        case "dynamic_slice":
+            return _with(eqn, slice_sizes=tuple(result))
+        case "slice" | "gather" as kind:
+            key = "limit_indices" if kind == "slice" else "slice_sizes"
+            whole: Sequence[int] = getattr(eqn.invars[0].aval, "shape")  # noqa: B009
+            sizes = zip(eqn.params[key], whole, operand, strict=True)
+            return _with(eqn, **{key: tuple(now if n == all_ else n for n, all_, now in sizes)})
+        case _:
+            return with_shape(eqn, result)
+
+
+def with_wide_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[JaxprEqn, Sequence[Any]]:
+    """A sum of narrow floats as one in float32, on such operands; others as they are."""
+    dtype = operands[0].dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        return eqn, operands
+    if name(eqn) == "dot_general":
+        return _with(eqn, preferred_element_type=np.dtype(np.float32)), operands
+    if name(eqn) == "reduce_sum":
+        return eqn, [operand.astype(np.float32) for operand in operands]
+    return eqn, operands
 
 
 def with_puts(eqn: JaxprEqn, which: Sequence[int]) -> JaxprEqn:

@@ -436,6 +436,7 @@ class Preparation:
       hosted_inside: flat numbers of those that loops bring whole, in each iteration.
       nested: whether also loops inside loops do.
       recomputed: what scans compute again of what others leave for them.
+      aim: bytes that are to be live, for which parts of it are run in chunks; None where none is.
       argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
@@ -457,6 +458,7 @@ class Preparation:
     hosted_inside: tuple[int, ...] = ()
     nested: bool = False
     recomputed: Literal["nothing", "elementwise", "everything"] = "nothing"
+    aim: int | None = None
     argument_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     donors: tuple[tuple[int, int], ...] = ()

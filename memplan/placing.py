@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -37,10 +37,12 @@ from memplan.lowering import Lowering
 from memplan.paths import matching
 from memplan.products import Form, Inner, Product, find_forms, products, with_forms
 from memplan.signature import asks_for_host
+from memplan.splitting.choice import Split, split
+from memplan.splitting.live import live_in
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
-from memplan.streams.programs import inline_calls, without_puts
+from memplan.streams.programs import inline_all_calls, inline_calls, without_puts
 from memplan.streams.recomputing import Recomputed, recompute_residuals
 from memplan.streams.rewrite import streamed
 from memplan.streams.ring import DEVICE, HOST
@@ -70,6 +72,8 @@ class Placing:
       layouts: of arguments and results; None where they are jax's.
       forms: of products, where they are not left to XLA.
       recomputed: what scans compute again of what others leave for them.
+      aim, splits: what is run in chunks, so that about so many bytes are live; None where nothing
+        is.
     """
 
     def __init__(self, lowering: Lowering, preparation: Preparation | None = None) -> None:
@@ -93,8 +97,13 @@ class Placing:
             self._jaxpr = with_forms(self._jaxpr, self.forms)
             self.program = self._lower(self._as_written, chosen)
         self.recomputed: Recomputed = "nothing"
+        self.aim: int | None = None
+        self.splits: tuple[Split, ...] = ()
         if preparation is not None and preparation.recomputed != "nothing":
             *_, last = self.recomputing(preparation.recomputed)
+            vars(self).update(vars(last))
+        if preparation is not None and preparation.aim is not None:
+            (last,) = self.splitting([preparation.aim])
             vars(self).update(vars(last))
         self._movable = self._choose_movable()
         self._may_move = self._choose_offered() | lowering.on_host
@@ -108,14 +117,40 @@ class Placing:
         for what in ("elementwise", "everything"):
             again = recompute_residuals(jaxpr, what)
             if again is not jaxpr:
-                more = copy.copy(self)
-                for name, attribute in vars(Placing).items():
-                    if isinstance(attribute, functools.cached_property):
-                        vars(more).pop(name, None)
-                more.recomputed, more._jaxpr, jaxpr = what, again, again
+                more = self._with(again)
+                more.recomputed, jaxpr = what, again
                 yield more
             if what == most:
                 return
+
+    def splitting(self, aims: Iterable[int]) -> Iterator[Placing]:
+        """The same with parts of it run in chunks, so that about so many bytes are live besides the
+        arguments; each program once, and none that is as it was."""
+        if not self.lowering.function.options.split or self.program.arguments.device_count > 1:
+            return  # A slice of what lies on several devices is brought together on each.
+        jaxpr = inline_all_calls(self._jaxpr)
+        seen = list[tuple[Split, ...]]([()])
+        for aim in aims:
+            new, splits = split(jaxpr, aim)
+            if splits not in seen:
+                seen.append(splits)
+                more = self._with(new)
+                more.aim, more.splits = aim, splits
+                yield more
+
+    @property
+    def live_bytes(self) -> int:
+        """What is live at once besides the arguments, roughly."""
+        return max(live_in(inline_all_calls(self._jaxpr)).loads, default=0)
+
+    def _with(self, jaxpr: Jaxpr) -> Placing:
+        """The same of another program that does the same."""
+        more = copy.copy(self)
+        for name, attribute in vars(Placing).items():
+            if isinstance(attribute, functools.cached_property):
+                vars(more).pop(name, None)
+        more._jaxpr = jaxpr
+        return more
 
     def placed(
         self, hosting: Hosting, *, scheduled: bool = True, layouts: Layouts | None = None
@@ -190,6 +225,7 @@ class Placing:
             hosted_inside=tuple(sorted(hosting.inside)),
             nested=hosting.nested,
             recomputed=self.recomputed,
+            aim=self.aim,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors_beside(hosting).items()),

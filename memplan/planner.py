@@ -9,6 +9,7 @@ different depth, and the fastest plan is taken.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import sys
@@ -55,6 +56,9 @@ _SMALL_STACKS, _SLOW = 0.5, 1.5
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
 # again what scans leave for others.
 _SOON_ENOUGH = 1.02
+
+# What is live besides the arguments, as a part of what is there without chunks, or of the budget.
+_AIMS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 
 # Where a plan came out slower than had been expected, another choice of arguments that stay is
 # tried if that is expected to take no more than this part of its step.
@@ -170,20 +174,45 @@ class Planner:
         # The module as it was shown last, with what is on the chip counted and left out.
         self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
         self._known = _Known()
+        self._others: dict[Hashable, Planner] = {}
+        self._chunks: dict[int, tuple[list[Placing], Iterator[Placing]]] = {}
         self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
 
-    def _planners(self) -> Iterator[Planner]:
-        """Of the program as it is written, and with more and more computed again."""
+    def _planners(self, budget: int) -> Iterator[Planner]:
+        """Of the program as it is written, with more and more computed again, and with more and
+        more of it in chunks."""
         yield self
-        yield from self._recomputing
+        yield from map(self._of, self._recomputing)
+        yield from map(self._of, self._in_chunks(min(self._live_bytes, budget)))
+
+    def _in_chunks(self, live: int) -> Iterator[Placing]:
+        """With parts of it run in chunks, so that ever less of so many bytes is live."""
+        if live not in self._chunks:
+            self._chunks[live] = [], self._placing.splitting(int(live * part) for part in _AIMS)
+        found, more = self._chunks[live]
+        for n in itertools.count():
+            if n == len(found):
+                found.extend(itertools.islice(more, 1))
+            if n == len(found):
+                return
+            yield found[n]
+
+    def _of(self, placing: Placing) -> Planner:
+        """The planner of the same program written in another way; each way has one."""
+        key = placing.recomputed, placing.aim
+        if key not in self._others:
+            self._others[key] = planner = Planner(placing)
+            planner._known = self._known
+        return self._others[key]
 
     @functools.cached_property
-    def _recomputing(self) -> tuple[Planner, ...]:
+    def _recomputing(self) -> tuple[Placing, ...]:
         """With what scans leave for others computed again, the more the later."""
-        found = tuple(map(Planner, self._placing.recomputing()))
-        for planner in found:
-            planner._known = self._known
-        return found
+        return tuple(self._placing.recomputing())
+
+    @functools.cached_property
+    def _live_bytes(self) -> int:
+        return self._placing.live_bytes
 
     def plan(
         self, budget: int, options: Mapping[str, Any] | None, *, counts_chip: bool = False
@@ -213,7 +242,7 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
-        for planner in self._planners():
+        for planner in self._planners(budget):
             planner._planned.clear()
             try:
                 again_s = planner._again_s(self, options)
@@ -221,6 +250,7 @@ class Planner:
                 _log.warning("%s was dropped: %s", planner._way(None), error)
                 failed.append(error)
                 continue
+            candidate = None
             for inside, nested in planner._inside(budget):
                 in_turn = planner._in_turn(inside, nested, budget, options, again_s, found, failed)
                 # Which slots are best is asked of the best of the programs only.
@@ -231,6 +261,8 @@ class Planner:
                     break
             if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
+            if planner._placing.splits and candidate is not None and candidate is not best:
+                break  # Smaller chunks take longer still.
         for candidate in rest:
             best = candidate if best is None or candidate.is_faster_than(best) else best
         if best is None:
@@ -304,6 +336,8 @@ class Planner:
         parts: list[str] = []
         if self._placing.recomputed != "nothing":
             parts.append(f"{self._placing.recomputed} recomputed")
+        if self._placing.splits:
+            parts.append(f"{len(self._placing.splits)} in chunks")
         if self._placing.streams.rings(self._placing.everything(*_RINGS[0])):
             parts.append(_worded(ring))
         return ", ".join(parts)
@@ -379,7 +413,7 @@ class Planner:
         self, candidate: Candidate, options: Mapping[str, Any] | None
     ) -> tuple[int, ...]:
         """What XLA:TPU may report of a plan that was just made: a sample, in bytes."""
-        planners = (self, *vars(self).get("_recomputing", ()))
+        planners = (self, *self._others.values())
         planner = next(p for p in planners if p._placing is candidate.placing)
         _, module = planner._capture(candidate.hosting, options)
         machine = self._lowering.target.machine
@@ -392,7 +426,7 @@ class Planner:
 
     def forget(self) -> None:
         """Has XLA show everything anew."""
-        for planner in (self, *vars(self).get("_recomputing", ())):
+        for planner in (self, *self._others.values()):
             planner._captured.clear()
             planner._planned.clear()
 

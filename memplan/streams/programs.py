@@ -69,7 +69,15 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     if not any(_has_call_around_scan(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []
-    results = _inline(jaxpr, {}, eqns)
+    results = _inline(jaxpr, {}, eqns, _around_scan)
+    return jaxpr.replace(eqns=eqns, outvars=results)
+
+
+def inline_all_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """Replaces each call in a program by what it calls, but for those with constants of their own,
+    or that say how arrays lie; what else has a program inside stays as it is."""
+    eqns: list[JaxprEqn] = []
+    results = _inline(jaxpr, {}, eqns, _called)
     return jaxpr.replace(eqns=eqns, outvars=results)
 
 
@@ -80,35 +88,47 @@ def _has_scan(eqn: JaxprEqn) -> bool:
 
 
 def _has_call_around_scan(eqn: JaxprEqn) -> bool:
-    if _inlined(eqn):
+    if _around_scan(eqn):
         return True
     return any(_has_call_around_scan(e) for program in programs(eqn) for e in program.jaxpr.eqns)
 
 
-def _inlined(eqn: JaxprEqn) -> Jaxpr | None:
-    """The program that takes the place of an equation; None where it stays."""
+def _around_scan(eqn: JaxprEqn) -> Jaxpr | None:
+    """What a call around a scan calls; None of another equation."""
     call = decode(eqn)
     if isinstance(call, Call) and not call.body.consts and _has_scan(eqn):
         return call.body
     return None
 
 
+def _called(eqn: JaxprEqn) -> Jaxpr | None:
+    call = decode(eqn)
+    if isinstance(call, Call) and call.is_bare and not call.body.consts:
+        return call.body
+    return None
+
+
 def _inline(
-    jaxpr: Jaxpr, values: dict[Var, Any], eqns: list[JaxprEqn], fresh: bool = False
+    jaxpr: Jaxpr,
+    values: dict[Var, Any],
+    eqns: list[JaxprEqn],
+    callee_of: Callable[[JaxprEqn], Jaxpr | None],
+    fresh: bool = False,
 ) -> list[Any]:
     """Appends the equations of `jaxpr` to `eqns`; returns its results.
 
     Args:
       values: what its variables are called there.
+      callee_of: the program that takes the place of an equation; None where it stays.
       fresh: give the results of equations new variables, for the same program may be
         called twice.
     """
 
     for eqn in jaxpr.eqns:
         operands = [_named(a, values) for a in eqn.invars]
-        if (callee := _inlined(eqn)) is not None:
+        if (callee := callee_of(eqn)) is not None:
             called = dict(zip(callee.invars, operands, strict=True))
-            results = _inline(callee, called, eqns, fresh=True)
+            results = _inline(callee, called, eqns, callee_of, fresh=True)
             values.update(zip(eqn.outvars, results, strict=True))
             continue
         outvars = [Var(v.aval) for v in eqn.outvars] if fresh else eqn.outvars

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlo_passes.equations import (
+    Along,
     BroadcastInDim,
     Call,
     Concatenate,
@@ -74,8 +75,12 @@ doubled.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,))
         (lambda x: lax.dynamic_slice(x, (1, 0), (2, 3)), DynamicSlice((2, 3))),
         (lambda x: lax.dynamic_update_slice(x, x[:1], (2, 0)), DynamicUpdateSlice()),
         (lambda _: lax.broadcasted_iota(jnp.int32, (4, 3), 1), Iota(1)),
-        (lambda x: x.sum(1), Reduction((1,))),
-        (lambda x: x.max(0), Reduction((0,))),
+        (lambda x: x.sum(1), Reduction((1,), "sum")),
+        (lambda x: x.max(0), Reduction((0,), "max")),
+        (lambda x: lax.argmax(x, 1, jnp.int32), Reduction((1,), None)),
+        (lambda x: lax.cumsum(x, 1), Along((1,))),
+        (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 0))), Along((1,))),
+        (lambda x: lax.slice(x, (0, 1), (4, 2)), Along(())),
         (lambda x: lax.reshape(x, (2, 6)), Reshape(True)),
         (lambda x: lax.rev(x, (1,)), Reverse((1,))),
         (lambda x: lax.squeeze(x[None], (0,)), Squeeze((0,))),
@@ -90,12 +95,16 @@ def test_indices():
     rows = jnp.array([[2], [1]])
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     eqn = traced(lambda x: lax.gather(x, rows, numbers, (1, 3)))
-    assert decode(eqn) == Gather(axes=(0,), collapsed=(0,), sizes=(1, 3))
+    assert decode(eqn) == Gather(
+        axes=(0,), collapsed=(0,), sizes=(1, 3), window=(1,), batches=((), ())
+    )
 
     places = lax.ScatterDimensionNumbers((1,), (0,), (0,))
     for scatter, replaces in ((lax.scatter, True), (lax.scatter_add, False)):
         eqn = traced(lambda x, scatter=scatter: scatter(x, rows, X[:2], places))
-        assert decode(eqn) == Scatter(axes=(0,), inserted=(0,), window=(1,), replaces=replaces)
+        assert decode(eqn) == Scatter(
+            axes=(0,), inserted=(0,), window=(1,), replaces=replaces, batches=((), ())
+        )
 
 
 def test_loops_and_branches():

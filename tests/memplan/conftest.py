@@ -75,5 +75,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def planned_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What loops leave for others is kept or streamed, even where computing it again is faster."""
+    """What loops leave for others is kept or streamed, even where computing it again is faster, and
+    nothing is run in chunks."""
     monkeypatch.setattr(Placing, "recomputing", lambda self: ())
+    monkeypatch.setattr(Placing, "splitting", lambda self, aims: iter(()))

@@ -1,0 +1,268 @@
+"""A program with a region of it as a loop over chunks.
+
+    before ─► for i in range(parts):                                          ─► after
+                  slices of what is cut, at i
+                  the region's equations, on chunks
+                  results written into their place; sums added to what there is
+
+What the loop makes for others is written where it will stay; what chunks are summed to is kept in
+float32 where they are narrower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from hlo_passes.equations import (
+    Iota,
+    Scan,
+    bind,
+    decode,
+    programs,
+    with_chunks,
+    with_programs,
+    with_wide_sum,
+)
+from memplan.splitting.axes import Axis
+from memplan.splitting.regions import Graph, Region
+from memplan.streams.leading_axis import aval_of, shape_of
+
+_TWO_OF = {
+    "sum": jnp.add,
+    "prod": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+    "xor": jnp.bitwise_xor,
+}
+
+
+def in_chunks(jaxpr: Jaxpr, region: Region, parts: int) -> Jaxpr:
+    """The program with a region as a loop of so many trips.
+
+    Args:
+      region: whose dimensions `parts` divides.
+    """
+    graph = Graph(jaxpr)
+    numbers = sorted(region.axes)
+    outside = [n for n in range(len(jaxpr.eqns)) if n not in region.axes]
+    late = graph.after(numbers)
+    early = graph.before(numbers)
+    first = numbers[0]
+    before = [n for n in outside if n in early or (n not in late and n < first)]
+    after = [n for n in outside if n not in early and (n in late or n >= first)]
+    read = {a for n in after for a in jaxpr.eqns[n].invars if isinstance(a, Var)}
+    loop = _Loop(graph, region, parts, read)
+    eqns = [jaxpr.eqns[n] for n in before] + loop.equations() + [jaxpr.eqns[n] for n in after]
+    return jaxpr.replace(eqns=eqns, debug_info=jaxpr.debug_info)
+
+
+class _Loop:
+    def __init__(self, graph: Graph, region: Region, parts: int, read: set[Any]) -> None:
+        self.graph, self.parts = graph, parts
+        self.eqns = [(graph.eqns[n], region.axes[n]) for n in sorted(region.axes)]
+        made = {v for eqn, _ in self.eqns for v in eqn.outvars}
+        taken = [a for eqn, _ in self.eqns for a in eqn.invars if isinstance(a, Var)]
+        self.given = list(dict.fromkeys(v for v in taken if v not in made))
+        read |= {a for a in graph.jaxpr.outvars if isinstance(a, Var)}
+        self.results = [
+            (eqn, axis, k)
+            for eqn, axis in self.eqns
+            for k, v in enumerate(eqn.outvars)
+            if v in read
+        ]
+
+    def equations(self) -> list[JaxprEqn]:
+        """Of the loop, and what is around it; the arrays have the names that they had."""
+        shapes = [jax.ShapeDtypeStruct(shape_of(v), aval_of(v).dtype) for v in self.given]
+        made = jax.make_jaxpr(self._run)(*shapes)
+        assert not made.consts
+        outvars = [eqn.outvars[k] for eqn, _, k in self.results]
+        names = dict(zip(made.jaxpr.invars, self.given, strict=True))
+        names |= dict(zip(made.jaxpr.outvars, outvars, strict=True))
+        # Errors and profiles name the user's line, not this one.
+        traceback = self.results[-1][0].source_info.traceback
+        return [
+            eqn.replace(
+                invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars],
+                outvars=[names.get(v, v) for v in eqn.outvars],
+                source_info=eqn.source_info.replace(traceback=traceback),
+            )
+            for eqn in made.jaxpr.eqns
+        ]
+
+    def _run(self, *given: Any) -> list[Any]:
+        whole = dict(zip(self.given, given, strict=True))
+        begin = [self._begin(eqn, axis, k, whole) for eqn, axis, k in self.results]
+
+        def trip(carry: list[Any], i: Any) -> tuple[list[Any], None]:
+            return self._trip(i, carry, whole), None
+
+        end, _ = lax.scan(trip, begin, jnp.arange(self.parts, dtype=jnp.int32))
+        ends = zip(end, self.results, strict=True)
+        return [value.astype(aval_of(eqn.outvars[k]).dtype) for value, (eqn, _, k) in ends]
+
+    def _begin(self, eqn: JaxprEqn, axis: Axis, k: int, whole: Mapping[Var, Any]) -> Any:
+        """What a result is before the first chunk."""
+        aval = aval_of(eqn.outvars[k])
+        combine = axis.combine(k)
+        if combine is None:
+            return lax.empty(aval.shape, aval.dtype)
+        if combine == "fold":
+            first = eqn.invars[0]
+            return first.val if isinstance(first, Literal) else whole[first]
+        return jnp.full(aval.shape, _neutral(combine, aval.dtype), _wide(combine, aval.dtype))
+
+    def _trip(self, i: Any, carry: Sequence[Any], whole: Mapping[Var, Any]) -> list[Any]:
+        chunk = _Chunk(self.parts, i, whole)
+        for (eqn, axis, k), value in zip(self.results, carry, strict=True):
+            if axis.combine(k) == "fold":
+                chunk.folded[eqn.outvars[k]] = value
+        for eqn, axis in self.eqns:
+            chunk.run(eqn, axis)
+        new = list[Any]()
+        for (eqn, axis, k), before in zip(self.results, carry, strict=True):
+            d, combine = axis.results[k], axis.combine(k)
+            value = chunk.of(eqn.outvars[k], d)
+            with _line_of(eqn):
+                if d is not None:
+                    at = i * value.shape[d]
+                    new.append(lax.dynamic_update_slice_in_dim(before, value, at, d))
+                elif combine is None or combine == "fold":
+                    new.append(value)
+                else:
+                    new.append(_TWO_OF[combine](before, value.astype(before.dtype)))
+        return new
+
+
+class _Chunk:
+    """What there is in one trip of a loop.
+
+    Attributes:
+      folded: of results, what the chunks before have made of them.
+    """
+
+    def __init__(self, parts: int, i: Any, whole: Mapping[Var, Any]) -> None:
+        self.parts, self.i = parts, i
+        self.whole = whole
+        self.folded = dict[Var, Any]()
+        self._values = dict[tuple[Var, int | None], Any]()
+
+    def of(self, a: Any, d: int | None) -> Any:
+        """An array, or the chunk of it along a dimension."""
+        if isinstance(a, Literal):
+            return a.val
+        if (a, d) not in self._values:
+            array = self.whole[a]
+            if d is not None:
+                size = array.shape[d] // self.parts
+                array = lax.dynamic_slice_in_dim(array, self.i * size, size, d)
+            self._values[a, d] = array
+        return self._values[a, d]
+
+    def put(self, a: Any, d: int | None, value: Any) -> None:
+        self._values[a, d] = value
+
+    def run(self, eqn: JaxprEqn, axis: Axis) -> None:
+        with _line_of(eqn):
+            operands = [self.of(a, d) for a, d in zip(eqn.invars, axis.operands, strict=True)]
+            if axis.combine(0) == "fold":
+                operands[0] = self.folded[eqn.outvars[0]]
+            results = self._results(eqn, axis, operands)
+        for v, d, value in zip(eqn.outvars, axis.results, results, strict=True):
+            self.put(v, d, value)
+
+    def _results(self, eqn: JaxprEqn, axis: Axis, operands: Sequence[Any]) -> Sequence[Any]:
+        if axis.inside:
+            (program,) = programs(eqn)
+            return bind(with_programs(eqn, [self._inside(program.jaxpr, axis, eqn)]), *operands)
+        first = [*shape_of(eqn.outvars[0])]
+        if (d := axis.results[0]) is not None:
+            first[d] //= self.parts
+        chunk = with_chunks(eqn, operands[0].shape if operands else (), first)
+        if axis.combine(0) == "sum":
+            chunk, operands = with_wide_sum(chunk, operands)
+        found = bind(chunk, *operands)
+        if d is not None and decode(eqn) == Iota(d):
+            found = found + (self.i * first[d]).astype(found.dtype)
+        return found if chunk.primitive.multiple_results else [found]
+
+    def _inside(self, body: Jaxpr, axis: Axis, around: JaxprEqn) -> Jaxpr:
+        """The program inside an equation, on chunks."""
+        cut = dict[Var, int]()
+        for n, own in axis.inside.items():
+            pairs = own.pairs(body.eqns[n])
+            cut |= {v: d for v, d in pairs if isinstance(v, Var) and d is not None}
+        says = decode(around)
+        first_stack = says.first_stack if isinstance(says, Scan) else len(body.invars)
+        shapes = list[jax.ShapeDtypeStruct]()
+        for k, (v, d) in enumerate(zip(body.invars, axis.operands, strict=True)):
+            aval, shape = aval_of(v), [*shape_of(v)]
+            if d is not None:  # What only passes through has no equation that says so.
+                cut[v] = d - (k >= first_stack)
+                shape[cut[v]] //= self.parts
+            shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
+
+        def run(*inputs: Any) -> list[Any]:
+            chunk = _Chunk(self.parts, self.i, {})
+            for v, value in zip(body.invars, inputs, strict=True):
+                chunk.put(v, cut.get(v), value)
+            for n, eqn in enumerate(body.eqns):
+                chunk.run(eqn, axis.inside.get(n) or _same(eqn))
+            results = [
+                chunk.of(v, cut.get(v) if isinstance(v, Var) else None) for v in body.outvars
+            ]
+            return [
+                jnp.asarray(value).astype(aval_of(v).dtype)
+                for value, v in zip(results, body.outvars, strict=True)
+            ]
+
+        made = jax.make_jaxpr(run)(*shapes)
+        assert not made.consts
+        return made.jaxpr
+
+
+def _same(eqn: JaxprEqn) -> Axis:
+    """An equation that every chunk does as it is."""
+    return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
+
+
+def _wide(combine: str, dtype: Any) -> Any:
+    """What chunks are summed in."""
+    narrow = combine == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.float32 if narrow else dtype
+
+
+def _neutral(combine: str, dtype: Any) -> Any:
+    """What two with it become the other of."""
+    is_bool = np.dtype(dtype) == np.bool_
+    match combine:
+        case "prod":
+            return 1
+        case "and":
+            return True if is_bool else -1
+        case "max" | "min":
+            sign = -1 if combine == "max" else 1
+            if jnp.issubdtype(dtype, jnp.floating):
+                return sign * jnp.inf
+            if is_bool:
+                return combine == "min"
+            info = jnp.iinfo(dtype)
+            return info.min if combine == "max" else info.max
+        case _:
+            return 0
+
+
+def _line_of(eqn: JaxprEqn) -> Any:
+    return source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=eqn.source_info.name_stack
+    )

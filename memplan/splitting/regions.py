@@ -1,0 +1,243 @@
+"""The equations around a large array that are cut together.
+
+From an array and one of its dimensions the cut goes on to those that make it and read it, as far as
+arrays are large::
+
+    x [n, d] ─► dot ─► logits [n, v] ─► max ─► [n] ─► sub ─► exp ─► sum ─► [n] ─► log ─► ... ─► loss
+                  w [d, v]                                                        (a sum of chunks)
+
+What every chunk has whole, or what is summed over all of them, is outside; and so is whatever needs
+that, for it comes after the last chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from memplan.splitting.axes import Axis, axes_of, sums_alike
+from memplan.streams.fusion import bytes_of
+from memplan.streams.leading_axis import shape_of
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is run in chunks.
+
+    Attributes:
+      axes: how each of its equations is cut, by their numbers.
+      cut: the dimension of each array that it makes, or takes, in chunks.
+    """
+
+    axes: Mapping[int, Axis]
+    cut: Mapping[Var, int]
+
+
+class Graph:
+    """Who makes and who reads the arrays of a program."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr = jaxpr
+        self.eqns: Sequence[JaxprEqn] = jaxpr.eqns
+        self.maker = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for n, eqn in enumerate(jaxpr.eqns):
+            for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+                self.readers.setdefault(v, []).append(n)
+
+    @functools.cache  # noqa: B019  # Lives as long as the graph.
+    def axes(self, n: int) -> tuple[Axis, ...]:
+        return axes_of(self.eqns[n])
+
+    def around(self, v: Var) -> Iterator[int]:
+        if v in self.maker:
+            yield self.maker[v]
+        yield from self.readers.get(v, ())
+
+    def arrays(self, n: int, axis: Axis) -> list[tuple[Var, int | None]]:
+        """The operands and results of an equation, with the dimension that is cut of each."""
+        return [(v, d) for v, d in axis.pairs(self.eqns[n]) if isinstance(v, Var)]
+
+    def before(self, ns: Iterable[int]) -> set[int]:
+        """The equations that some need."""
+        return _reached(
+            ns, lambda n: (self.maker.get(a) for a in self.eqns[n].invars if isinstance(a, Var))
+        )
+
+    def after(self, ns: Iterable[int]) -> set[int]:
+        """The equations that need some."""
+        return _reached(
+            ns, lambda n: (r for v in self.eqns[n].outvars for r in self.readers.get(v, ()))
+        )
+
+
+def _reached(ns: Iterable[int], step: Callable[[int], Iterable[int | None]]) -> set[int]:
+    found, pending = set[int](), list(ns)
+    while pending:
+        for n in step(pending.pop()):
+            if n is not None and n not in found:
+                found.add(n)
+                pending.append(n)
+    return found
+
+
+def grow(graph: Graph, seed: Var, dimension: int, parts: int, least: int) -> Region | None:
+    """The region around an array that is cut into so many parts.
+
+    Args:
+      least: bytes of an array from which on the cut goes to those around it.
+
+    Returns:
+      None where nothing around the array can be cut so.
+    """
+    growing = _Growing(graph, parts, least, {seed: dimension})
+    growing.spread(seed)
+    growing.settle()
+    growing.finish()
+    return Region(growing.axes, growing.taken()) if growing.axes else None
+
+
+@dataclass
+class _Growing:
+    """A region on its way.
+
+    Attributes:
+      early: equations that make what every chunk needs whole: they are done before the first.
+      late: equations that need what is combined of all chunks, or that are not cut themselves and
+        read what is: they come after the last one.
+    """
+
+    graph: Graph
+    parts: int
+    least: int
+    cut: dict[Var, int]
+    axes: dict[int, Axis] = field(default_factory=dict[int, Axis])
+    early: set[int] = field(default_factory=set[int])
+    late: set[int] = field(default_factory=set[int])
+
+    def spread(self, seed: Var) -> None:
+        """Takes in what is around, the largest arrays first: a smaller one may be what every chunk
+        needs whole. And of those as large first what every chunk has a part of: an equation that
+        contracts what it could share would end the region."""
+        count = itertools.count()
+        arrays: list[tuple[int, bool, int, Var, int | None]] = []
+
+        def push(v: Var, n: int | None = None) -> None:
+            heapq.heappush(arrays, (-bytes_of([v]), n is not None, next(count), v, n))
+
+        push(seed)
+        while arrays:
+            _, is_sum, _, v, sum_ = heapq.heappop(arrays)
+            for n in self.graph.around(v) if sum_ is None else [sum_]:
+                axis = None if n in self.axes else self._fitting(n)
+                if axis is None:
+                    continue
+                if not axis.is_map and not is_sum:
+                    push(v, n)
+                    continue
+                for found in self._take(n):
+                    push(found)
+
+    def settle(self) -> None:
+        """Takes in what is between its equations, and leaves out what needs what cannot be."""
+        while True:
+            needed = self.graph.before(self.axes)
+            between = [n for n in sorted(needed - {*self.axes}) if self._reads_chunks(n)]
+            if not between:
+                return
+            for n in between:
+                self._take(n)
+                if n not in self.axes:
+                    self._leave_out(n)
+                    break
+
+    def finish(self) -> None:
+        """Takes in what may as well be done to the parts of a sum as to it, such as to transpose
+        it: what is summed lies then as others read it."""
+        combines = {
+            v: combine
+            for n, axis in self.axes.items()
+            for k, v in enumerate(self.graph.eqns[n].outvars)
+            if (combine := axis.combine(k)) is not None
+        }
+        results = {v for v in self.graph.jaxpr.outvars if isinstance(v, Var)}
+        pending = list(combines)
+        while pending:
+            v = pending.pop()
+            readers = self.graph.readers.get(v, ())
+            if v in results or len(readers) != 1:
+                continue
+            eqn = self.graph.eqns[readers[0]]
+            if len(eqn.invars) == 1 and sums_alike(eqn, combines):
+                self.axes[readers[0]] = Axis((None,), (None,), ("sum",))
+                combines[eqn.outvars[0]] = "sum"
+                pending.append(eqn.outvars[0])
+
+    def _reads_chunks(self, n: int) -> bool:
+        read = self.graph.eqns[n].invars
+        return any(isinstance(a, Var) and self.graph.maker.get(a) in self.axes for a in read)
+
+    def _leave_out(self, n: int) -> None:
+        """Leaves out all that needs an equation that is not cut."""
+        self.late |= {n, *self.graph.after([n])}
+        for n in self.late & self.axes.keys():
+            del self.axes[n]
+
+    def _fitting(self, n: int) -> Axis | None:
+        """How an equation is cut, where what it shares with the region is cut already."""
+        if n in self.early or n in self.late:
+            return None
+        found = None
+        for axis in self.graph.axes(n):
+            arrays = self.graph.arrays(n, axis)
+            if not any(d is not None and self.cut.get(v) == d for v, d in arrays):
+                continue
+            if all(self._agrees(v, d) for v, d in arrays):
+                if axis.is_map:
+                    return axis
+                found = found or axis
+        return found
+
+    def _agrees(self, v: Var, d: int | None) -> bool:
+        if d is None:  # Nothing that is made in chunks.
+            return self.graph.maker.get(v) not in self.axes
+        return self.cut.get(v, d) == d and shape_of(v)[d] % self.parts == 0
+
+    def _take(self, n: int) -> Sequence[Var]:
+        """Takes an equation in, if it fits; the large arrays that are cut by that."""
+        axis = self._fitting(n)
+        if axis is None:
+            return ()
+        eqn = self.graph.eqns[n]
+        whole = [v for v, d in self.graph.arrays(n, axis) if d is None and v in self.graph.maker]
+        made = {self.graph.maker[v] for v in whole} - {n}
+        early = made | self.graph.before(made)
+        late = set[int]() if axis.is_map else self._after_combined(n, axis)
+        if (early | late) & self.axes.keys() or n in early:
+            return ()
+        self.early |= early
+        self.late |= late
+        self.axes[n] = axis
+        new = list[Var]()
+        for v, d in self.graph.arrays(n, axis):
+            if d is not None and v not in self.cut:
+                self.cut[v] = d
+                if bytes_of([v]) >= self.least:
+                    new.append(v)
+        # What it reads is asked first: a product has its chunks from there.
+        return sorted(new, key=lambda v: v in eqn.outvars)
+
+    def _after_combined(self, n: int, axis: Axis) -> set[int]:
+        results = zip(self.graph.eqns[n].outvars, axis.results, strict=True)
+        readers = [r for v, d in results if d is None for r in self.graph.readers.get(v, ())]
+        return {*readers, *self.graph.after(readers)}
+
+    def taken(self) -> dict[Var, int]:
+        """What the region's equations take and make in chunks."""
+        arrays = (pair for n, axis in self.axes.items() for pair in self.graph.arrays(n, axis))
+        return {v: d for v, d in arrays if d is not None}

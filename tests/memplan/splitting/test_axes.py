@@ -1,0 +1,128 @@
+"""Equations that are cut: chunk by chunk they make what they make as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from hlo_passes.equations import name
+from memplan.splitting.axes import axes_of
+from memplan.splitting.loops import in_chunks
+from memplan.splitting.regions import Region
+from memplan.streams.programs import inline_all_calls
+
+A = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8) % 7 - 3
+B = np.arange(4 * 8 * 2, dtype=np.float32).reshape(4, 8, 2) % 5 - 2
+IMAGE, KERNEL = A.reshape(2, 4, 4, 6), np.ones((3, 3, 6, 2), np.float32)
+PLACES = np.array([[0, 3], [2, 1], [5, 5], [4, 0]])
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+# What is run, on what, and how many axes it has: of those that change the numbers' order, sums.
+EQUATIONS = {
+    "product": (lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,)))), (A, B), 4),
+    "element-wise": (lambda a, b: a * b, (A, A[:, :1]), 3),
+    "with a number": (lambda a: a * 2, (A,), 3),
+    "sum": (lambda a: lax.reduce_sum_p.bind(a, axes=(1,), out_sharding=None), (A,), 3),
+    "max": (lambda a: lax.reduce_max_p.bind(a, axes=(0, 2), out_sharding=None), (A,), 3),
+    "argmax": (lambda a: lax.argmax(a, 1, np.int32), (A,), 2),
+    "broadcast": (lambda a: lax.broadcast_in_dim(a, (4, 6, 2, 8), (0, 1, 3)), (A,), 4),
+    "broadcast of one": (lambda a: lax.broadcast_in_dim(a, (4, 6, 8), (0, 1, 2)), (A[:, :1],), 3),
+    "merged": (lambda a: lax.reshape(a, (24, 8)), (A,), 2),
+    "parted": (lambda a: lax.reshape(a, (2, 2, 6, 8)), (A,), 3),
+    "ones": (lambda a: lax.reshape(a, (1, 4, 1, 48)), (A,), 2),
+    "squeezed": (lambda a: lax.squeeze(a, (1,)), (A[:, :1],), 2),
+    "transposed": (lambda a: lax.transpose(a, (2, 0, 1)), (A,), 3),
+    "iota": (lambda: lax.broadcasted_iota(np.int32, (4, 6), 0), (), 2),
+    "concatenated": (lambda a: lax.concatenate([a, a], 1), (A,), 2),
+    "sliced": (lambda a: lax.slice(a, (0, 1, 0), (4, 4, 8)), (A,), 2),
+    "padded": (lambda a: lax.pad(a, np.float32(0), ((0, 0, 0), (1, -1, 0), (0, 0, 0))), (A,), 2),
+    "reversed": (lambda a: lax.rev(a, (1,)), (A,), 2),
+    "sorted": (lambda a: lax.sort(a, dimension=1), (A,), 2),
+    "sorted together": (lambda a: lax.sort([a, a * 2], dimension=2), (A,), 2),
+    "running": (lambda a: lax.cumsum(a, 2), (A,), 2),
+    "split": (lambda a: lax.split(a, (2, 4), 1), (A,), 2),
+    "largest": (lambda a: lax.top_k(a, 3), (A,), 2),
+    "stacked": (lambda a: jnp.stack([a, a], 1), (A,), 3),
+    "unstacked": (lambda a: jnp.unstack(a, axis=1), (A,), 2),
+    "tiled": (lambda a: jnp.tile(a, (1, 2, 1)), (A,), 2),
+    "window": (lambda a: lax.reduce_window_max_p.bind(
+        a, window_dimensions=(1, 2, 1), window_strides=(1, 2, 1), padding=((0, 0),) * 3,
+        base_dilation=(1,) * 3, window_dilation=(1,) * 3), (A,), 2),
+    "dynamic slice": (lambda a, k: lax.dynamic_slice(a, (0, k, 0), (4, 2, 8)), (A, np.int32(3)), 2),
+    "update": (lambda a, k: lax.dynamic_update_slice(a, a[:, :2], (0, k, 0)), (A, np.int32(3)), 2),
+    "convolution": (conv, (IMAGE, KERNEL), 3),
+    "rows": (lambda a, i: a[i], (A[0], PLACES), 3),
+    "entries of rows": (lambda a, i: jnp.take_along_axis(a, i, 1), (A[:, :, 0], PLACES), 2),
+    "rows added": (lambda a, i: a.at[i].add(i[..., None] * 0.5), (A[0], PLACES), 3),
+    "scanned": (lambda a, b: lax.scan(lambda c, x: (c / 2 + x, (c, x.sum())), b, a), (A, A[0]), 2),
+    "computed again": (lambda a: jax.checkpoint(lambda a: jnp.sin(a).sum(0))(a), (A,), 3),
+}  # fmt: skip
+
+
+def equation_of(function, args):
+    """A program, and the number of its last equation of which something can be cut."""
+    jaxpr = inline_all_calls(jax.make_jaxpr(function)(*args).jaxpr)
+    return jaxpr, max(n for n, eqn in enumerate(jaxpr.eqns) if axes_of(eqn))
+
+
+@pytest.mark.parametrize(("function", "args", "count"), EQUATIONS.values(), ids=EQUATIONS)
+def test_chunks_make_what_the_whole_makes(function, args, count):
+    jaxpr, n = equation_of(function, args)
+    eqn = jaxpr.eqns[n]
+    axes = axes_of(eqn)
+    assert len(axes) == count
+    expected = jaxpr_as_fun(jaxpr)(*args)
+    for axis in axes:
+        pairs = zip((*eqn.invars, *eqn.outvars), (*axis.operands, *axis.results), strict=True)
+        cut = {v: d for v, d in pairs if d is not None}
+        sizes = {v.aval.shape[d] for v, d in cut.items()}
+        parts = 3 if all(size % 3 == 0 for size in sizes) else 2
+        assert all(size % parts == 0 for size in sizes)
+        new = in_chunks(jaxpr, Region({n: axis}, cut), parts)
+        assert sum(e.primitive.name == "scan" for e in new.eqns) > sum(
+            e.primitive.name == "scan" for e in jaxpr.eqns
+        ) - bool(axis.inside)
+        found = jaxpr_as_fun(new)(*args)
+        for a, b in zip(expected, found, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive"),
+    [
+        (lambda a: lax.bitcast_convert_type(a, np.uint8), "bitcast_convert_type"),
+        (lambda a: jax.random.bits(jax.random.key(0), a.shape), "random_bits"),
+        (lambda a: lax.linalg.cholesky(a[:, :, :6]), "cholesky"),
+    ],
+)
+def test_what_is_not_known_is_not_cut(function, primitive):
+    jaxpr = inline_all_calls(jax.make_jaxpr(function)(A).jaxpr)
+    (eqn,) = (eqn for eqn in jaxpr.eqns if name(eqn) == primitive)
+    assert not axes_of(eqn)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("way", ["product", "sum"])
+def test_narrow_sums_are_wide_until_the_last_chunk(dtype, way):
+    a = jax.random.normal(jax.random.key(0), (1024, 64)).astype(dtype)
+    functions = {
+        "product": lambda a: lax.dot_general(a, a, (((0,), (0,)), ((), ())), None, dtype),
+        "sum": lambda a: lax.reduce_sum_p.bind(a, axes=(0,), out_sharding=None),
+    }
+    jaxpr, n = equation_of(functions[way], (a,))
+    axis = next(axis for axis in axes_of(jaxpr.eqns[n]) if not axis.is_map)
+    new = in_chunks(jaxpr, Region({n: axis}, {jaxpr.invars[0]: 0}), 256)
+    exact = functions[way](a.astype(jnp.float32)) if way == "product" else a.astype(float).sum(0)
+    (found,) = jaxpr_as_fun(new)(a)
+    assert found.dtype == dtype
+    error = np.abs(found.astype(np.float32) - exact) / (1 + np.abs(exact))
+    assert error.max() <= float(jnp.finfo(dtype).eps)

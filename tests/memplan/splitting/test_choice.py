@@ -1,0 +1,241 @@
+"""Programs in chunks: the same numbers, and less of them there at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from hlo_passes.equations import name
+from memplan.splitting.choice import split
+from memplan.splitting.live import live_in
+from memplan.streams.programs import inline_all_calls
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def traced(function, *args):
+    return inline_all_calls(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def live_bytes(jaxpr):
+    return max(live_in(jaxpr).loads)
+
+
+def temporaries(jaxpr, args):
+    compiled = jax.jit(jaxpr_as_fun(jaxpr)).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def largest(jaxpr):
+    """The largest array that a program, or one inside it, makes."""
+    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if name(eqn) == "scan"]
+    own = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+    return max([*own, *map(largest, inner)])
+
+
+def drawn(key, *shape):
+    return np.random.default_rng(key).standard_normal(shape) / shape[0] ** 0.5
+
+
+def attention(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def block(x, weights):
+    query, key, value, out, up, down = weights
+    y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+    heads = [(y @ w).reshape(*y.shape[:2], 4, -1) for w in (query, key, value)]
+    x = x + attention(*heads).reshape(x.shape) @ out
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+def loss(x, layers, head, labels):
+    for weights in layers:
+        x = block(x, weights)
+    scores = jax.nn.log_softmax(x @ head)
+    return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], -1))
+
+
+def scanned(x, layers, head, labels):
+    stacks = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, stacks)
+    return loss(x, (), head, labels)
+
+
+SHAPES = [(64, 64)] * 4 + [(64, 256), (256, 64)]
+LAYERS = [tuple(drawn(k, *s) for k, s in enumerate(SHAPES, 10 * n)) for n in range(2)]
+X, HEAD = drawn(100, 4, 128, 64), drawn(101, 64, 2048)
+LABELS = np.arange(4 * 128).reshape(4, 128) * 7 % 2048
+
+QUERIES = (drawn(102, 1, 256, 4, 16), drawn(103, 1, 256, 4, 16), drawn(104, 1, 256, 4, 16))
+
+# What is run, on what, and to which part of it what is live comes down.
+PROGRAMS = {
+    "attention": (attention, QUERIES, 0.2),
+    "block": (block, (X, LAYERS[0]), 0.25),
+    "loss": (loss, (X, (), HEAD, LABELS), 0.2),
+    "loss and gradients": (jax.value_and_grad(loss, argnums=(0, 2)), (X, (), HEAD, LABELS), 0.25),
+    "attention and gradients": (
+        jax.value_and_grad(lambda *a: (attention(*a) ** 2).sum(), argnums=(0, 1, 2)),
+        QUERIES,
+        0.25,
+    ),
+    "training": (jax.value_and_grad(loss, argnums=(1, 2)), (X, LAYERS, HEAD, LABELS), 0.3),
+    "scanned": (jax.value_and_grad(scanned, argnums=(1, 2)), (X, LAYERS, HEAD, LABELS), 0.3),
+    "computed again": (
+        jax.grad(lambda x, w: (jax.checkpoint(block)(x, w) ** 2).sum(), argnums=1),
+        (X, LAYERS[0]),
+        0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "args", "share"), PROGRAMS.values(), ids=PROGRAMS)
+def test_less_is_live_and_numbers_are_the_same(function, args, share):
+    jaxpr, flat = traced(function, *args), jax.tree.leaves(args)
+    before = live_bytes(jaxpr)
+    new, splits = split(jaxpr, int(before * share))
+    assert splits
+    assert live_bytes(new) <= 1.1 * before * share
+    # What XLA makes of it.
+    assert temporaries(new, flat) < 0.6 * temporaries(jaxpr, flat)
+    for a, b in zip(jaxpr_as_fun(jaxpr)(*flat), jaxpr_as_fun(new)(*flat), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_logits_and_their_gradient_are_nowhere():
+    args = X, (), HEAD, LABELS
+    jaxpr = traced(jax.value_and_grad(loss, argnums=(0, 2)), *args)
+    new, _ = split(jaxpr, live_bytes(jaxpr) // 5)
+    assert largest(jaxpr) == 4 * 128 * 2048
+    assert largest(new) <= max(HEAD.size, 4 * 128 * 2048 // 4)
+
+
+def test_what_fits_is_left_as_it_is():
+    jaxpr = traced(attention, *QUERIES)
+    assert split(jaxpr, live_bytes(jaxpr)) == (jaxpr, ())
+
+
+def test_what_cannot_be_cut_is_left_as_it_is():
+    jaxpr = traced(jnp.linalg.inv, np.eye(64))
+    assert split(jaxpr, 0) == (jaxpr, ())
+
+
+def test_effects_and_random_numbers_stay_outside():
+    def function(x):
+        x = jnp.tanh(x) * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+        jax.debug.callback(lambda total: None, x.sum())
+        return (jnp.exp(x) @ x.T).sum(1)
+
+    x = drawn(0, 512, 256)
+    jaxpr = traced(function, x)
+    new, splits = split(jaxpr, live_bytes(jaxpr) // 4)
+    assert splits
+    kinds = [name(eqn) for eqn in new.eqns]
+    assert kinds.count("debug_callback") == 1
+    for eqn in new.eqns:
+        if name(eqn) == "scan":
+            inside = {name(e) for e in eqn.params["jaxpr"].eqns}
+            assert not inside & {"debug_callback", "random_bits"}
+    np.testing.assert_allclose(jaxpr_as_fun(new)(x)[0], function(x), rtol=1e-12)
+
+
+# --- programs at random ---------------------------------------------------------------------
+
+
+def random_program(seed):
+    """A function of a few arrays that share dimensions, of operations at random; and the arrays."""
+    rng = np.random.default_rng(seed)
+    batch, rows, inner, features = (int(rng.choice([2, 4, 6, 8, 12])) for _ in range(4))
+    args = [
+        rng.standard_normal((batch, rows, features)),
+        rng.standard_normal((features, inner)),
+        rng.standard_normal((batch, rows, 1)),
+    ]
+    choices = rng.integers(0, 1 << 30, 12)
+
+    def function(x, w, scale):
+        values = [x, scale + x]
+        for choice in choices:
+            a = values[choice % len(values)]
+            b = values[choice // 7 % len(values)]
+            values.append(_applied(int(choice // 64), a, b, w))
+        return sum((jnp.sin(v) * (n + 1)).mean() for n, v in enumerate(values)), values[-1]
+
+    return function, args
+
+
+def _applied(choice, a, b, w):
+    kind, more = choice % 12, choice // 12
+    match kind:
+        case 0:
+            return jnp.tanh(a) * 1.5
+        case 1 if a.shape == b.shape:
+            return a * jax.nn.sigmoid(b)
+        case 2:
+            return jax.nn.softmax(a, axis=more % a.ndim)
+        case 3 if a.shape[-1] == w.shape[0]:
+            return a @ w
+        case 4 if a.shape[-1] == w.shape[1]:
+            return a @ w.T
+        case 5 if a.ndim > 1:
+            return jnp.swapaxes(a, more % a.ndim, (more // 4 + 1) % a.ndim)
+        case 6 if a.ndim > 1:
+            return a.reshape(-1, *a.shape[2:])
+        case 7 if a.ndim < 4 and a.shape[0] % 2 == 0:
+            return a.reshape(2, a.shape[0] // 2, *a.shape[1:])
+        case 8 if a.ndim > 1:
+            return a - a.mean(more % a.ndim, keepdims=True)
+        case 9 if a.ndim == 3 and b.ndim == 3 and a.shape[::2] == b.shape[::2]:
+            return jnp.einsum("bqd,bkd->bqk", a, b)
+        case 10:
+            return jnp.concatenate([a, jnp.flip(a, more % a.ndim)], more // 4 % a.ndim)[..., :24]
+        case 11:
+            return jnp.cumsum(a, more % a.ndim)
+        case _:
+            return jnp.cos(a) + a
+
+
+def check_random(seed):
+    function, args = random_program(seed)
+    if seed % 2:
+        value = function
+        function = jax.value_and_grad(lambda *a: value(*a)[0], argnums=(0, 1, 2))
+    jaxpr = traced(function, *args)
+    new, splits = split(jaxpr, live_bytes(jaxpr) // (2 + seed % 5))
+    expected, found = (jax.jit(jaxpr_as_fun(j))(*args) for j in (jaxpr, new))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+    return bool(splits)
+
+
+def test_random_programs():
+    assert sum(map(check_random, range(16))) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", range(0, 2000, 100))
+def test_many_random_programs(begin):
+    assert sum(map(check_random, range(begin, begin + 100))) > 50
+
+
+@pytest.mark.parametrize("around", ["jit", "grad", "vmap", "checkpoint"])
+def test_transformations_of_what_is_in_chunks(around):
+    jaxpr = traced(attention, *QUERIES)
+    new, _ = split(jaxpr, live_bytes(jaxpr) // 5)
+    plain, chunked = (lambda *a, j=j: jaxpr_as_fun(j)(*a)[0] for j in (jaxpr, new))
+    transformed = {
+        "jit": jax.jit,
+        "grad": lambda f: jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=(0, 1, 2)),
+        "vmap": lambda f: lambda *a: jax.vmap(f)(*[jnp.stack([x, 2 * x]) for x in a]),
+        "checkpoint": lambda f: jax.grad(lambda *a: (jax.checkpoint(f)(*a) ** 2).sum()),
+    }[around]
+    expected, found = (jax.tree.leaves(transformed(f)(*QUERIES)) for f in (plain, chunked))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
