@@ -35,6 +35,7 @@ from memplan.signature import (
     as_single_device,
     memory_kind,
 )
+from memplan.splitting.choice import Split
 
 _NAMED = 3  # Arguments, in a warning.
 
@@ -71,6 +72,7 @@ class Compiled:
         self._budget = budget
         self._bound: dict[bool, jax.stages.Compiled] = {}
         self.hosting = candidate.hosting if candidate is not None else placing.asked
+        self._splits = candidate.placing.splits if candidate is not None else ()
         self.plan = candidate.plan if candidate is not None else None
         layouts = placing.layouts_beside(self.hosting)
         parameters = placing.program.arguments.parameters
@@ -93,12 +95,19 @@ class Compiled:
         preparation = self.plan.preparation
         if preparation is not None and preparation.recomputed != "nothing":
             said += f"; recomputed in loops: {preparation.recomputed}"
+        if self.splits:
+            said += f"; in chunks: {'; '.join(map(str, self.splits))}"
         return f"<Compiled {said}>"
 
     @property
     def streams(self) -> tuple[LoopStreams, ...]:
         """What was decided about each loop over stacks; nothing without a plan."""
         return self.plan.streams if self.plan is not None else ()
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """What is run in chunks: how many, along which dimension of which array."""
+        return self._splits
 
     @property
     def left_alone(self) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import Remat, Scan, decode, name, programs, with_programs
@@ -20,7 +21,7 @@ from memplan.splitting.live import Live, live_in, within
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Graph, Region, grow
 from memplan.streams.fusion import bytes_of
-from memplan.streams.leading_axis import shape_of
+from memplan.streams.leading_axis import aval_of, shape_of
 
 _SHARES = (1, 8, 64, math.inf)
 """Of a seed's bytes: arrays as large as these parts of it are cut as well."""
@@ -44,12 +45,23 @@ class Split:
       seed: the equation whose result is the largest array that is never there as a whole.
       dimension: of that.
       size: equations in the loop.
+      line: of the user's program, where that is known of the equation, or of one around it; else
+        ``""``.
     """
 
     parts: int
     seed: JaxprEqn
     dimension: int
     size: int
+    line: str
+
+    def __str__(self) -> str:
+        aval = aval_of(self.seed.outvars[0])
+        at = f" ({self.line})" if self.line else ""
+        return (
+            f"{self.parts} chunks along dimension {self.dimension} of "
+            f"{aval.dtype}{list(aval.shape)}{at}, {self.size} operations"
+        )
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,9 @@ class _Splitting:
         cost = _moved(graph, region, parts) + parts * len(region.axes) * _TRIP
         d = region.cut[seed]
         maker = graph.eqns[graph.maker[seed]]
-        return _Found(jaxpr, Split(parts, maker, d, len(region.axes)), share, gain, cost, is_enough)
+        line = _line_of(maker, *(graph.eqns[n] for n in sorted(region.axes)))
+        found = Split(parts, maker, d, len(region.axes), line)
+        return _Found(jaxpr, found, share, gain, cost, is_enough)
 
     def _over(self, live: Live) -> int:
         return sum(max(load - self.aim, 0) for load in live.loads)
@@ -225,6 +239,11 @@ def _loop_of(jaxpr: Jaxpr, graph: Graph) -> JaxprEqn:
     new = [eqn for eqn in jaxpr.eqns if id(eqn) not in known and isinstance(decode(eqn), Scan)]
     (loop,) = new
     return loop
+
+
+def _line_of(*eqns: JaxprEqn) -> str:
+    """The line of the first equation that says one: not all that jax derives do."""
+    return next(filter(None, (source_info_util.summarize(e.source_info) for e in eqns)), "")
 
 
 def _divisors(size: int) -> list[int]:

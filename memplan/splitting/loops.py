@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Atom
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -185,16 +186,19 @@ class _Chunk:
         if axis.inside:
             (program,) = programs(eqn)
             return bind(with_programs(eqn, [self._inside(program.jaxpr, axis, eqn)]), *operands)
-        first = [*shape_of(eqn.outvars[0])]
-        if (d := axis.results[0]) is not None:
-            first[d] //= self.parts
-        chunk = with_chunks(eqn, operands[0].shape if operands else (), first)
+        result = self._shape(eqn.outvars[0], d := axis.results[0])
+        operand = self._shape(eqn.invars[0], axis.operands[0]) if operands else ()
+        chunk = with_chunks(eqn, operand, result)
         if axis.combine(0) == "sum":
             chunk, operands = with_wide_sum(chunk, operands)
         found = bind(chunk, *operands)
         if d is not None and decode(eqn) == Iota(d):
-            found = found + (self.i * first[d]).astype(found.dtype)
+            found = found + (self.i * result[d]).astype(found.dtype)
         return found if chunk.primitive.multiple_results else [found]
+
+    def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
+        """Of a chunk along a dimension."""
+        return tuple(n // self.parts if k == d else n for k, n in enumerate(shape_of(a)))
 
     def _inside(self, body: Jaxpr, axis: Axis, around: JaxprEqn) -> Jaxpr:
         """The program inside an equation, on chunks."""
@@ -206,10 +210,9 @@ class _Chunk:
         first_stack = says.first_stack if isinstance(says, Scan) else len(body.invars)
         shapes = list[jax.ShapeDtypeStruct]()
         for k, (v, d) in enumerate(zip(body.invars, axis.operands, strict=True)):
-            aval, shape = aval_of(v), [*shape_of(v)]
             if d is not None:  # What only passes through has no equation that says so.
                 cut[v] = d - (k >= first_stack)
-                shape[cut[v]] //= self.parts
+            aval, shape = aval_of(v), self._shape(v, cut.get(v))
             shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
         def run(*inputs: Any) -> list[Any]:
