@@ -57,8 +57,11 @@ _SMALL_STACKS, _SLOW = 0.5, 1.5
 # again what scans leave for others.
 _SOON_ENOUGH = 1.02
 
+# Chunks are tried where a step takes longer than that.
+_GOOD = 1.1
+
 # What is live besides the arguments, as a part of what is there without chunks, or of the budget.
-_AIMS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+_AIMS = tuple(2 ** (-n / 2) for n in range(11))
 
 # Where a plan came out slower than had been expected, another choice of arguments that stay is
 # tried if that is expected to take no more than this part of its step.
@@ -243,6 +246,9 @@ class Planner:
         found: list[Candidate] = []
         failed: list[Exception] = []
         for planner in self._planners(budget):
+            if planner._placing.splits and best is not None and not best.placing.splits:
+                if best.step_time_s <= _GOOD * best.compute_s:
+                    break
             planner._planned.clear()
             try:
                 again_s = planner._again_s(self, options)
@@ -251,7 +257,9 @@ class Planner:
                 failed.append(error)
                 continue
             candidate = None
-            for inside, nested in planner._inside(budget):
+            # A loop over chunks that brings what it reads, brings it for each of them.
+            ways = itertools.islice(planner._inside(budget), 1 if planner._placing.splits else None)
+            for inside, nested in ways:
                 in_turn = planner._in_turn(inside, nested, budget, options, again_s, found, failed)
                 # Which slots are best is asked of the best of the programs only.
                 candidate = next(in_turn, None)
@@ -259,10 +267,11 @@ class Planner:
                     best, rest = candidate, in_turn
                 if best is not None and best.is_hidden:
                     break
-            if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
+            if planner._placing.splits:
+                if candidate is not None and candidate is not best:
+                    break  # Smaller chunks take longer still.
+            elif best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
-            if planner._placing.splits and candidate is not None and candidate is not best:
-                break  # Smaller chunks take longer still.
         for candidate in rest:
             best = candidate if best is None or candidate.is_faster_than(best) else best
         if best is None:

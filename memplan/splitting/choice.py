@@ -31,6 +31,8 @@ _ROUNDS = 256
 """Regions that are looked for, at most."""
 _LEAST = 1 / 16
 """Of what is above the aim: what is no larger is no seed."""
+_SMALLEST = 1 << 18
+"""Bytes: a smaller array is no seed. A loop around it saves nothing that counts on any device."""
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
@@ -157,7 +159,7 @@ class _Splitting:
         """The program with a region around one of some arrays in chunks."""
         graph = Graph(jaxpr)
         for seed in seeds:
-            if seed in self._hopeless:
+            if seed in self._hopeless or bytes_of([seed]) < _SMALLEST:
                 continue
             kind = name(graph.eqns[graph.maker[seed]]), seed.aval
             found = [*self._around(graph, live, seed, self._chosen.get(kind))]

@@ -7,13 +7,15 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from hlo_passes.equations import name
+from memplan.splitting import choice
 from memplan.splitting.choice import split
 from memplan.splitting.live import live_in
 from memplan.streams.programs import inline_all_calls
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def small_and_exact(monkeypatch):
+    monkeypatch.setattr(choice, "_SMALLEST", 0)
     with jax.enable_x64(True):
         yield
 
@@ -162,17 +164,17 @@ def random_program(seed):
 
     def function(x, w, scale):
         values = [x, scale + x]
-        for choice in choices:
-            a = values[choice % len(values)]
-            b = values[choice // 7 % len(values)]
-            values.append(_applied(int(choice // 64), a, b, w))
+        for chosen in choices:
+            a = values[chosen % len(values)]
+            b = values[chosen // 7 % len(values)]
+            values.append(_applied(int(chosen // 64), a, b, w))
         return sum((jnp.sin(v) * (n + 1)).mean() for n, v in enumerate(values)), values[-1]
 
     return function, args
 
 
-def _applied(choice, a, b, w):
-    kind, more = choice % 12, choice // 12
+def _applied(chosen, a, b, w):
+    kind, more = chosen % 12, chosen // 12
     match kind:
         case 0:
             return jnp.tanh(a) * 1.5
