@@ -84,28 +84,20 @@ def _loss() -> Program:
         scores = jax.nn.log_softmax(logits)
         return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
 
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+
     def by_hand(parts: int) -> Callable[..., Any]:
         def function(x: Any, head: Any, labels: Any) -> Any:
-            tokens, width = x.shape
-
             def chunk(carry: Any, given: Any) -> Any:
-                total, dhead = carry
                 x, labels = given
-                logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
-                largest = jnp.max(logits, 1, keepdims=True)
-                powers = jnp.exp(logits - largest)
-                sums = jnp.sum(powers, 1, keepdims=True)
-                own = jnp.take_along_axis(logits, labels[:, None], 1)
-                total += jnp.sum(jnp.log(sums) + largest - own)
-                of = labels[:, None] == jnp.arange(head.shape[1])
-                dlogits = ((powers / sums - of) / tokens).astype(x.dtype)
-                dhead += jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
-                return (total, dhead), jnp.dot(dlogits, head.T)
+                value, (dx, dhead) = both(x, head, labels)
+                return (carry[0] + value, carry[1] + dhead.astype(jnp.float32)), dx
 
             begin = jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32)
-            chunks = x.reshape(parts, -1, width), labels.reshape(parts, -1)
+            chunks = x.reshape(parts, -1, x.shape[-1]), labels.reshape(parts, -1)
             (total, dhead), dx = lax.scan(chunk, begin, chunks)
-            return total / tokens, (dx.reshape(x.shape), dhead.astype(head.dtype))
+            dx = (dx.astype(jnp.float32) / parts).astype(x.dtype).reshape(x.shape)
+            return total / parts, (dx, (dhead / parts).astype(head.dtype))
 
         return function
 
@@ -114,7 +106,7 @@ def _loss() -> Program:
         jax.ShapeDtypeStruct((2048, 128_256), jnp.bfloat16),
         jax.ShapeDtypeStruct((8192,), jnp.int32),
     )
-    return jax.value_and_grad(loss, argnums=(0, 1)), by_hand, args
+    return both, by_hand, args
 
 
 def _attention() -> Program:

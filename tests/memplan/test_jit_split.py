@@ -1,0 +1,89 @@
+"""Programs that keep to a budget because parts of them are run in chunks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import memplan
+
+TOKENS, WIDTH, WORDS = 1024, 64, 8192
+LOGITS = TOKENS * WORDS * 4
+
+
+def loss(x: Any, head: Any, labels: Any) -> Any:
+    scores = jax.nn.log_softmax(x @ head)
+    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+
+def arguments() -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((TOKENS, WIDTH), np.float32)
+    head = random.standard_normal((WIDTH, WORDS), np.float32) / 8
+    return jnp.array(x), jnp.array(head), jnp.arange(TOKENS) * 7 % WORDS
+
+
+step = jax.value_and_grad(loss, argnums=(0, 1))
+BUDGET = LOGITS // 2
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "cpu",
+        pytest.param("v5e", marks=pytest.mark.tpu),
+        pytest.param("h200", marks=pytest.mark.gpu),
+    ],
+)
+def test_logits_and_their_gradient_are_nowhere(target: str):
+    tokens, words = 8192, 32768  # More than a TPU's VMEM holds.
+    args = (
+        jax.ShapeDtypeStruct((tokens, 512), jnp.float32),
+        jax.ShapeDtypeStruct((512, words), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    machine, budget = None if target == "cpu" else target, tokens * words * 2
+    compiled = memplan.jit(step, hbm=budget, machine=machine).lower(*args).compile()
+    assert compiled.device_bytes <= budget
+    assert "in chunks: " in repr(compiled)
+    assert "test_jit_split.py" in compiled.splits[0].line
+    made = (i.shape for c in compiled.module.computations.values() for i in c.instructions)
+    arrays = [array for shape in made for _, array in shape.leaves() if array.is_array]
+    assert max(array.element_count for array in arrays) < tokens * words
+    as_written = memplan.jit(step, hbm=budget, split=False, machine=machine)
+    with pytest.raises(memplan.MemoryBudgetError):
+        as_written.lower(*args).compile()
+
+
+def test_results_are_those_of_jax():
+    args = arguments()
+    found = memplan.jit(step, hbm=BUDGET)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (jax.jit(step)(*args), found)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8)
+
+
+def test_a_plan_that_was_kept_has_the_same_chunks(tmp_path: Any):
+    args = arguments()
+    compiled = memplan.jit(step, hbm=BUDGET).lower(*args).compile()
+    compiled.plan.save(tmp_path / "step.plan")
+    again = memplan.jit(step, plan=tmp_path / "step.plan").lower(*args).compile()
+    assert again.device_bytes == compiled.device_bytes
+    assert list(map(str, again.splits)) == list(map(str, compiled.splits))
+
+
+def test_what_fits_is_not_in_chunks():
+    compiled = memplan.jit(step, hbm="1GiB").lower(*arguments()).compile()
+    assert not compiled.splits
+
+
+def test_on_several_devices_nothing_is_in_chunks():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    by_rows = NamedSharding(mesh, PartitionSpec("x"))
+    x, head, labels = arguments()
+    args = jax.device_put(x, by_rows), head, jax.device_put(labels, by_rows)
+    with pytest.raises(memplan.MemoryBudgetError):
+        memplan.jit(step, hbm=LOGITS // 8).lower(*args).compile()
