@@ -201,7 +201,8 @@ def _by_hand(program: str, target: str, parts: int) -> Row:
 def _planned(program: str, target: str, within: int) -> Row:
     jax.config.update("jax_platforms", "cpu")
     function, _, args = PROGRAMS[program]()
-    lowered = jit(function, hbm=within, machine=topology(target)).lower(*args)
+    planned = jit(function, hbm=within, split=True, machine=topology(target))
+    lowered = planned.lower(*args)
     try:
         compiled: Compiled = lowered.compile()
     except MemoryBudgetError as error:

@@ -596,7 +596,7 @@ def with_chunks(eqn: JaxprEqn, operand: Sequence[int], result: Sequence[int]) ->
 
 def with_wide_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[JaxprEqn, Sequence[Any]]:
     """A sum of narrow floats as one in float32, on such operands; others as they are."""
-    dtype: Any = getattr(eqn.invars[0].aval, "dtype")  # noqa: B009
+    dtype: Any = getattr(eqn.outvars[0].aval, "dtype")  # noqa: B009
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         return eqn, operands
     if name(eqn) == "dot_general":

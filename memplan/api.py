@@ -60,7 +60,7 @@ def jit(
     machine: str | Machine | Topology | None = None,
     offload: str | Iterable[str] | None = None,
     slots: int | None = None,
-    split: bool = True,
+    split: bool = False,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     tiers: Sequence[str] = ("device", "host"),
@@ -82,8 +82,8 @@ def jit(
         ``"params.layers.*"``, also as jax spells them, ``"params['layers']*"``; by default
         every argument, donated ones where a result takes their place.
       slots: at most so many streamed weights on the device at once.
-      split: whether parts of the program may be run in chunks, in a loop, where it does not fit
-        otherwise, or only slower: an MLP by rows, attention by queries, a loss by tokens, or all
+      split: also run parts of the program in chunks, in a loop, where it does not fit otherwise, or
+        only slower: an MLP by rows, attention by queries, a loss by tokens, or all
         of a step by examples. Sums are then added up in another order, in float32 or wider;
         nothing else changes. On one device.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which

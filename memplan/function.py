@@ -39,7 +39,7 @@ class Options:
     machine: str | Machine | Topology | None = None
     offload: tuple[str, ...] | None = None
     slots: int | None = None
-    split: bool = True
+    split: bool = False
     layouts: Relaid | None = None
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None

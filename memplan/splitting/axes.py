@@ -13,10 +13,12 @@ Shardy's ``op_sharding_rule_registry.cc``), for a partition over time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 from jax.core import Atom
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -44,8 +46,9 @@ from hlo_passes.equations import (
     is_elementwise,
     is_sum,
     name,
+    says_where,
 )
-from memplan.streams.leading_axis import aval_of
+from memplan.streams.leading_axis import aval_of, shape_of
 
 type Dimension = int | None
 
@@ -61,12 +64,14 @@ class Axis:
         first operand is what the chunk before has made of it; None where all chunks have the same.
       inside: how the equations of the program inside are cut, by their numbers; all others of it
         are the same in every chunk.
+      within: the greatest common divisor of all sizes that are cut in there; 0 where none is.
     """
 
     operands: tuple[Dimension, ...]
     results: tuple[Dimension, ...]
     combines: tuple[str | None, ...] = ()
     inside: Mapping[int, Axis] = field(default_factory=dict["int", "Axis"])
+    within: int = 0
 
     def combine(self, k: int) -> str | None:
         """What becomes of two chunks' parts of a result that has no dimension that is cut."""
@@ -77,6 +82,12 @@ class Axis:
         arrays, dimensions = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         return [*zip(arrays, dimensions, strict=True)]
 
+    def is_one_way(self, eqn: JaxprEqn) -> bool:
+        """Whether no array of its equation is cut along two dimensions."""
+        found = dict[Var, Dimension]()
+        cut = [(a, d) for a, d in self.pairs(eqn) if isinstance(a, Var) and d is not None]
+        return all(found.setdefault(a, d) == d for a, d in cut)
+
     @property
     def is_map(self) -> bool:
         """Whether each chunk has a part of every result."""
@@ -86,7 +97,7 @@ class Axis:
 @functools.lru_cache(1 << 16)
 def axes_of(eqn: JaxprEqn) -> tuple[Axis, ...]:
     """The ways in which an equation can be cut; none of one that is not known."""
-    if eqn.effects:
+    if eqn.effects or says_where(eqn):
         return ()
     return tuple(_axes(eqn))
 
@@ -105,7 +116,7 @@ def _axes(eqn: JaxprEqn) -> Iterator[Axis]:
         case Reduction(axes, kind):
             kept = [d for d in range(len(operands[0])) if d not in axes]
             yield from (Axis((d,), (k,) * len(results)) for k, d in enumerate(kept))
-            if kind is not None:
+            if kind is not None and (aval_of(eqn.invars[0]).dtype.kind != "c" or kind == "sum"):
                 yield from (
                     Axis((d,), (None,) * len(results), (kind,) * len(results)) for d in axes
                 )
@@ -152,7 +163,7 @@ def _elementwise(
     operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> Iterator[Axis]:
     """Operands of one element along a dimension are the same for all of it."""
-    if any(len(o) not in (0, len(results[0])) for o in operands):
+    if {len(o) for o in operands} - {0} != {len(results[0])}:
         return  # Bits of one number become several.
     for d, size in enumerate(results[0]):
         cut = tuple(d if len(o) > d and o[d] == size else None for o in operands)
@@ -258,11 +269,9 @@ def _around(eqn: JaxprEqn) -> Iterator[Axis]:
     match decode(eqn):
         case Scan(body, constants, carried):
             first_stack, first_stacked = constants + carried, carried
-            again = dict(
-                zip(body.outvars[:carried], body.invars[constants:first_stack], strict=True)
-            )
+            again = [*zip(body.outvars[:carried], body.invars[constants:first_stack], strict=True)]
         case Remat(body):
-            first_stack, first_stacked, again = len(eqn.invars), len(eqn.outvars), {}
+            first_stack, first_stacked, again = len(eqn.invars), len(eqn.outvars), []
         case _:
             raise AssertionError(eqn)
     seen = list[Mapping[Var, int]]()
@@ -282,19 +291,26 @@ def _around(eqn: JaxprEqn) -> Iterator[Axis]:
                 tuple(d if d is None else d + (k >= first_stacked) for k, d in enumerate(results)),
                 tuple(combines.get(v) if isinstance(v, Var) else None for v in body.outvars),
                 inside,
+                math.gcd(
+                    *(shape_of(v)[d] for v, d in cut.items()), *(a.within for a in inside.values())
+                ),
             )
 
 
 class _Inside:
     """A program whose arrays are cut together with one of them."""
 
-    def __init__(self, body: Jaxpr, again: Mapping[Any, Var]) -> None:
+    def __init__(self, body: Jaxpr, again: Sequence[tuple[Any, Var]]) -> None:
         """
         Args:
-          again: of the results, those that become inputs of the next trip.
+          again: the results that become inputs of the next trip, with those.
         """
-        self.body = body
-        self.tied = {**again, **{v: k for k, v in again.items() if isinstance(k, Var)}}
+        self.body, self.again = body, again
+        self.tied = dict[Any, list[Any]]()
+        for result, given in again:
+            if isinstance(result, Var):
+                self.tied.setdefault(result, []).append(given)
+                self.tied.setdefault(given, []).append(result)
         self.around = dict[Var, list[int]]()
         for n, eqn in enumerate(body.eqns):
             for v in dict.fromkeys(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)):
@@ -309,9 +325,10 @@ class _Inside:
         pending = [v]
         while pending:
             v = pending.pop()
-            if (tied := self.tied.get(v)) is not None and tied not in cut:
-                cut[tied] = cut[v]
-                pending.append(tied)
+            for tied in self.tied.get(v, ()):
+                if tied not in cut:
+                    cut[tied] = cut[v]
+                    pending.append(tied)
             for n in self.around.get(v, ()):
                 if n in axes:
                     continue
@@ -346,7 +363,8 @@ class _Inside:
                 combines |= dict.fromkeys(eqn.outvars, "sum")
         if any(v in self.tied or combine == "fold" for v, combine in combines.items()):
             return False
-        return all(cut.get(v) == cut.get(tied) for v, tied in self.tied.items())
+        ends = ((cut.get(v) if isinstance(v, Var) else None, cut.get(g)) for v, g in self.again)
+        return all(end == begin for end, begin in ends)
 
 
 def sums_alike(eqn: JaxprEqn, combines: Mapping[Var, str]) -> bool:
@@ -358,9 +376,16 @@ def sums_alike(eqn: JaxprEqn, combines: Mapping[Var, str]) -> bool:
             return True
         case _ if name(eqn) == "convert_element_type":
             before, after = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
-            return after.kind == before.kind and after.itemsize >= before.itemsize
+            floats = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
+            return floats and after.itemsize >= before.itemsize
         case _:
             return is_sum(eqn) or name(eqn) == "neg"
+
+
+def _counts(eqn: JaxprEqn, axis: Axis) -> bool:
+    """Whether a chunk of it has numbers of its own."""
+    says = decode(eqn)
+    return isinstance(says, Iota) and axis.results[0] == says.dimension
 
 
 def _agreeing(eqn: JaxprEqn, cut: Mapping[Var, int]) -> Axis | None:
@@ -368,6 +393,8 @@ def _agreeing(eqn: JaxprEqn, cut: Mapping[Var, int]) -> Axis | None:
     found = None
     for axis in axes_of(eqn):
         arrays = axis.pairs(eqn)
+        if not axis.is_one_way(eqn) or _counts(eqn, axis):
+            continue  # A chunk in there does not know which it is.
         if all(not isinstance(a, Var) or a not in cut or cut[a] == d for a, d in arrays) and any(
             isinstance(a, Var) and a in cut for a, _ in arrays
         ):

@@ -8,6 +8,7 @@ and the search goes on with the program that has it as a loop.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Graph, Region, grow
 from memplan.streams.fusion import bytes_of
 from memplan.streams.leading_axis import aval_of, shape_of
+from memplan.streams.programs import without_dead
 
 _SHARES = (1, 8, 64, math.inf)
 """Of a seed's bytes: arrays as large as these parts of it are cut as well."""
@@ -96,7 +98,8 @@ def split(jaxpr: Jaxpr, aim: int) -> tuple[Jaxpr, tuple[Split, ...]]:
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    return _Splitting(aim).run(jaxpr)
+    new, splits = _Splitting(aim).run(without_dead(jaxpr))
+    return (new, splits) if splits else (jaxpr, ())
 
 
 class _Splitting:
@@ -105,39 +108,39 @@ class _Splitting:
     def __init__(self, aim: int) -> None:
         self.aim = aim
         self.splits: list[Split] = []
-        self._refused = set[int]()  # Equations, by id, and arrays for which nothing was found.
+        # Equations (by what they are, not what they say) and arrays for which nothing was found.
+        self._refused = dict[int, JaxprEqn]()
         self._hopeless = set[Var]()
         # What was chosen for a seed, for the next one like it.
         self._chosen: dict[object, tuple[int, float]] = {}
 
     def run(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Split, ...]]:
         for _ in range(_ROUNDS):
-            live = live_in(jaxpr)
+            live, graph = live_in(jaxpr), Graph(jaxpr)
             over = [(load, n) for n, load in enumerate(live.loads) if load > self.aim]
             found = None
             for load, n in sorted(over, reverse=True):
                 if id(jaxpr.eqns[n]) in self._refused:
                     continue
-                found = self._at(jaxpr, live, load, n)
+                found = self._at(graph, live, load, n)
                 if found is not None:
                     break
-                self._refused.add(id(jaxpr.eqns[n]))
+                self._refused[id(jaxpr.eqns[n])] = jaxpr.eqns[n]
             if found is None:
                 break
             jaxpr = found
         return jaxpr, tuple(self.splits)
 
-    def _at(self, jaxpr: Jaxpr, live: Live, load: int, n: int) -> Jaxpr | None:
+    def _at(self, graph: Graph, live: Live, load: int, n: int) -> Jaxpr | None:
         """The program with less live at an equation; None where nothing helps."""
-        eqn = jaxpr.eqns[n]
+        eqn = graph.eqns[n]
         own = within(eqn)
         if own > load / 2:
-            return self._inside(jaxpr, load, n) or self._from(jaxpr, live, eqn.outvars)
-        graph = Graph(jaxpr)
+            return self._inside(graph.jaxpr, load, n) or self._from(graph, live, eqn.outvars)
         made = (v for v in live.arrays[n] if v in graph.maker)
         seeds = sorted(made, key=lambda v: (-bytes_of([v]), graph.maker[v]))
         large = [v for v in seeds[:_SEEDS] if bytes_of([v]) >= _LEAST * (load - self.aim)]
-        return self._from(jaxpr, live, large)
+        return self._from(graph, live, large)
 
     def _inside(self, jaxpr: Jaxpr, load: int, n: int) -> Jaxpr | None:
         """The program with less live in what is inside an equation."""
@@ -152,12 +155,11 @@ class _Splitting:
         if within(new) >= own:
             return None
         self.splits += [s for _, more in found for s in more]
-        self._refused.add(id(new))
+        self._refused[id(new)] = new
         return jaxpr.replace(eqns=[*jaxpr.eqns[:n], new, *jaxpr.eqns[n + 1 :]])
 
-    def _from(self, jaxpr: Jaxpr, live: Live, seeds: Sequence[Var]) -> Jaxpr | None:
+    def _from(self, graph: Graph, live: Live, seeds: Sequence[Var]) -> Jaxpr | None:
         """The program with a region around one of some arrays in chunks."""
-        graph = Graph(jaxpr)
         for seed in seeds:
             if seed in self._hopeless or bytes_of([seed]) < _SMALLEST:
                 continue
@@ -219,7 +221,7 @@ class _Splitting:
             jaxpr = in_chunks(graph.jaxpr, region, parts)
             now = live_in(jaxpr)
         gain = self._over(live) - self._over(now)
-        if gain <= 0:
+        if gain <= 0 or max(now.loads) > max(live.loads):
             return None
         loop = _loop_of(jaxpr, graph)
         loads = zip(now.loads, jaxpr.eqns, strict=True)
@@ -248,18 +250,21 @@ def _line_of(*eqns: JaxprEqn) -> str:
     return next(filter(None, (source_info_util.summarize(e.source_info) for e in eqns)), "")
 
 
-def _divisors(size: int) -> list[int]:
+@functools.lru_cache(1 << 10)
+def _divisors(size: int) -> Sequence[int]:
     """Numbers of chunks that a dimension is cut into: its divisors, each at least half as large
     again as the one before."""
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
     found = list[int]()
-    for parts in range(2, size + 1):
-        if size % parts == 0 and (not found or parts >= 1.5 * found[-1]):
+    for parts in sorted({*small, *(size // n for n in small)})[1:]:
+        if not found or parts >= 1.5 * found[-1]:
             found.append(parts)
     return found
 
 
 def _divides(region: Region, parts: int) -> bool:
-    return all(shape_of(v)[d] % parts == 0 for v, d in region.cut.items())
+    sizes = [shape_of(v)[d] for v, d in region.cut.items()]
+    return math.gcd(*sizes, *(axis.within for axis in region.axes.values())) % parts == 0
 
 
 def _moved(graph: Graph, region: Region, parts: int) -> int:

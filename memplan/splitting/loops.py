@@ -174,7 +174,7 @@ class _Chunk:
         self._values[a, d] = value
 
     def run(self, eqn: JaxprEqn, axis: Axis) -> None:
-        with _line_of(eqn):
+        with _line_of(eqn), eqn.ctx.manager:
             operands = [self.of(a, d) for a, d in zip(eqn.invars, axis.operands, strict=True)]
             if axis.combine(0) == "fold":
                 operands[0] = self.folded[eqn.outvars[0]]
@@ -183,7 +183,8 @@ class _Chunk:
             self.put(v, d, value)
 
     def _results(self, eqn: JaxprEqn, axis: Axis, operands: Sequence[Any]) -> Sequence[Any]:
-        if axis.inside:
+        cut = any(d is not None for d in (*axis.operands, *axis.results))
+        if cut and programs(eqn):
             (program,) = programs(eqn)
             return bind(with_programs(eqn, [self._inside(program.jaxpr, axis, eqn)]), *operands)
         result = self._shape(eqn.outvars[0], d := axis.results[0])
@@ -256,7 +257,8 @@ def _neutral(combine: str, dtype: Any) -> Any:
         case "max" | "min":
             sign = -1 if combine == "max" else 1
             if jnp.issubdtype(dtype, jnp.floating):
-                return sign * jnp.inf
+                has_no_end = np.isnan(np.asarray(np.inf).astype(dtype))
+                return sign * (float(jnp.finfo(dtype).max) if has_no_end else np.inf)
             if is_bool:
                 return combine == "min"
             info = jnp.iinfo(dtype)

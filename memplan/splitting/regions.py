@@ -12,7 +12,6 @@ that, for it comes after the last chunk.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,13 +45,13 @@ class Graph:
         self.eqns: Sequence[JaxprEqn] = jaxpr.eqns
         self.maker = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = {}
+        # What has effects stays in order.
+        effects = [n for n, eqn in enumerate(jaxpr.eqns) if eqn.effects]
+        self.next = dict(itertools.pairwise(effects))
+        self.previous = {after: before for before, after in self.next.items()}
         for n, eqn in enumerate(jaxpr.eqns):
             for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
                 self.readers.setdefault(v, []).append(n)
-
-    @functools.cache  # noqa: B019  # Lives as long as the graph.
-    def axes(self, n: int) -> tuple[Axis, ...]:
-        return axes_of(self.eqns[n])
 
     def around(self, v: Var) -> Iterator[int]:
         if v in self.maker:
@@ -65,15 +64,22 @@ class Graph:
 
     def before(self, ns: Iterable[int]) -> set[int]:
         """The equations that some need."""
-        return _reached(
-            ns, lambda n: (self.maker.get(a) for a in self.eqns[n].invars if isinstance(a, Var))
-        )
+
+        def step(n: int) -> Iterator[int | None]:
+            yield self.previous.get(n)
+            yield from (self.maker.get(a) for a in self.eqns[n].invars if isinstance(a, Var))
+
+        return _reached(ns, step)
 
     def after(self, ns: Iterable[int]) -> set[int]:
         """The equations that need some."""
-        return _reached(
-            ns, lambda n: (r for v in self.eqns[n].outvars for r in self.readers.get(v, ()))
-        )
+
+        def step(n: int) -> Iterator[int | None]:
+            yield self.next.get(n)
+            for v in self.eqns[n].outvars:
+                yield from self.readers.get(v, ())
+
+        return _reached(ns, step)
 
 
 def _reached(ns: Iterable[int], step: Callable[[int], Iterable[int | None]]) -> set[int]:
@@ -193,9 +199,11 @@ class _Growing:
         if n in self.early or n in self.late:
             return None
         found = None
-        for axis in self.graph.axes(n):
+        for axis in axes_of(self.graph.eqns[n]):
             arrays = self.graph.arrays(n, axis)
             if not any(d is not None and self.cut.get(v) == d for v, d in arrays):
+                continue
+            if not axis.is_one_way(self.graph.eqns[n]) or axis.within % self.parts:
                 continue
             if all(self._agrees(v, d) for v, d in arrays):
                 if axis.is_map:

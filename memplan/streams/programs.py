@@ -56,6 +56,17 @@ def without_puts(jaxpr: Jaxpr, is_there: Callable[[int, Any], bool]) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[_named(a, names) for a in jaxpr.outvars])
 
 
+def without_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """Without the equations whose results nobody reads, but for those that have effects."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    eqns = list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(a for a in eqn.invars if isinstance(a, Var))
+    return jaxpr.replace(eqns=eqns[::-1])
+
+
 def _named(atom: Any, names: dict[Var, Any]) -> Any:
     return names.get(atom, atom) if isinstance(atom, Var) else atom
 

@@ -75,7 +75,5 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def planned_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What loops leave for others is kept or streamed, even where computing it again is faster, and
-    nothing is run in chunks."""
+    """What loops leave for others is kept or streamed, even where computing it again is faster."""
     monkeypatch.setattr(Placing, "recomputing", lambda self: ())
-    monkeypatch.setattr(Placing, "splitting", lambda self, aims: iter(()))

@@ -46,21 +46,21 @@ def test_logits_and_their_gradient_are_nowhere(target: str):
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     )
     machine, budget = None if target == "cpu" else target, tokens * words * 2
-    compiled = memplan.jit(step, hbm=budget, machine=machine).lower(*args).compile()
+    compiled = memplan.jit(step, hbm=budget, split=True, machine=machine).lower(*args).compile()
     assert compiled.device_bytes <= budget
     assert "in chunks: " in repr(compiled)
     assert "test_jit_split.py" in compiled.splits[0].line
     made = (i.shape for c in compiled.module.computations.values() for i in c.instructions)
     arrays = [array for shape in made for _, array in shape.leaves() if array.is_array]
     assert max(array.element_count for array in arrays) < tokens * words
-    as_written = memplan.jit(step, hbm=budget, split=False, machine=machine)
+    as_written = memplan.jit(step, hbm=budget, machine=machine)
     with pytest.raises(memplan.MemoryBudgetError):
         as_written.lower(*args).compile()
 
 
 def test_results_are_those_of_jax():
     args = arguments()
-    found = memplan.jit(step, hbm=BUDGET)(*args)
+    found = memplan.jit(step, hbm=BUDGET, split=True)(*args)
     for a, b in zip(*map(jax.tree.leaves, (jax.jit(step)(*args), found)), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8)
@@ -68,7 +68,7 @@ def test_results_are_those_of_jax():
 
 def test_a_plan_that_was_kept_has_the_same_chunks(tmp_path: Any):
     args = arguments()
-    compiled = memplan.jit(step, hbm=BUDGET).lower(*args).compile()
+    compiled = memplan.jit(step, hbm=BUDGET, split=True).lower(*args).compile()
     compiled.plan.save(tmp_path / "step.plan")
     again = memplan.jit(step, plan=tmp_path / "step.plan").lower(*args).compile()
     assert again.device_bytes == compiled.device_bytes
@@ -76,7 +76,7 @@ def test_a_plan_that_was_kept_has_the_same_chunks(tmp_path: Any):
 
 
 def test_what_fits_is_not_in_chunks():
-    compiled = memplan.jit(step, hbm="1GiB").lower(*arguments()).compile()
+    compiled = memplan.jit(step, hbm="1GiB", split=True).lower(*arguments()).compile()
     assert not compiled.splits
 
 
@@ -86,4 +86,4 @@ def test_on_several_devices_nothing_is_in_chunks():
     x, head, labels = arguments()
     args = jax.device_put(x, by_rows), head, jax.device_put(labels, by_rows)
     with pytest.raises(memplan.MemoryBudgetError):
-        memplan.jit(step, hbm=LOGITS // 8).lower(*args).compile()
+        memplan.jit(step, hbm=LOGITS // 8, split=True).lower(*args).compile()

@@ -42,7 +42,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) 
 
     monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
     monkeypatch.setattr(planner.Planner, "_rings", lambda *_: tuple(seen))
-    lowered = memplan.jit(chain, hbm=HALF, split=False).lower(weights(), activations())
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     return lowered._budgeted.planner.plan(HALF, None)
 
 
@@ -82,7 +82,7 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
 
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
-    lowered = memplan.jit(chain, hbm=HALF, split=False).lower(weights(), activations())
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     written, again = lowered._budgeted.planner, planner.Planner(lowered.placing)
     seen = {written: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
     looked: list[Any] = []
@@ -126,7 +126,7 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
     monkeypatch.setattr(
         planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
     )
-    lowered = memplan.jit(chain, hbm=HALF, split=False).lower(weights(), activations())
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
         lowered._budgeted.planner.plan(HALF, None)
     assert tried == [(2, 1.0), (1, 1.0)]
@@ -167,7 +167,7 @@ def looked_at(
 
     monkeypatch.setattr(planner.Planner, "_stay", stay)
     monkeypatch.setattr(planner.Planner, "_plan_with", plan_with)
-    lowered = memplan.jit(chain, hbm=1 << 20, split=False).lower(weights(), activations())
+    lowered = memplan.jit(chain, hbm=1 << 20).lower(weights(), activations())
     assert len(lowered.placing.candidates) == LAYERS + 1
     return lowered._budgeted.planner.plan(1 << 20, None)
 
@@ -231,7 +231,7 @@ ENTRY e {
     held = iter([{"a": first | second, "b": first}, {"a": second | third, "c": third}])
     monkeypatch.setattr(planner, "read_module", lambda _: final)
     monkeypatch.setattr(planner, "held_on_chip", lambda _: next(held))
-    found = memplan.jit(chain, hbm=HALF, split=False, machine="v5e").lower(weights(), activations())
+    found = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
     found._budgeted.planner.learn_from(None)
     found._budgeted.planner.learn_from(None)
     known = found._budgeted.planner._known

@@ -10,7 +10,9 @@ from hlo_passes.equations import name
 from memplan.splitting import choice
 from memplan.splitting.choice import split
 from memplan.splitting.live import live_in
-from memplan.streams.programs import inline_all_calls
+from memplan.splitting.loops import in_chunks
+from memplan.splitting.regions import Graph, grow
+from memplan.streams.programs import inline_all_calls, without_dead
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +148,110 @@ def test_effects_and_random_numbers_stay_outside():
             inside = {name(e) for e in eqn.params["jaxpr"].eqns}
             assert not inside & {"debug_callback", "random_bits"}
     np.testing.assert_allclose(jaxpr_as_fun(new)(x)[0], function(x), rtol=1e-12)
+
+
+SQUARE = drawn(200, 64, 32)
+CUBE = drawn(201, 3, 64, 256)
+
+
+def swapped(a, b):
+    pair = jnp.sin(a), jnp.cos(b)
+    (p, q), _ = jax.lax.scan(lambda c, _: ((c[1], c[0]), None), pair, None, length=3)
+    return p * 2, q * 2
+
+
+def counted(x):
+    def trip(c, _):
+        return jnp.sin(c) + jax.lax.broadcasted_iota(c.dtype, c.shape, 0), None
+
+    return jnp.exp(jax.lax.scan(trip, jnp.cos(x), None, length=3)[0]).sum()
+
+
+def parted(x):
+    inner = jax.checkpoint(lambda x: jnp.sin(jnp.cos(x).reshape(3, -1)).reshape(x.shape))
+    return (inner(jnp.tanh(x)) * 2).sum()
+
+
+def carried_twice(x, a):
+    def trip(c, x):
+        new = jnp.tanh(c[1] + x)
+        return (new, new), None
+
+    (p, h), _ = jax.lax.scan(trip, (jnp.zeros(a.shape), jnp.sin(a)), x)
+    return jnp.exp(p).sum() + (jnp.exp(h) * 3).sum()
+
+
+def used_twice(a):
+    x = jnp.sin(a)
+    return jnp.einsum("ijk,jil->ijkl", x, x).sum()
+
+
+def written_between(x):
+    total = jax.new_ref(jnp.ones(()))
+    y = jnp.exp(x @ x.T)
+    total[...] = y.sum()
+    return (y / total[...]).sum(1)
+
+
+def never_read(a):
+    b = jnp.exp(a) @ a.T  # noqa: F841
+    return jnp.zeros(64).at[jnp.arange(32)].add(jnp.exp(a.sum(0)))
+
+
+def largest_of_complex(x):
+    return jnp.max((x + 1j) @ x.T, axis=0)
+
+
+def bytes_of_one(x):
+    return jax.lax.bitcast_convert_type(x.sum(), np.uint8)[:, None] * jnp.ones((8, 64), np.uint8)
+
+
+def drawn_inside(x):
+    with jax.threefry_partitionable(False):
+        bits = jax.checkpoint(lambda x: x * jax.random.bits(jax.random.key(3), (32,), np.uint32))
+        return jnp.exp(bits(jnp.sin(x)) * 1e-9).sum()
+
+
+def widened(x):
+    numbers = (x > 9).astype(np.uint8) + np.uint8(200)
+    return jax.lax.reduce_sum_p.bind(numbers, axes=(0,), out_sharding=None).astype(np.uint32)
+
+
+FOUND_BY_REVIEW = {
+    "swapped carries": (swapped, (SQUARE, SQUARE + 1)),
+    "iota in a loop": (counted, (SQUARE,)),
+    "sizes inside": (parted, (SQUARE[:12],)),
+    "one value, two carries": (carried_twice, (CUBE, CUBE[0])),
+    "two dimensions of one array": (used_twice, (SQUARE[:8].reshape(8, 8, 4),)),
+    "order of effects": (written_between, (SQUARE,)),
+    "dead equations": (never_read, (SQUARE,)),
+    "no largest of complex numbers": (largest_of_complex, (SQUARE,)),
+    "bytes of a number": (bytes_of_one, (SQUARE,)),
+    "random numbers in another way": (drawn_inside, (SQUARE,)),
+    "an integer that wraps": (widened, (SQUARE,)),
+}
+
+
+@pytest.mark.parametrize(("function", "args"), FOUND_BY_REVIEW.values(), ids=FOUND_BY_REVIEW)
+def test_numbers_stay_the_same_wherever_it_is_cut(function, args):
+    jaxpr = traced(function, *args)
+    expected = jaxpr_as_fun(jaxpr)(*args)
+    alive = without_dead(jaxpr)
+    graph = Graph(alive)
+    programs = [split(jaxpr, live_bytes(jaxpr) // part)[0] for part in (2, 8)]
+    for seed in graph.maker:
+        for d, size in enumerate(getattr(seed.aval, "shape", ())):
+            for parts in (2, 4):
+                if size % parts == 0 and (region := grow(graph, seed, d, parts, 0)) is not None:
+                    programs.append(in_chunks(alive, region, parts))
+    for program in programs:
+        for a, b in zip(expected, jaxpr_as_fun(program)(*args), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_a_long_dimension_has_its_divisors_soon():
+    assert choice._divisors(2**40 * 3)[:3] == [2, 3, 6]
 
 
 # --- programs at random ---------------------------------------------------------------------
