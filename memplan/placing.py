@@ -126,8 +126,10 @@ class Placing:
     def splitting(self, aims: Iterable[int]) -> Iterator[Placing]:
         """The same with parts of it run in chunks, so that about so many bytes are live besides the
         arguments; each program once, and none that is as it was."""
-        if not self.lowering.function.options.split or self.program.arguments.device_count > 1:
-            return  # A slice of what lies on several devices is brought together on each.
+        is_asked = self._preparation is not None or self.lowering.function.options.split
+        # A slice of what lies on several devices is brought together on each.
+        if not is_asked or self.program.arguments.device_count > 1:
+            return
         jaxpr = inline_all_calls(self._jaxpr)
         seen = list[tuple[Split, ...]]([()])
         for aim in aims:
