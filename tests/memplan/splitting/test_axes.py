@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Var, jaxpr_as_fun
 
 from hlo_passes.equations import name
 from memplan.splitting.axes import axes_of
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Region
+from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls
 
 A = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8) % 7 - 3
@@ -81,9 +82,8 @@ def test_chunks_make_what_the_whole_makes(function, args, count):
     assert len(axes) == count
     expected = jaxpr_as_fun(jaxpr)(*args)
     for axis in axes:
-        pairs = zip((*eqn.invars, *eqn.outvars), (*axis.operands, *axis.results), strict=True)
-        cut = {v: d for v, d in pairs if d is not None}
-        sizes = {v.aval.shape[d] for v, d in cut.items()}
+        cut = {v: d for v, d in axis.pairs(eqn) if isinstance(v, Var) and d is not None}
+        sizes = {shape_of(v)[d] for v, d in cut.items()}
         parts = 3 if all(size % 3 == 0 for size in sizes) else 2
         assert all(size % parts == 0 for size in sizes)
         new = in_chunks(jaxpr, Region({n: axis}, cut), parts)

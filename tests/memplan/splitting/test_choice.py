@@ -32,7 +32,9 @@ def live_bytes(jaxpr):
 
 def temporaries(jaxpr, args):
     compiled = jax.jit(jaxpr_as_fun(jaxpr)).lower(*args).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def largest(jaxpr):
