@@ -627,9 +627,10 @@ def within(eqn: JaxprEqn, *around: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=source)
 
 
-def bind(eqn: JaxprEqn, *operands: Any) -> Any:
-    """Runs, or traces, an equation on other operands."""
-    return eqn.primitive.bind(*operands, **eqn.params)
+def bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
+    """Runs, or traces, an equation on other operands; its results."""
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 # --- other equations, where `like` is in the source; their operands and results are to be given ---

@@ -192,10 +192,10 @@ class _Chunk:
         chunk = with_chunks(eqn, operand, result)
         if axis.combine(0) == "sum":
             chunk, operands = with_wide_sum(chunk, operands)
-        found = bind(chunk, *operands)
+        results = bind(chunk, *operands)
         if d is not None and decode(eqn) == Iota(d):
-            found = found + (self.i * result[d]).astype(found.dtype)
-        return found if chunk.primitive.multiple_results else [found]
+            results = [v + (self.i * result[d]).astype(v.dtype) for v in results]
+        return results
 
     def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
         """Of a chunk along a dimension."""

@@ -142,7 +142,7 @@ class Scans:
                 arrays = [x.reshape(region.trips, rows, *x.shape[1:]) for x in arrays]
             _, stacks = lax.scan(trip, None, tuple(arrays), length=region.trips)
             return [
-                bind(with_axes(reduction, (0,)), y) if reduction else y.reshape(shape_of(v))
+                bind(with_axes(reduction, (0,)), y)[0] if reduction else y.reshape(shape_of(v))
                 for y, v, reduction in zip(stacks, results, reductions, strict=True)
             ]
 

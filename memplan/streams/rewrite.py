@@ -143,7 +143,7 @@ class _Rewrite:
                 operands = [_read(a, values) for a in eqn.invars]
                 with _line_of(eqn):
                     if is_view:
-                        results = [bind(eqn, *operands)]
+                        results = bind(eqn, *operands)
                         if eqn.invars[0] in owned:
                             owned |= {eqn.outvars[0]}
                     elif isinstance(scan := decode(eqn), Scan):

@@ -177,7 +177,7 @@ def test_other_equations():
 
     def result(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         jaxpr = jax.make_jaxpr(lambda x: x)(x)
-        made = Var(jax.typeof(bind(eqn, x)))
+        made = Var(jax.typeof(bind(eqn, x)[0]))
         new = eqn.replace(invars=list(jaxpr.invars), outvars=[made])
         (found,) = jaxpr_as_fun(jaxpr.replace(eqns=[new], outvars=[made]))(x)
         return found

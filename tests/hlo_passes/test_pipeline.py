@@ -446,7 +446,7 @@ def test_a_value_of_the_wrong_kind_is_named(records: str, field: str, value: obj
         (("budget_bytes",), float("inf"), "budget_bytes"),
         (("prediction", "stall_s"), False, "prediction.stall_s"),
         (("edits", "order"), "abc", "edits.order"),
-        (("preparation",), {}, "preparation.argument_layouts"),
+        (("preparation",), {}, "preparation.aim"),
     ],
 )
 def test_where_a_value_of_the_wrong_kind_is_is_said(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from hlo_passes.equations import name
+from hlo_passes.equations import Scan, decode, name
 from memplan.splitting import choice
 from memplan.splitting.choice import split
 from memplan.splitting.live import live_in
@@ -37,9 +37,13 @@ def temporaries(jaxpr, args):
     return analysis.temp_size_in_bytes
 
 
+def scans_in(jaxpr):
+    return [scan.body for eqn in jaxpr.eqns if isinstance(scan := decode(eqn), Scan)]
+
+
 def largest(jaxpr):
     """The largest array that a program, or one inside it, makes."""
-    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if name(eqn) == "scan"]
+    inner = scans_in(jaxpr)
     own = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
     return max([*own, *map(largest, inner)])
 
@@ -145,10 +149,8 @@ def test_effects_and_random_numbers_stay_outside():
     assert splits
     kinds = [name(eqn) for eqn in new.eqns]
     assert kinds.count("debug_callback") == 1
-    for eqn in new.eqns:
-        if name(eqn) == "scan":
-            inside = {name(e) for e in eqn.params["jaxpr"].eqns}
-            assert not inside & {"debug_callback", "random_bits"}
+    for body in scans_in(new):
+        assert not {name(e) for e in body.eqns} & {"debug_callback", "random_bits"}
     np.testing.assert_allclose(jaxpr_as_fun(new)(x)[0], function(x), rtol=1e-12)
 
 

@@ -73,8 +73,7 @@ def interpret(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         elif isinstance(decoded, Call):
             results = interpret(decoded.body, operands)
         else:
-            made = bind(eqn, *operands)
-            results = made if eqn.primitive.multiple_results else [made]
+            results = bind(eqn, *operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
