@@ -37,7 +37,7 @@ from memplan.lowering import Lowering
 from memplan.paths import matching
 from memplan.products import Form, Inner, Product, find_forms, products, with_forms
 from memplan.signature import asks_for_host
-from memplan.splitting.choice import Split, split
+from memplan.splitting.choice import Split, splittings
 from memplan.splitting.live import live_in
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
@@ -132,8 +132,7 @@ class Placing:
             return
         jaxpr = inline_all_calls(self._jaxpr)
         seen = list[tuple[Split, ...]]([()])
-        for aim in aims:
-            new, splits = split(jaxpr, aim)
+        for aim, new, splits in splittings(jaxpr, aims):
             if splits not in seen:
                 seen.append(splits)
                 more = self._with(new)

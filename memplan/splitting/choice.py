@@ -11,15 +11,26 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import Remat, Scan, decode, name, programs, with_programs
-from memplan.splitting.live import Live, live_in, within
-from memplan.splitting.loops import in_chunks
+from memplan.splitting.live import (
+    Live,
+    Step,
+    live_in,
+    live_in_chunk,
+    live_through,
+    readers_in,
+    results_of,
+    steps_of,
+    within,
+)
+from memplan.splitting.loops import combined_in, in_chunks
 from memplan.splitting.regions import Graph, Region, grow
 from memplan.streams.fusion import bytes_of
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -29,6 +40,8 @@ _SHARES = (1, 8, 64, math.inf)
 """Of a seed's bytes: arrays as large as these parts of it are cut as well."""
 _SEEDS = 3
 """Arrays at an equation that are tried, the largest first."""
+_FINEST = 1 / 64
+"""Of an aim: how near others are to it."""
 _ROUNDS = 256
 """Regions that are looked for, at most."""
 _LEAST = 1 / 16
@@ -79,8 +92,8 @@ class _Found:
       is_enough: whether no more than the aim is live in the loop.
     """
 
-    jaxpr: Jaxpr
-    split: Split
+    region: Region
+    parts: int
     share: float
     gain: int
     cost: int
@@ -102,6 +115,42 @@ def split(jaxpr: Jaxpr, aim: int) -> tuple[Jaxpr, tuple[Split, ...]]:
     return (new, splits) if splits else (jaxpr, ())
 
 
+def splittings(jaxpr: Jaxpr, aims: Iterable[int]) -> Iterator[tuple[int, Jaxpr, tuple[Split, ...]]]:
+    """What `split` makes of a program with each of some aims, the largest first: the aim, and that.
+
+    Near what cannot be in chunks, a little less is many more of them. There aims are added, so that
+    each program has at most twice as many as the one before, as far as dimensions allow. The last
+    one is that with the first aim of which nothing helped to come near.
+    """
+    found = dict[int, tuple[Jaxpr, tuple[Split, ...]]]()
+    pending = sorted(aims)
+    last, parts = 0, math.inf
+    while pending:
+        aim = pending[-1]
+        if aim not in found:
+            found[aim] = split(jaxpr, aim)
+        new, splits = found[aim]
+        most = max((s.parts for s in splits), default=math.inf)
+        between = (last + aim) // 2
+        if most > 2 * parts and between - aim > aim * _FINEST:
+            pending.append(between)
+            continue
+        pending.pop()
+        last, parts = aim, most
+        yield aim, new, splits
+        if max(live_in(new).loads, default=0) > 2 * aim:
+            return
+
+
+@dataclass(frozen=True)
+class _Now:
+    """A program, and what is live in it."""
+
+    graph: Graph
+    steps: Sequence[Step]
+    live: Live
+
+
 class _Splitting:
     """Of one program, which may be the body of a loop."""
 
@@ -116,13 +165,14 @@ class _Splitting:
 
     def run(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Split, ...]]:
         for _ in range(_ROUNDS):
-            live, graph = live_in(jaxpr), Graph(jaxpr)
+            steps, graph = steps_of(jaxpr), Graph(jaxpr)
+            live = live_through(steps, results_of(jaxpr))
             over = [(load, n) for n, load in enumerate(live.loads) if load > self.aim]
             found = None
             for load, n in sorted(over, reverse=True):
                 if id(jaxpr.eqns[n]) in self._refused:
                     continue
-                found = self._at(graph, live, load, n)
+                found = self._at(_Now(graph, steps, live), load, n)
                 if found is not None:
                     break
                 self._refused[id(jaxpr.eqns[n])] = jaxpr.eqns[n]
@@ -131,16 +181,14 @@ class _Splitting:
             jaxpr = found
         return jaxpr, tuple(self.splits)
 
-    def _at(self, graph: Graph, live: Live, load: int, n: int) -> Jaxpr | None:
+    def _at(self, now: _Now, load: int, n: int) -> Jaxpr | None:
         """The program with less live at an equation; None where nothing helps."""
-        eqn = graph.eqns[n]
-        own = within(eqn)
-        if own > load / 2:
-            return self._inside(graph.jaxpr, load, n) or self._from(graph, live, eqn.outvars)
-        made = (v for v in live.arrays[n] if v in graph.maker)
-        seeds = sorted(made, key=lambda v: (-bytes_of([v]), graph.maker[v]))
+        eqn = now.graph.eqns[n]
+        if within(eqn) > load / 2:
+            return self._inside(now.graph.jaxpr, load, n) or self._from(now, eqn.outvars)
+        seeds = sorted(now.live.at(n), key=lambda v: (-bytes_of([v]), now.live.born[v]))
         large = [v for v in seeds[:_SEEDS] if bytes_of([v]) >= _LEAST * (load - self.aim)]
-        return self._from(graph, live, large)
+        return self._from(now, large)
 
     def _inside(self, jaxpr: Jaxpr, load: int, n: int) -> Jaxpr | None:
         """The program with less live in what is inside an equation."""
@@ -158,26 +206,25 @@ class _Splitting:
         self._refused[id(new)] = new
         return jaxpr.replace(eqns=[*jaxpr.eqns[:n], new, *jaxpr.eqns[n + 1 :]])
 
-    def _from(self, graph: Graph, live: Live, seeds: Sequence[Var]) -> Jaxpr | None:
+    def _from(self, now: _Now, seeds: Sequence[Var]) -> Jaxpr | None:
         """The program with a region around one of some arrays in chunks."""
+        graph = now.graph
         for seed in seeds:
             if seed in self._hopeless or bytes_of([seed]) < _SMALLEST:
                 continue
             kind = name(graph.eqns[graph.maker[seed]]), seed.aval
-            found = [*self._around(graph, live, seed, self._chosen.get(kind))]
+            found = [*self._around(now, seed, self._chosen.get(kind))]
             if found:
                 best = max(
                     found, key=lambda f: (f.is_enough, f.gain / f.cost if f.is_enough else f.gain)
                 )
-                self._chosen[kind] = best.split.dimension, best.share
-                self.splits.append(best.split)
-                return best.jaxpr
+                self._chosen[kind] = best.region.cut[seed], best.share
+                self.splits.append(_said(graph, best, seed))
+                return in_chunks(graph, best.region, best.parts)
             self._hopeless.add(seed)
         return None
 
-    def _around(
-        self, graph: Graph, live: Live, seed: Var, chosen: tuple[int, float] | None
-    ) -> Iterator[_Found]:
+    def _around(self, now: _Now, seed: Var, chosen: tuple[int, float] | None) -> Iterator[_Found]:
         """The regions around an array that bring down what is live."""
         ways = [chosen] if chosen else itertools.product(range(len(shape_of(seed))), _SHARES)
         seen = set[frozenset[int]]()
@@ -185,64 +232,56 @@ class _Splitting:
             divisors = _divisors(shape_of(seed)[d])
             region = None
             if divisors:
-                region = grow(graph, seed, d, divisors[0], int(bytes_of([seed]) / share))
+                least = int(bytes_of([seed]) / share)
+                region = grow(now.graph, seed, d, divisors[0], least)
             if region is None or seed not in region.cut:
                 continue
             if (key := frozenset(region.axes)) in seen:
                 continue
             seen.add(key)
-            if (found := self._in_chunks(graph, live, seed, region, divisors, share)) is not None:
+            if (found := self._in_chunks(now, region, divisors, share)) is not None:
                 yield found
 
     def _in_chunks(
-        self,
-        graph: Graph,
-        live: Live,
-        seed: Var,
-        region: Region,
-        divisors: Sequence[int],
-        share: float,
+        self, now: _Now, region: Region, divisors: Sequence[int], share: float
     ) -> _Found | None:
         """A region in as many chunks as bring what is live in its loop down to the aim, or as gain
         anything."""
-        first = divisors[0]
-        jaxpr = in_chunks(graph.jaxpr, region, first)
-        now = live_in(jaxpr)
-        loop = _loop_of(jaxpr, graph)
-        at = next(n for n, eqn in enumerate(jaxpr.eqns) if eqn is loop)
-        own = within(jaxpr.eqns[at]) * first
-        rest = now.loads[at] - own // first
-        possible = [p for p in divisors if _divides(region, p)]
-        parts = next(
-            (p for p in possible if rest + own // p <= self.aim or own // p < rest / 16),
-            possible[-1],
-        )
-        if parts != first:
-            jaxpr = in_chunks(graph.jaxpr, region, parts)
-            now = live_in(jaxpr)
-        gain = self._over(live) - self._over(now)
-        if gain <= 0 or max(now.loads) > max(live.loads):
+        graph, (before, after) = now.graph, now.graph.beside(region)
+        eqns = [(graph.eqns[n], axis) for n, axis in sorted(region.axes.items())]
+        leaving, results = graph.leaving(region), results_of(graph.jaxpr)
+        readers = readers_in(eqn for eqn, _ in eqns)
+        around = [now.steps[n] for n in before], [now.steps[n] for n in after]
+        makes = list[tuple[Var, int]]()
+        for v, combine in leaving.items():
+            dtype = aval_of(v).dtype
+            wide = combined_in(combine, dtype)
+            if wide != dtype or v not in results:
+                makes.append((v, bytes_of([v]) // dtype.itemsize * np.dtype(wide).itemsize))
+        loop = Step(graph.given(region), makes)
+        rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
+        parts, own = 0, 0
+        for parts in (p for p in divisors if _divides(region, p)):
+            own = live_in_chunk(eqns, parts, region.cut, readers, leaving)
+            if rest + own <= self.aim or own < rest / 16:
+                break
+        new = live_through([*around[0], replace(loop, own=own), *around[1]], results)
+        # What is above the aim in the loop, is so in each of its equations.
+        in_loop = [new.loads[len(before)]] * (len(eqns) - 1)
+        gain = self._over(now.live.loads) - self._over([*new.loads, *in_loop])
+        if gain <= 0 or max(new.loads) > max(now.live.loads):
             return None
-        loop = _loop_of(jaxpr, graph)
-        loads = zip(now.loads, jaxpr.eqns, strict=True)
-        is_enough = next(load for load, eqn in loads if eqn is loop) <= self.aim
         cost = _moved(graph, region, parts) + parts * len(region.axes) * _TRIP
-        d = region.cut[seed]
-        maker = graph.eqns[graph.maker[seed]]
-        line = _line_of(maker, *(graph.eqns[n] for n in sorted(region.axes)))
-        found = Split(parts, maker, d, len(region.axes), line)
-        return _Found(jaxpr, found, share, gain, cost, is_enough)
+        return _Found(region, parts, share, gain, cost, rest + own <= self.aim)
 
-    def _over(self, live: Live) -> int:
-        return sum(max(load - self.aim, 0) for load in live.loads)
+    def _over(self, loads: Iterable[int]) -> int:
+        return sum(max(load - self.aim, 0) for load in loads)
 
 
-def _loop_of(jaxpr: Jaxpr, graph: Graph) -> JaxprEqn:
-    """The scan that a program has and the one before has not."""
-    known = {id(eqn) for eqn in graph.eqns}
-    new = [eqn for eqn in jaxpr.eqns if id(eqn) not in known and isinstance(decode(eqn), Scan)]
-    (loop,) = new
-    return loop
+def _said(graph: Graph, found: _Found, seed: Var) -> Split:
+    region, maker = found.region, graph.eqns[graph.maker[seed]]
+    line = _line_of(maker, *(graph.eqns[n] for n in sorted(region.axes)))
+    return Split(found.parts, maker, region.cut[seed], len(region.axes), line)
 
 
 def _line_of(*eqns: JaxprEqn) -> str:

@@ -6,8 +6,10 @@ equation reads) count as what they are made of. It is for choosing what XLA is t
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -23,95 +25,194 @@ from hlo_passes.equations import (
     decode,
     is_elementwise,
     is_sum,
+    name,
     programs,
 )
+from memplan.splitting.axes import Axis
 from memplan.streams.fusion import bytes_of
 
 
 @dataclass(frozen=True)
-class Live:
-    """What is live while each equation runs.
+class Step:
+    """What is done to memory at once.
 
     Attributes:
-      loads: bytes at each equation, with what programs inside have at once.
-      arrays: those made by then, and read then or later.
+      reads: arrays that have to be there.
+      makes: arrays that are new, and their bytes.
+      views: arrays that are made of what is read.
+      own: bytes that are live inside, beyond what is read and made.
     """
 
-    loads: tuple[int, ...]
-    arrays: tuple[frozenset[Var], ...]
+    reads: Sequence[Var]
+    makes: Sequence[tuple[Var, int]]
+    views: Sequence[Var] = ()
+    own: int = 0
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is live in each step.
+
+    Attributes:
+      loads: bytes.
+      born, last: of each array that is made, when that is, and when it is read last.
+    """
+
+    loads: Sequence[int]
+    born: Mapping[Var, int]
+    last: Mapping[Var, int]
+
+    def at(self, n: int) -> list[Var]:
+        """The arrays made by then, and read then or later."""
+        return [v for v, begin in self.born.items() if begin <= n <= self.last[v]]
 
 
 def live_in(jaxpr: Jaxpr) -> Live:
     """What is live in a program besides what it is given, and what takes the place of that."""
+    return live_through(steps_of(jaxpr), results_of(jaxpr))
+
+
+def results_of(jaxpr: Jaxpr) -> set[Var]:
+    return {v for v in jaxpr.outvars if isinstance(v, Var)}
+
+
+def live_through(steps: Sequence[Step], results: Iterable[Var] = ()) -> Live:
+    """What is live in steps.
+
+    Args:
+      results: what is read after the last one.
+    """
     roots = dict[Var, frozenset[Var]]()
-    born, last = dict[Var, int](), dict[Var, int]()
-    given = [*jaxpr.invars, *jaxpr.constvars]
-    roots |= {v: frozenset([v]) for v in given}
-    readers = dict[Var, list[JaxprEqn]]()
-    for eqn in jaxpr.eqns:
-        for v in {a for a in eqn.invars if isinstance(a, Var)}:
-            readers.setdefault(v, []).append(eqn)
-    results = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    for n, eqn in enumerate(jaxpr.eqns):
-        read = frozenset[Var]().union(*(roots[a] for a in eqn.invars if isinstance(a, Var)))
+    born, last, size = dict[Var, int](), dict[Var, int](), dict[Var, int]()
+    nothing = frozenset[Var]()
+    for n, step in enumerate(steps):
+        read = nothing.union(*(roots.get(v, nothing) for v in step.reads))
         last |= dict.fromkeys(read, n)
-        for v in eqn.outvars:
-            if v not in results and _is_virtual(eqn, readers.get(v, ())):
-                roots[v] = read
-            elif v in results and _is_in_place(eqn):
-                roots[v] = frozenset()
-            else:
-                roots[v], born[v], last[v] = frozenset([v]), n, n
-    end = len(jaxpr.eqns) - 1
+        roots |= dict.fromkeys(step.views, read)
+        for v, own in step.makes:
+            roots[v], born[v], last[v], size[v] = frozenset([v]), n, n, own
     for v in results:
-        last |= dict.fromkeys(roots[v], end)
-    return _at_each(jaxpr, born, last)
+        last |= dict.fromkeys(roots.get(v, nothing), len(steps) - 1)
+    more = [0] * (len(steps) + 1)
+    for v, begin in born.items():
+        more[begin] += size[v]
+        more[last[v] + 1] -= size[v]
+    loads, load = list[int](), 0
+    for n, step in enumerate(steps):
+        load += more[n]
+        loads.append(load + step.own)
+    return Live(loads, born, last)
 
 
-def _at_each(jaxpr: Jaxpr, born: dict[Var, int], last: dict[Var, int]) -> Live:
-    begins, ends = dict[int, list[Var]](), dict[int, list[Var]]()
-    for v, n in born.items():
-        begins.setdefault(n, []).append(v)
-        ends.setdefault(last.get(v, n), []).append(v)
-    loads, arrays = list[int](), list[frozenset[Var]]()
-    load, alive = 0, set[Var]()
-    for n, eqn in enumerate(jaxpr.eqns):
-        for v in begins.get(n, ()):
-            alive.add(v)
-            load += bytes_of([v])
-        loads.append(load + within(eqn))
-        arrays.append(frozenset(alive))
-        for v in ends.get(n, ()):
-            alive.discard(v)
-            load -= bytes_of([v])
-    return Live(tuple(loads), tuple(arrays))
+def steps_of(jaxpr: Jaxpr) -> list[Step]:
+    """Of the equations of a program."""
+    readers, results = readers_in(jaxpr.eqns), results_of(jaxpr)
+    return [_step(eqn, readers, results, results, within(eqn)) for eqn in jaxpr.eqns]
 
 
+def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
+    found = dict[Var, list[JaxprEqn]]()
+    for eqn in eqns:
+        for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+            found.setdefault(v, []).append(eqn)
+    return found
+
+
+def live_in_chunk(
+    eqns: Iterable[tuple[JaxprEqn, Axis | None]],
+    parts: int,
+    cut: Mapping[Var, int],
+    readers: Mapping[Var, Sequence[JaxprEqn]],
+    staying: Collection[Var],
+    results: Collection[Var] = (),
+) -> int:
+    """The most bytes that are live while equations are run on one of so many chunks.
+
+    Args:
+      eqns: with how they are cut; None of one that every chunk does as it is.
+      cut: the arrays of which there is a chunk. What is not made here is sliced when it is read.
+      readers: who reads what is made.
+      staying: what is made and stays when that is done.
+      results: what of that is where something given was.
+    """
+    steps, there = list[Step](), set[Var]()
+    for eqn, axis in eqns:
+        sliced = {a for a in eqn.invars if isinstance(a, Var) and a in cut} - there
+        steps += [Step((), [(v, bytes_of([v]) // parts)]) for v in sliced]
+        there.update(sliced, eqn.outvars)
+        own = within(eqn) if axis is None else _within_chunk(eqn, axis, parts)
+        step = _step(eqn, readers, staying, results, own)
+        makes = [(v, size // parts if v in cut else size) for v, size in step.makes]
+        steps.append(replace(step, makes=makes))
+    return max(live_through(steps, results).loads, default=0)
+
+
+def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int) -> int:
+    """Bytes that are live inside an equation on a chunk, beyond what it is given."""
+    if not axis.inside:
+        return within(eqn)
+    (program,) = programs(eqn)
+    body = program.jaxpr
+    pairs = (pair for n, own in axis.inside.items() for pair in own.pairs(body.eqns[n]))
+    cut = {v: d for v, d in pairs if isinstance(v, Var) and d is not None}
+    for v in body.invars:
+        cut.pop(v, None)
+    eqns = ((e, axis.inside.get(n)) for n, e in enumerate(body.eqns))
+    results = results_of(body)
+    return live_in_chunk(eqns, parts, cut, readers_in(body.eqns), results, results)
+
+
+@functools.lru_cache(1 << 16)
 def within(eqn: JaxprEqn) -> int:
     """Bytes that the programs inside an equation have at once, beyond what they are given."""
-    loads = [live_in(program.jaxpr).loads for program in programs(eqn)]
+    loads = (live_in(program.jaxpr).loads for program in programs(eqn))
     return max((max(found, default=0) for found in loads), default=0)
 
 
-def _is_virtual(eqn: JaxprEqn, readers: Collection[JaxprEqn]) -> bool:
-    match decode(eqn):
-        case Reshape(in_order=True) | Squeeze() | BroadcastInDim() | Iota():
+def _step(
+    eqn: JaxprEqn,
+    readers: Mapping[Var, Sequence[JaxprEqn]],
+    staying: Collection[Var],
+    results: Collection[Var],
+    own: int,
+) -> Step:
+    makes, views = list[tuple[Var, int]](), list[Var]()
+    for v in eqn.outvars:
+        if v not in staying and _is_virtual(eqn, readers.get(v, ())):
+            views.append(v)
+        elif v not in results or not _is_in_place(eqn):
+            makes.append((v, bytes_of([v])))
+    return Step([a for a in eqn.invars if isinstance(a, Var)], makes, views, own)
+
+
+def _is_virtual(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
+    match _kind(eqn):
+        case "view":
             return True
-        case Transpose():
+        case "transpose":
             return len(readers) == 1
-        case None if is_elementwise(eqn):
-            return len(readers) == 1 and _fuses(next(iter(readers)))
+        case "elementwise":
+            return len(readers) == 1 and _kind(readers[0]) in ("elementwise", "view", "reduction")
         case _:
             return False
-
-
-def _fuses(reader: JaxprEqn) -> bool:
-    """Whether it reads element-wise operands without their being there."""
-    return is_elementwise(reader) or isinstance(
-        decode(reader), Reduction | BroadcastInDim | Reshape | Squeeze
-    )
 
 
 def _is_in_place(eqn: JaxprEqn) -> bool:
     """Whether what a loop carries takes the place of what it carried."""
     return isinstance(decode(eqn), DynamicUpdateSlice | Scan) or is_sum(eqn)
+
+
+@functools.lru_cache(1 << 16)
+def _kind(eqn: JaxprEqn) -> Literal["view", "transpose", "elementwise", "reduction", "other"]:
+    """What it is to XLA's fusion."""
+    match decode(eqn):
+        case Reshape(in_order=True) | Squeeze() | BroadcastInDim() | Iota():
+            return "view"
+        case Transpose():
+            return "transpose"
+        case Reduction():
+            return "reduction"
+        case _ if name(eqn) == "empty":  # What a loop carries takes its place.
+            return "view"
+        case _:
+            return "elementwise" if is_elementwise(eqn) else "other"

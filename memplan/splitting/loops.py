@@ -47,39 +47,30 @@ _TWO_OF = {
 }
 
 
-def in_chunks(jaxpr: Jaxpr, region: Region, parts: int) -> Jaxpr:
+def in_chunks(graph: Graph, region: Region, parts: int) -> Jaxpr:
     """The program with a region as a loop of so many trips.
 
     Args:
       region: whose dimensions `parts` divides.
     """
-    graph = Graph(jaxpr)
-    numbers = sorted(region.axes)
-    outside = [n for n in range(len(jaxpr.eqns)) if n not in region.axes]
-    late = graph.after(numbers)
-    early = graph.before(numbers)
-    first = numbers[0]
-    before = [n for n in outside if n in early or (n not in late and n < first)]
-    after = [n for n in outside if n not in early and (n in late or n >= first)]
-    read = {a for n in after for a in jaxpr.eqns[n].invars if isinstance(a, Var)}
-    loop = _Loop(graph, region, parts, read)
+    jaxpr = graph.jaxpr
+    before, after = graph.beside(region)
+    loop = _Loop(graph, region, parts)
     eqns = [jaxpr.eqns[n] for n in before] + loop.equations() + [jaxpr.eqns[n] for n in after]
     return jaxpr.replace(eqns=eqns, debug_info=jaxpr.debug_info)
 
 
 class _Loop:
-    def __init__(self, graph: Graph, region: Region, parts: int, read: set[Any]) -> None:
-        self.graph, self.parts = graph, parts
+    def __init__(self, graph: Graph, region: Region, parts: int) -> None:
+        self.parts = parts
         self.eqns = [(graph.eqns[n], region.axes[n]) for n in sorted(region.axes)]
-        made = {v for eqn, _ in self.eqns for v in eqn.outvars}
-        taken = [a for eqn, _ in self.eqns for a in eqn.invars if isinstance(a, Var)]
-        self.given = list(dict.fromkeys(v for v in taken if v not in made))
-        read |= {a for a in graph.jaxpr.outvars if isinstance(a, Var)}
+        self.given = graph.given(region)
+        leaving = graph.leaving(region)
         self.results = [
             (eqn, axis, k)
             for eqn, axis in self.eqns
             for k, v in enumerate(eqn.outvars)
-            if v in read
+            if v in leaving
         ]
 
     def equations(self) -> list[JaxprEqn]:
@@ -121,7 +112,7 @@ class _Loop:
         if combine == "fold":
             first = eqn.invars[0]
             return first.val if isinstance(first, Literal) else whole[first]
-        return jnp.full(aval.shape, _neutral(combine, aval.dtype), _wide(combine, aval.dtype))
+        return jnp.full(aval.shape, _neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
 
     def _trip(self, i: Any, carry: Sequence[Any], whole: Mapping[Var, Any]) -> list[Any]:
         chunk = _Chunk(self.parts, i, whole)
@@ -240,8 +231,8 @@ def _same(eqn: JaxprEqn) -> Axis:
     return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
 
 
-def _wide(combine: str, dtype: Any) -> Any:
-    """What chunks are summed in."""
+def combined_in(combine: str | None, dtype: Any) -> Any:
+    """The type of what chunks are combined to."""
     narrow = combine == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.float32 if narrow else dtype
 

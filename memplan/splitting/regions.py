@@ -12,9 +12,11 @@ that, for it comes after the last chunk.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -38,20 +40,33 @@ class Region:
 
 
 class Graph:
-    """Who makes and who reads the arrays of a program."""
+    """Who makes and who reads the arrays of a program. Sets of its equations are the bits of an
+    integer: a program has thousands of them, and is asked for what needs what thousands of times.
+    """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr = jaxpr
         self.eqns: Sequence[JaxprEqn] = jaxpr.eqns
         self.maker = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = {}
-        # What has effects stays in order.
-        effects = [n for n, eqn in enumerate(jaxpr.eqns) if eqn.effects]
-        self.next = dict(itertools.pairwise(effects))
-        self.previous = {after: before for before, after in self.next.items()}
         for n, eqn in enumerate(jaxpr.eqns):
             for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
                 self.readers.setdefault(v, []).append(n)
+        # What has effects stays in order.
+        effects = [n for n, eqn in enumerate(jaxpr.eqns) if eqn.effects]
+        needed = [
+            {self.maker[a] for a in e.invars if isinstance(a, Var) and a in self.maker}
+            for e in jaxpr.eqns
+        ]
+        for previous, n in itertools.pairwise(effects):
+            needed[n].add(previous)
+        self._before, self._after = [0] * len(needed), [0] * len(needed)
+        for n, makers in enumerate(needed):
+            for maker in makers:
+                self._before[n] |= self._before[maker] | 1 << maker
+        for n in reversed(range(len(needed))):
+            for maker in needed[n]:
+                self._after[maker] |= self._after[n] | 1 << n
 
     def around(self, v: Var) -> Iterator[int]:
         if v in self.maker:
@@ -62,34 +77,48 @@ class Graph:
         """The operands and results of an equation, with the dimension that is cut of each."""
         return [(v, d) for v, d in axis.pairs(self.eqns[n]) if isinstance(v, Var)]
 
-    def before(self, ns: Iterable[int]) -> set[int]:
+    def readers_of(self, ns: Collection[int]) -> list[int]:
+        """The other equations that read what some make."""
+        made = (v for n in ns for v in self.eqns[n].outvars)
+        return sorted({r for v in made for r in self.readers.get(v, ())}.difference(ns))
+
+    def before(self, ns: Iterable[int]) -> int:
         """The equations that some need."""
+        return functools.reduce(operator.or_, (self._before[n] for n in ns), 0)
 
-        def step(n: int) -> Iterator[int | None]:
-            yield self.previous.get(n)
-            yield from (self.maker.get(a) for a in self.eqns[n].invars if isinstance(a, Var))
-
-        return _reached(ns, step)
-
-    def after(self, ns: Iterable[int]) -> set[int]:
+    def after(self, ns: Iterable[int]) -> int:
         """The equations that need some."""
+        return functools.reduce(operator.or_, (self._after[n] for n in ns), 0)
 
-        def step(n: int) -> Iterator[int | None]:
-            yield self.next.get(n)
-            for v in self.eqns[n].outvars:
-                yield from self.readers.get(v, ())
+    def beside(self, region: Region) -> tuple[list[int], list[int]]:
+        """The equations outside a region: those that are run before it, and after it."""
+        numbers = sorted(region.axes)
+        early, late = self.before(numbers), self.after(numbers)
+        outside = [n for n in range(len(self.eqns)) if n not in region.axes]
+        is_first = {
+            n: bool(early >> n & 1 or (not late >> n & 1 and n < numbers[0])) for n in outside
+        }
+        return [n for n in outside if is_first[n]], [n for n in outside if not is_first[n]]
 
-        return _reached(ns, step)
+    def given(self, region: Region) -> list[Var]:
+        """What a region's equations read and do not make."""
+        made = {v for n in region.axes for v in self.eqns[n].outvars}
+        taken = (a for n in sorted(region.axes) for a in self.eqns[n].invars)
+        return list(dict.fromkeys(a for a in taken if isinstance(a, Var) and a not in made))
+
+    def leaving(self, region: Region) -> dict[Var, str | None]:
+        """What a region makes for others, and how chunks of it are combined (see `Axis`)."""
+        results = {a for a in self.jaxpr.outvars if isinstance(a, Var)}
+        return {
+            v: axis.combine(k)
+            for n, axis in sorted(region.axes.items())
+            for k, v in enumerate(self.eqns[n].outvars)
+            if v in results or any(r not in region.axes for r in self.readers.get(v, ()))
+        }
 
 
-def _reached(ns: Iterable[int], step: Callable[[int], Iterable[int | None]]) -> set[int]:
-    found, pending = set[int](), list(ns)
-    while pending:
-        for n in step(pending.pop()):
-            if n is not None and n not in found:
-                found.add(n)
-                pending.append(n)
-    return found
+def _bits(ns: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, (1 << n for n in ns), 0)
 
 
 def grow(graph: Graph, seed: Var, dimension: int, parts: int, least: int) -> Region | None:
@@ -123,8 +152,8 @@ class _Growing:
     least: int
     cut: dict[Var, int]
     axes: dict[int, Axis] = field(default_factory=dict[int, Axis])
-    early: set[int] = field(default_factory=set[int])
-    late: set[int] = field(default_factory=set[int])
+    early: int = 0
+    late: int = 0
 
     def spread(self, seed: Var) -> None:
         """Takes in what is around, the largest arrays first: a smaller one may be what every chunk
@@ -153,7 +182,7 @@ class _Growing:
         """Takes in what is between its equations, and leaves out what needs what cannot be."""
         while True:
             needed = self.graph.before(self.axes)
-            between = [n for n in sorted(needed - {*self.axes}) if self._reads_chunks(n)]
+            between = [n for n in self.graph.readers_of(self.axes) if needed >> n & 1]
             if not between:
                 return
             for n in between:
@@ -184,19 +213,14 @@ class _Growing:
                 combines[eqn.outvars[0]] = "sum"
                 pending.append(eqn.outvars[0])
 
-    def _reads_chunks(self, n: int) -> bool:
-        read = self.graph.eqns[n].invars
-        return any(isinstance(a, Var) and self.graph.maker.get(a) in self.axes for a in read)
-
     def _leave_out(self, n: int) -> None:
         """Leaves out all that needs an equation that is not cut."""
-        self.late |= {n, *self.graph.after([n])}
-        for n in self.late & self.axes.keys():
-            del self.axes[n]
+        self.late |= 1 << n | self.graph.after([n])
+        self.axes = {n: axis for n, axis in self.axes.items() if not self.late >> n & 1}
 
     def _fitting(self, n: int) -> Axis | None:
         """How an equation is cut, where what it shares with the region is cut already."""
-        if n in self.early or n in self.late:
+        if (self.early | self.late) >> n & 1:
             return None
         found = None
         for axis in axes_of(self.graph.eqns[n]):
@@ -224,9 +248,9 @@ class _Growing:
         eqn = self.graph.eqns[n]
         whole = [v for v, d in self.graph.arrays(n, axis) if d is None and v in self.graph.maker]
         made = {self.graph.maker[v] for v in whole} - {n}
-        early = made | self.graph.before(made)
-        late = set[int]() if axis.is_map else self._after_combined(n, axis)
-        if (early | late) & self.axes.keys() or n in early:
+        early = _bits(made) | self.graph.before(made)
+        late = 0 if axis.is_map else self._after_combined(n, axis)
+        if (early | late) & _bits(self.axes) or early >> n & 1:
             return ()
         self.early |= early
         self.late |= late
@@ -240,10 +264,10 @@ class _Growing:
         # What it reads is asked first: a product has its chunks from there.
         return sorted(new, key=lambda v: v in eqn.outvars)
 
-    def _after_combined(self, n: int, axis: Axis) -> set[int]:
+    def _after_combined(self, n: int, axis: Axis) -> int:
         results = zip(self.graph.eqns[n].outvars, axis.results, strict=True)
         readers = [r for v, d in results if d is None for r in self.graph.readers.get(v, ())]
-        return {*readers, *self.graph.after(readers)}
+        return _bits(readers) | self.graph.after(readers)
 
     def taken(self) -> dict[Var, int]:
         """What the region's equations take and make in chunks."""
