@@ -55,6 +55,13 @@ class OffloadSyntaxError(MemplanError, ValueError):
         )
 
 
+class SplitError(MemplanError, ValueError):
+    """``split=`` is not what it may be, or matches nothing of the program."""
+
+    def __init__(self, split: object, problem: str) -> None:
+        super().__init__(f"split={split!r}: {problem}")
+
+
 class TiersError(MemplanError, ValueError):
     """``tiers=`` is not what it may be, or not possible here."""
 

@@ -44,7 +44,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_typ
 from hlo_passes.errors import PlanFormatError
 from hlo_passes.units import format_bytes, format_seconds
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 LogicalTime = int
 
@@ -437,6 +437,7 @@ class Preparation:
       nested: whether also loops inside loops do.
       recomputed: what scans compute again of what others leave for them.
       aim: bytes that are to be live, for which parts of it are run in chunks; None where none is.
+      split: glob patterns of the lines of which some may be.
       argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
@@ -459,10 +460,40 @@ class Preparation:
     nested: bool = False
     recomputed: Literal["nothing", "elementwise", "everything"] = "nothing"
     aim: int | None = None
+    split: tuple[str, ...] = ()
     argument_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     donors: tuple[tuple[int, int], ...] = ()
     forms: tuple[tuple[int, str | None, str | None, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A part of the user's program that is run in chunks, in a loop.
+
+    Attributes:
+      parts: how many.
+      array: the largest that is never there as a whole, as ``"float32[8192,128256]"``.
+      size: bytes that it would take as a whole.
+      dimension: of it, that is cut.
+      operations: in the loop.
+      line: of the user's program, where that is known of what makes the array, or of something
+        else in the loop; else ``""``.
+    """
+
+    parts: int
+    array: str
+    size: int
+    dimension: int
+    operations: int
+    line: str
+
+    def __str__(self) -> str:
+        at = f" ({self.line})" if self.line else ""
+        return (
+            f"{self.parts} chunks along dimension {self.dimension} of {self.array}{at}, "
+            f"{self.operations} operations"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,6 +536,7 @@ class Plan:
       device_tier: name of the tier that the program computes in.
       loops: the transfers in loop bodies, and those of the entry that move no whole argument.
       bodies: the plans of loops' bodies that have one of their own, callees first.
+      splits: what is run in chunks, and
       streams: what was decided about loops over stacks, before XLA saw the program.
       left_alone: why an argument that a loop reads cannot be streamed, and one that is donated
         or not offered cannot be moved, by the user's path.
@@ -529,6 +561,7 @@ class Plan:
     device_tier: str = "hbm"
     loops: tuple[LoopSchedule, ...] = ()
     bodies: tuple[BodyPlan, ...] = ()
+    splits: tuple[Split, ...] = ()
     streams: tuple[LoopStreams, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict[str, str])
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -29,6 +29,7 @@ from hlo_passes.errors import (
     OffloadSyntaxError,
     PlanFormatError,
     SlotsError,
+    SplitError,
     StateFolderError,
     StepRuntimeError,
     TiersError,
@@ -60,7 +61,7 @@ def jit(
     machine: str | Machine | Topology | None = None,
     offload: str | Iterable[str] | None = None,
     slots: int | None = None,
-    split: bool = False,
+    split: bool | str | Iterable[str] = True,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     tiers: Sequence[str] = ("device", "host"),
@@ -85,7 +86,8 @@ def jit(
       split: also run parts of the program in chunks, in a loop, where it does not fit otherwise, or
         only slower: an MLP by rows, attention by queries, a loss by tokens, or all
         of a step by examples. Sums are then added up in another order, in float32 or wider;
-        nothing else changes. On one device.
+        nothing else changes. On one device. False for none; or glob patterns of the lines (as
+        `Split.line` has them) of which some may be, ``"*/loss.py:*"``.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to
         give all results in such, too, and on TPUs to tell XLA in which layouts products are to
@@ -118,6 +120,7 @@ def jit(
       PlanFormatError: when `plan` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SlotsError: when `slots` is no positive integer.
+      SplitError: when `split` is something else, or, at the first call, matches no line.
       TiersError: when `tiers` is something else.
       TypeError: when ``jax.jit`` has no such option, or `progress` cannot be called.
       UnknownMachineError: when `machine` is in no machine file.
@@ -144,7 +147,7 @@ def jit(
         machine,
         _patterns(offload),
         slots,
-        split,
+        _split(split),
         layouts,
         _given(plan),
         progress,
@@ -415,6 +418,15 @@ def _patterns(offload: str | Iterable[str] | None) -> tuple[str, ...] | None:
     patterns = tuple(patterns)
     if not all(isinstance(p, str) for p in patterns):
         raise OffloadSyntaxError(offload)
+    return patterns
+
+
+def _split(split: bool | str | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(split, bool):
+        return ("*",) if split else ()
+    patterns = (split,) if isinstance(split, str) else tuple(split)
+    if not all(isinstance(p, str) for p in patterns):
+        raise SplitError(split, "expected True, False, or patterns of lines.")
     return patterns
 
 

@@ -23,11 +23,14 @@ from memplan import __version__
 if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine
     from hlo_passes.ir import Module
-    from hlo_passes.plan import Plan
+    from hlo_passes.plan import Plan, Split
     from memplan.executable import Executable
     from memplan.report.differences import Compared
     from memplan.report.tables import Table
     from memplan.report.view import Report, RunView
+
+    type _Compiled = tuple[Module, Executable]
+    type _InChunks = list[tuple[tuple[Split, ...], _Compiled]]
 
 FAILED, REFUSED = 1, 2
 """Exit status when a condition of ``--fail-on`` holds; and when the input or a budget is refused,
@@ -295,14 +298,18 @@ def _inspect(options: argparse.Namespace) -> None:
         _list(options)
         return
     machine = load_machine(options.machine.partition(":")[0]) if options.machine else None
-    module, executable = _inspected(options)
+    module, executable, in_chunks = _inspected(options)
     with _progress("Reading"), collection_paused():
         if executable is None:
             run = view_run("schedule", module, machine)
         else:
             run = view_run("XLA alone", module, machine, compiled=executable.memory_analysis())
         findings = Inspector(module, target_of(module, machine), machine).findings()
-        advice = advise(run, findings)
+        runs = (
+            (splits, view_run("in chunks", m, machine, compiled=e.memory_analysis()))
+            for splits, (m, e) in in_chunks
+        )
+        advice = advise(run, findings, runs)
     report = _report([run], machine, None)
     if options.html:
         _write(options.html, render_html(report, findings, advice))
@@ -330,8 +337,9 @@ def _check_choice(options: argparse.Namespace, of_folder: bool = False) -> None:
         )
 
 
-def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None]:
-    """Returns the scheduled module, and the executable where it was compiled for that."""
+def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None, _InChunks]:
+    """Returns the scheduled module, and the executable where it was compiled for that; and what is
+    both with parts in chunks, where there is a function to ask."""
     from memplan.reference import is_reference, load_reference
 
     if is_reference(options.source):
@@ -340,20 +348,25 @@ def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None]:
         with _progress("Loading"):
             _without_devices()
             program = load_reference(options.source)
-        from memplan.unplanned import compile_reference
+        from hlo_passes.reading.reader import read_module
+        from memplan.unplanned import compile_in_chunks, compile_reference
 
-        return _compiled(lambda: compile_reference(program, options.machine))
+        plain = _compiled(lambda: compile_reference(program, options.machine))
+        with _progress("Compiling in chunks"):
+            found = compile_in_chunks(program, options.machine)
+            in_chunks = [(splits, (read_module(e), e)) for splits, e in found]
+        return *plain, in_chunks
     with _progress("Reading"):
         module = _read(options)
     if module.is_scheduled or not options.machine:
-        return module, None
+        return module, None, []
     _without_devices()
     from memplan.unplanned import compile_module
 
-    return _compiled(lambda: compile_module(module, options.machine))
+    return *_compiled(lambda: compile_module(module, options.machine)), []
 
 
-def _compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Executable]:
+def _compiled(compile_program: Callable[[], Executable]) -> _Compiled:
     from hlo_passes.reading.reader import read_module
 
     with _progress("Compiling"):

@@ -20,7 +20,7 @@ from hlo_passes.chains.lowering import arena_bytes
 from hlo_passes.errors import NotExecutableError
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
-from hlo_passes.plan import LoopStreams
+from hlo_passes.plan import LoopStreams, Split
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan import disk
@@ -35,7 +35,6 @@ from memplan.signature import (
     as_single_device,
     memory_kind,
 )
-from memplan.splitting.choice import Split
 
 _NAMED = 3  # Arguments, in a warning.
 
@@ -72,7 +71,6 @@ class Compiled:
         self._budget = budget
         self._bound: dict[bool, jax.stages.Compiled] = {}
         self.hosting = candidate.hosting if candidate is not None else placing.asked
-        self._splits = candidate.placing.splits if candidate is not None else ()
         self.plan = candidate.plan if candidate is not None else None
         layouts = placing.layouts_beside(self.hosting)
         parameters = placing.program.arguments.parameters
@@ -107,7 +105,7 @@ class Compiled:
     @property
     def splits(self) -> tuple[Split, ...]:
         """What is run in chunks: how many, along which dimension of which array."""
-        return self._splits
+        return self.plan.splits if self.plan is not None else ()
 
     @property
     def left_alone(self) -> Mapping[str, str]:

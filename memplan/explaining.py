@@ -29,6 +29,7 @@ from hlo_passes.plan import (
     Placement,
     Plan,
     Slot,
+    Split,
     Transfer,
 )
 from hlo_passes.units import format_bytes, format_seconds
@@ -39,7 +40,7 @@ from memplan.report.tables import plain_text
 if TYPE_CHECKING:
     from memplan.compiled import Compiled
 
-Action = Literal["stay", "stream", "keep", "evict", "recompute"]
+Action = Literal["stay", "stream", "keep", "evict", "recompute", "split"]
 
 # What stands around a transfer and says nothing about when it runs.
 _SILENT = frozenset({"bitcast", "constant", "copy-done", "copy-start", "get-tuple-element"})
@@ -59,11 +60,11 @@ class Explanation:
     """What a plan does with one buffer, or with one gap between two of its readers.
 
     Attributes:
-      buffer: HLO name; of what loops go over the user's path.
-      label: the user's name for it, or ``""``.
+      buffer: HLO name; of what loops go over the user's path; of what is in chunks its type.
+      label: the user's name for it, or ``""``; of what is in chunks its line.
       size: bytes; of a stack those of a layer's slice.
-      action: ``"stay"`` and ``"stream"`` are said of arguments and stacks, the rest of
-        temporaries.
+      action: ``"stay"`` and ``"stream"`` are said of arguments and stacks, ``"split"`` of arrays
+        that are never there as a whole, the rest of temporaries.
       sentence: why, with the numbers.
     """
 
@@ -80,8 +81,8 @@ def explain(subject: Compiled | Plan, buffer: str | None = None) -> str:
     Args:
       subject: a compiled program, or a plan alone, which knows no source lines.
       buffer: an HLO name, with or without ``%``, or the user's path of an argument
-        (``params.layers.3.w`` or ``params['layers'][3]['w']``); ``*`` matches any part of
-        either. None for tables of the largest decisions.
+        (``params.layers.3.w`` or ``params['layers'][3]['w']``), or the line of what is in chunks;
+        ``*`` matches any part of each. None for tables of the largest decisions.
 
     Returns:
       A sentence on a line for each decision about such a buffer, largest first; or the tables.
@@ -171,6 +172,7 @@ class _Teller:
         }
 
     def all(self) -> Iterator[Explanation]:
+        yield from map(self._in_chunks, self._plan.splits)
         for placement in self._plan.placements:
             yield self._argument(placement)
         yield from self._edited()
@@ -196,6 +198,18 @@ class _Teller:
         brought = (p for p in body.plan.placements if p.buffer in teller._transfers)
         for e in (*map(teller._argument, brought), *teller._edited()):
             yield replace(e, sentence=f"In each iteration of %{body.loop}, {e.sentence}")
+
+    # Parts of the program.
+
+    def _in_chunks(self, split: Split) -> Explanation:
+        at = f", made at {split.line}," if split.line else ""
+        chunk = format_bytes(split.size // split.parts)
+        sentence = (
+            f"{split.array} ({format_bytes(split.size)}){at} is never there as a whole: it is run "
+            f"in {split.parts} chunks along dimension {split.dimension}, {chunk} each, in a loop "
+            f"of {split.operations} operations."
+        )
+        return Explanation(split.array, split.line, split.size, "split", sentence)
 
     # Arguments.
 

@@ -27,7 +27,7 @@ class Options:
       offload: glob patterns of the argument paths (``"params.layers.*"``) that may live on
         the host; None for every argument.
       slots: at most so many streamed weights on the device at once; None for no limit.
-      split: whether parts of the program may be run in chunks.
+      split: glob patterns of the lines of which parts may be run in chunks.
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
       progress: told of each step of a compilation; what it raises ends that.
@@ -39,7 +39,7 @@ class Options:
     machine: str | Machine | Topology | None = None
     offload: tuple[str, ...] | None = None
     slots: int | None = None
-    split: bool = False
+    split: tuple[str, ...] = ("*",)
     layouts: Relaid | None = None
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,9 @@ from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, Sharding
 
 from hlo_passes import xla
-from hlo_passes.errors import LayoutsError, OffloadPatternError
+from hlo_passes.errors import LayoutsError, OffloadPatternError, SplitError
 from hlo_passes.ir import Module
-from hlo_passes.plan import Preparation
+from hlo_passes.plan import Preparation, Split
 from hlo_passes.rewrite import inject
 from memplan.executable import Program
 from memplan.layouts import (
@@ -37,7 +38,7 @@ from memplan.lowering import Lowering
 from memplan.paths import matching
 from memplan.products import Form, Inner, Product, find_forms, products, with_forms
 from memplan.signature import asks_for_host
-from memplan.splitting.choice import Split, splittings
+from memplan.splitting.choice import lines_in, splittings
 from memplan.splitting.live import live_in
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
@@ -84,6 +85,7 @@ class Placing:
         Raises:
           LayoutsError: when a program with ordered effects is to be laid out.
           OffloadPatternError: when a pattern of ``offload`` matches no argument.
+          SplitError: when a pattern of ``split`` matches no line.
         """
         self.lowering = lowering
         self.program = lowering.program
@@ -96,6 +98,7 @@ class Placing:
         if chosen or self.forms:
             self._jaxpr = with_forms(self._jaxpr, self.forms)
             self.program = self._lower(self._as_written, chosen)
+        self._may_split = self._choose_split()
         self.recomputed: Recomputed = "nothing"
         self.aim: int | None = None
         self.splits: tuple[Split, ...] = ()
@@ -126,13 +129,12 @@ class Placing:
     def splitting(self, aims: Iterable[int]) -> Iterator[Placing]:
         """The same with parts of it run in chunks, so that about so many bytes are live besides the
         arguments; each program once, and none that is as it was."""
-        is_asked = self._preparation is not None or self.lowering.function.options.split
         # A slice of what lies on several devices is brought together on each.
-        if not is_asked or self.program.arguments.device_count > 1:
+        if not self._may_split or self.program.arguments.device_count > 1:
             return
         jaxpr = inline_all_calls(self._jaxpr)
         seen = list[tuple[Split, ...]]([()])
-        for aim, new, splits in splittings(jaxpr, aims):
+        for aim, new, splits in splittings(jaxpr, aims, self._may_split):
             if splits not in seen:
                 seen.append(splits)
                 more = self._with(new)
@@ -227,6 +229,7 @@ class Placing:
             nested=hosting.nested,
             recomputed=self.recomputed,
             aim=self.aim,
+            split=self._may_split,
             argument_layouts=tuple(layouts.arguments.items()),
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors_beside(hosting).items()),
@@ -330,6 +333,20 @@ class Placing:
             raise OffloadPatternError(unmatched, paths)
         allowed = set(paths if patterns is None else chain.from_iterable(matched.values()))
         return frozenset(n for n in self._movable if paths[n] in allowed)
+
+    def _choose_split(self) -> tuple[str, ...]:
+        """Patterns of the lines of which some may be run in chunks."""
+        if self._preparation is not None:
+            return self._preparation.split
+        patterns = self.lowering.function.options.split
+        if any(pattern != "*" for pattern in patterns):
+            lines = sorted({*filter(None, lines_in(self._jaxpr))})
+            for pattern in patterns:
+                if not fnmatch.filter(lines, pattern):
+                    shown = ", ".join(map(repr, lines[:5]))
+                    problem = f"no line of the program matches {pattern!r}. Its lines are {shown}"
+                    raise SplitError(patterns, f"{problem}{' and others' * (len(lines) > 5)}.")
+        return patterns
 
     @property
     def left_alone(self) -> Mapping[str, str]:

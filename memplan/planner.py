@@ -61,7 +61,7 @@ _SOON_ENOUGH = 1.02
 _GOOD = 1.1
 
 # What is live besides the arguments, as a part of what is there without chunks, or of the budget.
-_AIMS = tuple(2 ** (-n / 2) for n in range(11))
+_AIMS = tuple(2 ** (-n / 2) for n in range(33))
 
 # Where a plan came out slower than had been expected, another choice of arguments that stay is
 # tried if that is expected to take no more than this part of its step.
@@ -245,6 +245,7 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
+        least = math.inf
         for planner in self._planners(budget):
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if best.step_time_s <= _GOOD * best.compute_s:
@@ -270,6 +271,10 @@ class Planner:
             if planner._placing.splits:
                 if candidate is not None and candidate is not best:
                     break  # Smaller chunks take longer still.
+                refusals = [e.least for e in failed if isinstance(e, MemoryBudgetError)]
+                if candidate is None and refusals and least <= min(refusals):
+                    break  # They do not need less, as XLA has them.
+                least = min(refusals, default=least)
             elif best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
         for candidate in rest:
@@ -636,6 +641,7 @@ class Planner:
         plan = replace(
             plan,
             preparation=self._placing.prepared(hosting),
+            splits=self._placing.splits,
             streams=record_streams(self._placing.streams, hosting, paths, self._placing.stack_size),
             left_alone=self._placing.left_alone,
             compiler_options={

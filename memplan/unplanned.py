@@ -6,6 +6,7 @@ StableHLO, HLO before optimizations ────────────┴─ X
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,12 +17,15 @@ from hlo_passes import xla
 from hlo_passes.errors import CompilationError
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module, Shape
+from hlo_passes.plan import Split
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.replay.plain_hlo import plain_text
 from memplan.executable import Executable, TopologyExecutable
 from memplan.out_of_memory import explain_oom
 from memplan.reference import Reference
 from memplan.topologies import Topology, topology
+
+_PARTS = 2, 8
 
 
 def target_of(name: str) -> Machine | Topology:
@@ -47,6 +51,18 @@ def compile_reference(
     step = program.jit(machine=target_of(machine_name))
     lowered = step.lower(*program.args)
     return _compiled(lowered.fun_name, machine_name, partial(lowered.unplanned, compiler_options))
+
+
+def compile_in_chunks(
+    program: Reference, machine_name: str
+) -> Iterator[tuple[tuple[Split, ...], Executable]]:
+    """Compiles ``module:function`` with parts of it in chunks, so that a half and an eighth of what
+    is live is left, as far as there are such parts and XLA takes that."""
+    step = program.jit(machine=target_of(machine_name))
+    placing = step.lower(*program.args).placing
+    for chunked in placing.splitting(placing.live_bytes // part for part in _PARTS):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            yield chunked.splits, chunked.placed(chunked.asked, scheduled=False).compiler(None)()
 
 
 def compile_module(module: Module, machine_name: str) -> Executable:

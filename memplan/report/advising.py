@@ -7,9 +7,10 @@ predicted seconds of a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hlo_passes.plan import Split
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.findings import Findings, IdleView
 from memplan.report.view import RunView, TransferView
@@ -40,8 +41,14 @@ class Advice:
     where: str = ""
 
 
-def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
-    """Returns what is worth doing about a program, what saves the largest share first."""
+def advise(
+    run: RunView, findings: Findings, in_chunks: Iterable[tuple[Sequence[Split], RunView]] = ()
+) -> tuple[Advice, ...]:
+    """Returns what is worth doing about a program, what saves the largest share first.
+
+    Args:
+      in_chunks: what may be run in chunks, and what the program is then.
+    """
     total = run.device.total
     step_s = 0.0 if run.clock is None else run.clock.step_time_s
     found = [
@@ -49,6 +56,7 @@ def advise(run: RunView, findings: Findings) -> tuple[Advice, ...]:
         for saved, seconds, *what in (
             *_about_arguments(findings),
             *_about_idle(findings),
+            *_about_chunks(run, in_chunks),
             *_about_packing(findings),
             *_about_relayouts(findings),
             *_about_layouts(findings),
@@ -106,6 +114,28 @@ def _about_idle(findings: Findings) -> Iterator[_Saving]:
 
 def _length(idle: IdleView) -> float:
     return idle.ticks.end - idle.ticks.start
+
+
+def _about_chunks(
+    run: RunView, in_chunks: Iterable[tuple[Sequence[Split], RunView]]
+) -> Iterator[_Saving]:
+    for splits, chunked in in_chunks:
+        largest = max(splits, key=lambda s: s.size)
+        at = f" of {largest.line}" if largest.line else ""
+        more = f" and {len(splits) - 1} others" if len(splits) > 1 else ""
+        seconds = ""
+        if run.clock is not None and chunked.clock is not None:
+            ratio = chunked.clock.step_time_s / run.clock.step_time_s
+            seconds = f", and a step takes {abs(ratio - 1):.1%} {'more' if ratio > 1 else 'less'}"
+        saved = run.device.total - chunked.device.total
+        yield (
+            saved,
+            0.0,
+            f"{largest.array}{at}{more} in {largest.parts} chunks along dimension "
+            f"{largest.dimension}: {format_bytes(saved)} less{seconds}: memplan.jit(hbm=...) runs "
+            "what is too large in chunks",
+            largest.line,
+        )
 
 
 def _about_packing(findings: Findings) -> Iterator[_Saving]:

@@ -166,6 +166,7 @@ class _Builder:
             collectives=tuple(self._collectives(simulated)),
             recomputed=self.recomputed,
             is_reordered=self.plan is not None and bool(self.plan.edits.order),
+            chunks=() if self.plan is None else self.plan.splits,
             split=() if self.plan is None else split_temporaries(self.plan),
             decisions=() if self.plan is None else self.plan.decisions,
             bodies=() if self.plan is None else self.plan.bodies,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hlo_passes.plan import BodyPlan, Decision, Plan
+from hlo_passes.plan import BodyPlan, Decision, Plan, Split
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.tables import Column, Table
 
@@ -16,7 +16,9 @@ _WORDS = {"keep": "kept", "evict": "evicted", "recompute": "computed again"}
 
 
 def decision_tables(plan: Plan) -> Iterator[Table]:
-    """Yields the largest decisions about temporaries, and about arguments."""
+    """Yields what is in chunks, and the largest decisions about temporaries, and arguments."""
+    if plan.splits:
+        yield chunks_table("", plan.splits)
     yield temporaries_table("", plan.decisions)
     yield from body_decision_tables("", plan.bodies)
     yield _arguments_table(plan)
@@ -66,6 +68,37 @@ def temporaries_table(of_run: str, decisions: Sequence[Decision]) -> Table:
             for d in shown[:LIMIT]
         ),
         _more(len(shown)) if shown else "none",
+    )
+
+
+def chunks_table(of_run: str, splits: Sequence[Split]) -> Table:
+    """Returns what is run in chunks.
+
+    Args:
+      of_run: the beginning of the title.
+    """
+    return Table(
+        f"{of_run}in chunks, and never there as a whole",
+        (
+            Column("chunks", right=True),
+            Column("of dimension", right=True),
+            Column("of"),
+            Column("bytes", right=True),
+            Column("operations", right=True),
+            Column("line"),
+        ),
+        tuple(
+            (
+                str(s.parts),
+                str(s.dimension),
+                s.array,
+                format_bytes(s.size),
+                str(s.operations),
+                s.line or "–",
+            )
+            for s in splits[:LIMIT]
+        ),
+        _more(len(splits)),
     )
 
 

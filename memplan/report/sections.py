@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_passes.plan import BodyPlan, LoopStack, LoopStreams
 from hlo_passes.units import format_bytes, format_seconds
-from memplan.report.decisions import body_decision_tables, temporaries_table
+from memplan.report.decisions import body_decision_tables, chunks_table, temporaries_table
 from memplan.report.tables import Column, Table
 from memplan.report.view import Report, RunView, SplitView, TierUsage, TransferView, figures
 
@@ -71,6 +71,8 @@ def loop_tables(of_run: str, run: RunView) -> Iterator[Table]:
         yield _bodies_table(of_run, run.bodies)
     for streams in run.streams:
         yield _streams_table(of_run, streams)
+    if run.chunks:
+        yield chunks_table(of_run, run.chunks)
     if run.left_alone:
         yield _left_alone_table(of_run, run.left_alone)
     if run.compiler_options:

@@ -15,6 +15,7 @@ explained; bytes, seconds and ticks, `null` where there is nothing to say.
         "collectives": [{...}],       the same, to other devices
         "is_reordered",
         "recomputed": {clone: original},
+        "chunks": [{...}],            Split: parts of the program that are run in chunks
         "split": [{...}],             SplitView: temporaries away from the device for a while
         "decisions": [{...}],         Decision: what was weighed for each
         "bodies": [{...}],            BodyPlan: what it does in each iteration of a loop
@@ -124,6 +125,7 @@ def _run(run: RunView) -> dict[str, Any]:
         "collectives": [_transfer(collective) for collective in run.collectives],
         "is_reordered": run.is_reordered,
         "recomputed": dict(run.recomputed),
+        "chunks": [asdict(chunks) for chunks in run.chunks],
         "split": [asdict(split) for split in run.split],
         "decisions": [asdict(decision) for decision in run.decisions],
         "bodies": [_body(body) for body in run.bodies],

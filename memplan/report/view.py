@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from hlo_passes.plan import BodyPlan, Decision, LiveRange, LogicalTime, LoopStreams
+from hlo_passes.plan import BodyPlan, Decision, LiveRange, LogicalTime, LoopStreams, Split
 from hlo_passes.simulator.critical_path import Binding
 from hlo_passes.units import format_bytes, format_seconds
 
@@ -354,6 +354,7 @@ class RunView:
       collectives: asynchronous ones, each once; none without a machine that has wires for them.
       recomputed: HLO name of an instruction that runs again to that of the first one.
       is_reordered: whether its plan changes the order of XLA's instructions.
+      chunks: what of the user's program is run in chunks.
       split: the temporaries that leave the device and come back.
       decisions: what was decided about temporaries that are idle while memory is short.
       bodies: the plans of the loops' bodies that have one of their own.
@@ -375,6 +376,7 @@ class RunView:
     collectives: tuple[TransferView, ...] = ()
     recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
     is_reordered: bool = False
+    chunks: tuple[Split, ...] = ()
     split: tuple[SplitView, ...] = ()
     decisions: tuple[Decision, ...] = ()
     bodies: tuple[BodyPlan, ...] = ()

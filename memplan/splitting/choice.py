@@ -8,6 +8,7 @@ and the search goes on with the program that has it as a loop.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
 import math
@@ -19,6 +20,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import Remat, Scan, decode, name, programs, with_programs
+from hlo_passes.plan import Split
 from memplan.splitting.live import (
     Live,
     Step,
@@ -48,37 +50,11 @@ _LEAST = 1 / 16
 """Of what is above the aim: what is no larger is no seed."""
 _SMALLEST = 1 << 18
 """Bytes: a smaller array is no seed. A loop around it saves nothing that counts on any device."""
+_LITTLE = 1 / 64
+"""Of what is live in a loop: for less than that there are no more chunks."""
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """What of a program is run in chunks.
-
-    Attributes:
-      parts: how many.
-      seed: the equation whose result is the largest array that is never there as a whole.
-      dimension: of that.
-      size: equations in the loop.
-      line: of the user's program, where that is known of the equation, or of one around it; else
-        ``""``.
-    """
-
-    parts: int
-    seed: JaxprEqn
-    dimension: int
-    size: int
-    line: str
-
-    def __str__(self) -> str:
-        aval = aval_of(self.seed.outvars[0])
-        at = f" ({self.line})" if self.line else ""
-        return (
-            f"{self.parts} chunks along dimension {self.dimension} of "
-            f"{aval.dtype}{list(aval.shape)}{at}, {self.size} operations"
-        )
 
 
 @dataclass(frozen=True)
@@ -100,22 +76,27 @@ class _Found:
     is_enough: bool
 
 
-def split(jaxpr: Jaxpr, aim: int) -> tuple[Jaxpr, tuple[Split, ...]]:
+def split(
+    jaxpr: Jaxpr, aim: int, patterns: Sequence[str] = ("*",)
+) -> tuple[Jaxpr, tuple[Split, ...]]:
     """Runs parts of a program in chunks until no more than `aim` bytes are live besides what it is
     given, or nothing helps.
 
     Args:
       jaxpr: without calls (see `programs.inline_all_calls`).
+      patterns: glob patterns of `Split.line`: what is in chunks matches one of them.
 
     Returns:
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    new, splits = _Splitting(aim).run(without_dead(jaxpr))
+    new, splits = _Splitting(aim, patterns).run(without_dead(jaxpr))
     return (new, splits) if splits else (jaxpr, ())
 
 
-def splittings(jaxpr: Jaxpr, aims: Iterable[int]) -> Iterator[tuple[int, Jaxpr, tuple[Split, ...]]]:
+def splittings(
+    jaxpr: Jaxpr, aims: Iterable[int], patterns: Sequence[str] = ("*",)
+) -> Iterator[tuple[int, Jaxpr, tuple[Split, ...]]]:
     """What `split` makes of a program with each of some aims, the largest first: the aim, and that.
 
     Near what cannot be in chunks, a little less is many more of them. There aims are added, so that
@@ -128,7 +109,7 @@ def splittings(jaxpr: Jaxpr, aims: Iterable[int]) -> Iterator[tuple[int, Jaxpr, 
     while pending:
         aim = pending[-1]
         if aim not in found:
-            found[aim] = split(jaxpr, aim)
+            found[aim] = split(jaxpr, aim, patterns)
         new, splits = found[aim]
         most = max((s.parts for s in splits), default=math.inf)
         between = (last + aim) // 2
@@ -154,8 +135,8 @@ class _Now:
 class _Splitting:
     """Of one program, which may be the body of a loop."""
 
-    def __init__(self, aim: int) -> None:
-        self.aim = aim
+    def __init__(self, aim: int, patterns: Sequence[str]) -> None:
+        self.aim, self.patterns = aim, patterns
         self.splits: list[Split] = []
         # Equations (by what they are, not what they say) and arrays for which nothing was found.
         self._refused = dict[int, JaxprEqn]()
@@ -196,13 +177,12 @@ class _Splitting:
         if not isinstance(decode(eqn), Scan | Remat):
             return None
         own = within(eqn)
-        found = [
-            _Splitting(self.aim - (load - own)).run(program.jaxpr) for program in programs(eqn)
-        ]
+        inside = _Splitting(self.aim - (load - own), self.patterns)
+        found = [inside.run(program.jaxpr) for program in programs(eqn)]
         new = with_programs(eqn, [inner for inner, _ in found])
         if within(new) >= own:
             return None
-        self.splits += [s for _, more in found for s in more]
+        self.splits += inside.splits
         self._refused[id(new)] = new
         return jaxpr.replace(eqns=[*jaxpr.eqns[:n], new, *jaxpr.eqns[n + 1 :]])
 
@@ -236,6 +216,9 @@ class _Splitting:
                 region = grow(now.graph, seed, d, divisors[0], least)
             if region is None or seed not in region.cut:
                 continue
+            line = _line_of(now.graph, seed, region)
+            if not any(fnmatch.fnmatchcase(line, pattern) for pattern in self.patterns):
+                continue
             if (key := frozenset(region.axes)) in seen:
                 continue
             seen.add(key)
@@ -260,11 +243,13 @@ class _Splitting:
                 makes.append((v, bytes_of([v]) // dtype.itemsize * np.dtype(wide).itemsize))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
-        parts, own = 0, 0
-        for parts in (p for p in divisors if _divides(region, p)):
-            own = live_in_chunk(eqns, parts, region.cut, readers, leaving)
-            if rest + own <= self.aim or own < rest / 16:
-                break
+        possible = [p for p in divisors if _divides(region, p)]
+        within_chunk = functools.partial(
+            live_in_chunk, eqns, cut=region.cut, readers=readers, staying=leaving
+        )
+        enough = max(self.aim - rest, within_chunk(possible[-1]) * (1 + _LITTLE) + rest * _LITTLE)
+        parts = next(p for p in possible if within_chunk(p) <= enough)
+        own = within_chunk(parts)
         new = live_through([*around[0], replace(loop, own=own), *around[1]], results)
         # What is above the aim in the loop, is so in each of its equations.
         in_loop = [new.loads[len(before)]] * (len(eqns) - 1)
@@ -279,14 +264,31 @@ class _Splitting:
 
 
 def _said(graph: Graph, found: _Found, seed: Var) -> Split:
-    region, maker = found.region, graph.eqns[graph.maker[seed]]
-    line = _line_of(maker, *(graph.eqns[n] for n in sorted(region.axes)))
-    return Split(found.parts, maker, region.cut[seed], len(region.axes), line)
+    aval, region = aval_of(seed), found.region
+    return Split(
+        found.parts,
+        f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
+        bytes_of([seed]),
+        region.cut[seed],
+        len(region.axes),
+        _line_of(graph, seed, region),
+    )
 
 
-def _line_of(*eqns: JaxprEqn) -> str:
-    """The line of the first equation that says one: not all that jax derives do."""
-    return next(filter(None, (source_info_util.summarize(e.source_info) for e in eqns)), "")
+def lines_in(jaxpr: Jaxpr) -> Iterator[str]:
+    """The lines of the user's that a program is from."""
+    for eqn in jaxpr.eqns:
+        yield source_info_util.summarize(eqn.source_info)
+        for program in programs(eqn):
+            yield from lines_in(program.jaxpr)
+
+
+def _line_of(graph: Graph, seed: Var, region: Region) -> str:
+    """The line that makes an array, or of the first equation of its region that says one: not all
+    that jax derives do."""
+    numbers = [graph.maker[seed], *sorted(region.axes)]
+    lines = (source_info_util.summarize(graph.eqns[n].source_info) for n in numbers)
+    return next(filter(None, lines), "")
 
 
 @functools.lru_cache(1 << 10)

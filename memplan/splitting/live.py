@@ -121,6 +121,7 @@ def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
 def live_in_chunk(
     eqns: Iterable[tuple[JaxprEqn, Axis | None]],
     parts: int,
+    *,
     cut: Mapping[Var, int],
     readers: Mapping[Var, Sequence[JaxprEqn]],
     staying: Collection[Var],
@@ -159,7 +160,9 @@ def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int) -> int:
         cut.pop(v, None)
     eqns = ((e, axis.inside.get(n)) for n, e in enumerate(body.eqns))
     results = results_of(body)
-    return live_in_chunk(eqns, parts, cut, readers_in(body.eqns), results, results)
+    return live_in_chunk(
+        eqns, parts, cut=cut, readers=readers_in(body.eqns), staying=results, results=results
+    )
 
 
 @functools.lru_cache(1 << 16)

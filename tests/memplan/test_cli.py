@@ -379,3 +379,24 @@ def test_output_that_nobody_reads_on(streamed_file):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_inspect_says_what_chunks_would_save(run, tmp_path, monkeypatch):
+    (tmp_path / "logits_program.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(x, head):\n"
+        "    return jax.nn.logsumexp(x @ head, axis=-1).sum()\n"
+        "def program():\n"
+        "    x, head = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 64), (64, 8192)))\n"
+        "    return jax.grad(loss, argnums=(0, 1)), (x, head)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("inspect", "logits_program:program", "--machine", "cpu", "--json")
+    found = json.loads(run(*words))["findings"]["advice"]
+    in_chunks = [advice for advice in found if " chunks along " in advice["sentence"]]
+    assert in_chunks
+    for advice in in_chunks:
+        assert advice["sentence"].startswith("float32[2048,8192] of ")
+        assert advice["where"].startswith(f"{tmp_path}/logits_program.py:3")
+        assert "and a step takes" in advice["sentence"]
+    assert max(advice["saves_bytes"] for advice in in_chunks) > 2048 * 8192 * 3

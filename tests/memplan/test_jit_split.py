@@ -1,6 +1,6 @@
 """Programs that keep to a budget because parts of them are run in chunks."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import memplan
+from hlo_passes.errors import SplitError
 
 TOKENS, WIDTH, WORDS = 1024, 64, 8192
 LOGITS = TOKENS * WORDS * 4
@@ -46,21 +47,21 @@ def test_logits_and_their_gradient_are_nowhere(target: str):
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     )
     machine, budget = None if target == "cpu" else target, tokens * words * 2
-    compiled = memplan.jit(step, hbm=budget, split=True, machine=machine).lower(*args).compile()
+    compiled = memplan.jit(step, hbm=budget, machine=machine).lower(*args).compile()
     assert compiled.device_bytes <= budget
     assert "in chunks: " in repr(compiled)
     assert "test_jit_split.py" in compiled.splits[0].line
     made = (i.shape for c in compiled.module.computations.values() for i in c.instructions)
     arrays = [array for shape in made for _, array in shape.leaves() if array.is_array]
     assert max(array.element_count for array in arrays) < tokens * words
-    as_written = memplan.jit(step, hbm=budget, machine=machine)
+    as_written = memplan.jit(step, hbm=budget, split=False, machine=machine)
     with pytest.raises(memplan.MemoryBudgetError):
         as_written.lower(*args).compile()
 
 
 def test_results_are_those_of_jax():
     args = arguments()
-    found = memplan.jit(step, hbm=BUDGET, split=True)(*args)
+    found = memplan.jit(step, hbm=BUDGET)(*args)
     for a, b in zip(*map(jax.tree.leaves, (jax.jit(step)(*args), found)), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8)
@@ -68,15 +69,44 @@ def test_results_are_those_of_jax():
 
 def test_a_plan_that_was_kept_has_the_same_chunks(tmp_path: Any):
     args = arguments()
-    compiled = memplan.jit(step, hbm=BUDGET, split=True).lower(*args).compile()
+    compiled = memplan.jit(step, hbm=BUDGET).lower(*args).compile()
     compiled.plan.save(tmp_path / "step.plan")
     again = memplan.jit(step, plan=tmp_path / "step.plan").lower(*args).compile()
     assert again.device_bytes == compiled.device_bytes
-    assert list(map(str, again.splits)) == list(map(str, compiled.splits))
+    assert again.splits == compiled.splits
+
+
+def test_a_report_and_an_explanation_say_what_is_in_chunks():
+    compiled = memplan.jit(step, hbm=BUDGET).lower(*arguments()).compile()
+    (split, *_) = compiled.splits
+    assert (split.array, split.size) == (f"float32[{TOKENS},{WORDS}]", LOGITS)
+    sentence = memplan.explain(compiled, "*test_jit_split.py:*(loss)").splitlines()[0]
+    assert sentence.startswith(f"{split.array} (32.0 MiB), made at ")
+    assert f"in {split.parts} chunks along dimension {split.dimension}" in sentence
+    tables = memplan.explain(compiled)
+    assert "in chunks, and never there as a whole" in tables
+    assert split.array in tables
+
+
+def test_patterns_choose_what_may_be_in_chunks():
+    def other(x: Any, head: Any, labels: Any) -> Any:
+        value, grads = step(x, head, labels)
+        return jnp.sqrt(value), grads
+
+    args = arguments()
+    within = memplan.jit(other, hbm=BUDGET, split="*(loss)").lower(*args).compile()
+    assert within.splits
+    assert all(s.line.endswith("(loss)") for s in within.splits)
+    with pytest.raises(memplan.MemoryBudgetError):
+        memplan.jit(other, hbm=BUDGET, split=["*other)"]).lower(*args).compile()
+    with pytest.raises(SplitError, match=r"no line of the program matches 'nowhere.py:\*'"):
+        memplan.jit(other, hbm=BUDGET, split="nowhere.py:*").lower(*args).compile()
+    with pytest.raises(SplitError, match="expected True, False, or patterns"):
+        memplan.jit(other, split=cast(Any, [3]))
 
 
 def test_what_fits_is_not_in_chunks():
-    compiled = memplan.jit(step, hbm="1GiB", split=True).lower(*arguments()).compile()
+    compiled = memplan.jit(step, hbm="1GiB").lower(*arguments()).compile()
     assert not compiled.splits
 
 
@@ -86,4 +116,4 @@ def test_on_several_devices_nothing_is_in_chunks():
     x, head, labels = arguments()
     args = jax.device_put(x, by_rows), head, jax.device_put(labels, by_rows)
     with pytest.raises(memplan.MemoryBudgetError):
-        memplan.jit(step, hbm=LOGITS // 8, split=True).lower(*args).compile()
+        memplan.jit(step, hbm=LOGITS // 8).lower(*args).compile()
