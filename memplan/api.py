@@ -86,7 +86,7 @@ def jit(
       split: also run parts of the program in chunks, in a loop, where it does not fit otherwise, or
         only slower: an MLP by rows, attention by queries, a loss by tokens, or all
         of a step by examples. Sums are then added up in another order, in float32 or wider;
-        nothing else changes. On one device. False for none; or glob patterns of the lines (as
+        nothing else changes. False for none; or glob patterns of the lines (as
         `Split.line` has them) of which some may be, ``"*/loss.py:*"``.
       layouts: ``"arguments"`` to take arguments (and donated results) in the layouts with which
         a step converts the fewest bytes. Conversions then happen once, in ``place``. ``"all"`` to

@@ -40,6 +40,7 @@ from memplan.products import Form, Inner, Product, find_forms, products, with_fo
 from memplan.signature import asks_for_host
 from memplan.splitting.choice import lines_in, splittings
 from memplan.splitting.live import live_in
+from memplan.splitting.shards import Shards, is_explicit, shards_of
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
@@ -129,12 +130,13 @@ class Placing:
     def splitting(self, aims: Iterable[int]) -> Iterator[Placing]:
         """The same with parts of it run in chunks, so that about so many bytes are live besides the
         arguments; each program once, and none that is as it was."""
-        # A slice of what lies on several devices is brought together on each.
-        if not self._may_split or self.program.arguments.device_count > 1:
+        if not self._may_split:
             return
-        jaxpr = inline_all_calls(self._jaxpr)
+        jaxpr, shards = self._inlined
+        if is_explicit(jaxpr):
+            return
         seen = list[tuple[Split, ...]]([()])
-        for aim, new, splits in splittings(jaxpr, aims, self._may_split):
+        for aim, new, splits in splittings(jaxpr, aims, self._may_split, shards):
             if splits not in seen:
                 seen.append(splits)
                 more = self._with(new)
@@ -143,8 +145,18 @@ class Placing:
 
     @property
     def live_bytes(self) -> int:
-        """What is live at once besides the arguments, roughly."""
-        return max(live_in(inline_all_calls(self._jaxpr)).loads, default=0)
+        """What is live at once besides the arguments, roughly, on each device."""
+        return max(live_in(*self._inlined).loads, default=0)
+
+    @functools.cached_property
+    def _inlined(self) -> tuple[Jaxpr, Shards]:
+        """The program without calls, and how its arrays lie on the devices."""
+        jaxpr, shards = inline_all_calls(self._jaxpr), Shards()
+        if self.program.arguments.device_count > 1:
+            given = enumerate(zip(jaxpr.invars, self.lowering.arguments, strict=True))
+            known = {v: shards_of(self.lowering.sharding(n), a.shape) for n, (v, a) in given}
+            shards.carry_on(jaxpr, known)
+        return jaxpr, shards
 
     def _with(self, jaxpr: Jaxpr) -> Placing:
         """The same of another program that does the same."""

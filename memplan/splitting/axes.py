@@ -38,6 +38,7 @@ from hlo_passes.equations import (
     Reverse,
     Scan,
     Scatter,
+    ShardingConstraint,
     Squeeze,
     Stack,
     Transpose,
@@ -129,6 +130,8 @@ def _axes(eqn: JaxprEqn) -> Iterator[Axis]:
         case Squeeze(dimensions):
             kept = [d for d in range(len(operands[0])) if d not in dimensions]
             yield from (Axis((d,), (k,)) for k, d in enumerate(kept))
+        case ShardingConstraint(is_plain=True):
+            yield from (Axis((d,), (d,)) for d in range(len(results[0])))
         case Transpose(permutation):
             yield from (Axis((d,), (k,)) for k, d in enumerate(permutation))
         case Stack(dimension):

@@ -34,6 +34,7 @@ from memplan.splitting.live import (
 )
 from memplan.splitting.loops import combined_in, in_chunks
 from memplan.splitting.regions import Graph, Region, grow
+from memplan.splitting.shards import WHOLE, Shards
 from memplan.streams.fusion import bytes_of
 from memplan.streams.leading_axis import aval_of, shape_of
 from memplan.streams.programs import without_dead
@@ -77,7 +78,7 @@ class _Found:
 
 
 def split(
-    jaxpr: Jaxpr, aim: int, patterns: Sequence[str] = ("*",)
+    jaxpr: Jaxpr, aim: int, patterns: Sequence[str] = ("*",), shards: Shards = WHOLE
 ) -> tuple[Jaxpr, tuple[Split, ...]]:
     """Runs parts of a program in chunks until no more than `aim` bytes are live besides what it is
     given, or nothing helps.
@@ -85,17 +86,18 @@ def split(
     Args:
       jaxpr: without calls (see `programs.inline_all_calls`).
       patterns: glob patterns of `Split.line`: what is in chunks matches one of them.
+      shards: how its arrays lie on the devices. Bytes are those of each.
 
     Returns:
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    new, splits = _Splitting(aim, patterns).run(without_dead(jaxpr))
+    new, splits = _Splitting(aim, patterns, shards).run(without_dead(jaxpr))
     return (new, splits) if splits else (jaxpr, ())
 
 
 def splittings(
-    jaxpr: Jaxpr, aims: Iterable[int], patterns: Sequence[str] = ("*",)
+    jaxpr: Jaxpr, aims: Iterable[int], patterns: Sequence[str] = ("*",), shards: Shards = WHOLE
 ) -> Iterator[tuple[int, Jaxpr, tuple[Split, ...]]]:
     """What `split` makes of a program with each of some aims, the largest first: the aim, and that.
 
@@ -109,7 +111,7 @@ def splittings(
     while pending:
         aim = pending[-1]
         if aim not in found:
-            found[aim] = split(jaxpr, aim, patterns)
+            found[aim] = split(jaxpr, aim, patterns, shards)
         new, splits = found[aim]
         most = max((s.parts for s in splits), default=math.inf)
         between = (last + aim) // 2
@@ -119,7 +121,7 @@ def splittings(
         pending.pop()
         last, parts = aim, most
         yield aim, new, splits
-        if max(live_in(new).loads, default=0) > 2 * aim:
+        if max(live_in(new, shards).loads, default=0) > 2 * aim:
             return
 
 
@@ -135,8 +137,8 @@ class _Now:
 class _Splitting:
     """Of one program, which may be the body of a loop."""
 
-    def __init__(self, aim: int, patterns: Sequence[str]) -> None:
-        self.aim, self.patterns = aim, patterns
+    def __init__(self, aim: int, patterns: Sequence[str], shards: Shards) -> None:
+        self.aim, self.patterns, self.shards = aim, patterns, shards
         self.splits: list[Split] = []
         # Equations (by what they are, not what they say) and arrays for which nothing was found.
         self._refused = dict[int, JaxprEqn]()
@@ -146,7 +148,7 @@ class _Splitting:
 
     def run(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Split, ...]]:
         for _ in range(_ROUNDS):
-            steps, graph = steps_of(jaxpr), Graph(jaxpr)
+            steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
             live = live_through(steps, results_of(jaxpr))
             over = [(load, n) for n, load in enumerate(live.loads) if load > self.aim]
             found = None
@@ -165,10 +167,10 @@ class _Splitting:
     def _at(self, now: _Now, load: int, n: int) -> Jaxpr | None:
         """The program with less live at an equation; None where nothing helps."""
         eqn = now.graph.eqns[n]
-        if within(eqn) > load / 2:
+        if within(eqn, self.shards) > load / 2:
             return self._inside(now.graph.jaxpr, load, n) or self._from(now, eqn.outvars)
-        seeds = sorted(now.live.at(n), key=lambda v: (-bytes_of([v]), now.live.born[v]))
-        large = [v for v in seeds[:_SEEDS] if bytes_of([v]) >= _LEAST * (load - self.aim)]
+        seeds = sorted(now.live.at(n), key=lambda v: (-self.shards.bytes(v), now.live.born[v]))
+        large = [v for v in seeds[:_SEEDS] if self.shards.bytes(v) >= _LEAST * (load - self.aim)]
         return self._from(now, large)
 
     def _inside(self, jaxpr: Jaxpr, load: int, n: int) -> Jaxpr | None:
@@ -176,11 +178,11 @@ class _Splitting:
         eqn = jaxpr.eqns[n]
         if not isinstance(decode(eqn), Scan | Remat):
             return None
-        own = within(eqn)
-        inside = _Splitting(self.aim - (load - own), self.patterns)
+        own = within(eqn, self.shards)
+        inside = _Splitting(self.aim - (load - own), self.patterns, self.shards)
         found = [inside.run(program.jaxpr) for program in programs(eqn)]
         new = with_programs(eqn, [inner for inner, _ in found])
-        if within(new) >= own:
+        if within(new, self.shards) >= own:
             return None
         self.splits += inside.splits
         self._refused[id(new)] = new
@@ -190,7 +192,7 @@ class _Splitting:
         """The program with a region around one of some arrays in chunks."""
         graph = now.graph
         for seed in seeds:
-            if seed in self._hopeless or bytes_of([seed]) < _SMALLEST:
+            if seed in self._hopeless or self.shards.bytes(seed) < _SMALLEST:
                 continue
             kind = name(graph.eqns[graph.maker[seed]]), seed.aval
             found = [*self._around(now, seed, self._chosen.get(kind))]
@@ -200,7 +202,9 @@ class _Splitting:
                 )
                 self._chosen[kind] = best.region.cut[seed], best.share
                 self.splits.append(_said(graph, best, seed))
-                return in_chunks(graph, best.region, best.parts)
+                new = in_chunks(graph, best.region, best.parts)
+                self.shards.carry_on(new, {})
+                return new
             self._hopeless.add(seed)
         return None
 
@@ -209,10 +213,10 @@ class _Splitting:
         ways = [chosen] if chosen else itertools.product(range(len(shape_of(seed))), _SHARES)
         seen = set[frozenset[int]]()
         for d, share in ways:
-            divisors = _divisors(shape_of(seed)[d])
+            divisors = _divisors(shape_of(seed)[d] // self.shards.along(seed, d))
             region = None
             if divisors:
-                least = int(bytes_of([seed]) / share)
+                least = int(self.shards.bytes(seed) / share)
                 region = grow(now.graph, seed, d, divisors[0], least)
             if region is None or seed not in region.cut:
                 continue
@@ -240,12 +244,18 @@ class _Splitting:
             dtype = aval_of(v).dtype
             wide = combined_in(combine, dtype)
             if wide != dtype or v not in results:
-                makes.append((v, bytes_of([v]) // dtype.itemsize * np.dtype(wide).itemsize))
+                size = self.shards.bytes(v) // dtype.itemsize * np.dtype(wide).itemsize
+                makes.append((v, size))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
         possible = [p for p in divisors if _divides(region, p)]
         within_chunk = functools.partial(
-            live_in_chunk, eqns, cut=region.cut, readers=readers, staying=leaving
+            live_in_chunk,
+            eqns,
+            shards=self.shards,
+            cut=region.cut,
+            readers=readers,
+            staying=leaving,
         )
         enough = max(self.aim - rest, within_chunk(possible[-1]) * (1 + _LITTLE) + rest * _LITTLE)
         parts = next(p for p in possible if within_chunk(p) <= enough)
@@ -305,7 +315,8 @@ def _divisors(size: int) -> Sequence[int]:
 
 def _divides(region: Region, parts: int) -> bool:
     sizes = [shape_of(v)[d] for v, d in region.cut.items()]
-    return math.gcd(*sizes, *(axis.within for axis in region.axes.values())) % parts == 0
+    common = math.gcd(*sizes, *(axis.within for axis in region.axes.values()))
+    return common % (parts * region.blocks) == 0
 
 
 def _moved(graph: Graph, region: Region, parts: int) -> int:
@@ -316,4 +327,5 @@ def _moved(graph: Graph, region: Region, parts: int) -> int:
         for v, d in graph.arrays(n, axis):
             if d is None:
                 (summed if v in graph.eqns[n].outvars else whole).add(v)
-    return (parts - 1) * (bytes_of(whole) + 2 * bytes_of(summed))
+    size = graph.shards.bytes
+    return (parts - 1) * (sum(map(size, whole)) + 2 * sum(map(size, summed)))

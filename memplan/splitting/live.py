@@ -1,4 +1,4 @@
-"""What of a traced program is live at once, roughly, before XLA has seen it.
+"""What of a traced program is live at once on a device, roughly, before XLA has seen it.
 
 Arrays that XLA most likely makes no room for (views, and element-wise results that one other such
 equation reads) count as what they are made of. It is for choosing what XLA is then asked about.
@@ -29,7 +29,7 @@ from hlo_passes.equations import (
     programs,
 )
 from memplan.splitting.axes import Axis
-from memplan.streams.fusion import bytes_of
+from memplan.splitting.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Live:
         return [v for v, begin in self.born.items() if begin <= n <= self.last[v]]
 
 
-def live_in(jaxpr: Jaxpr) -> Live:
+def live_in(jaxpr: Jaxpr, shards: Shards) -> Live:
     """What is live in a program besides what it is given, and what takes the place of that."""
-    return live_through(steps_of(jaxpr), results_of(jaxpr))
+    return live_through(steps_of(jaxpr, shards), results_of(jaxpr))
 
 
 def results_of(jaxpr: Jaxpr) -> set[Var]:
@@ -104,10 +104,12 @@ def live_through(steps: Sequence[Step], results: Iterable[Var] = ()) -> Live:
     return Live(loads, born, last)
 
 
-def steps_of(jaxpr: Jaxpr) -> list[Step]:
+def steps_of(jaxpr: Jaxpr, shards: Shards) -> list[Step]:
     """Of the equations of a program."""
     readers, results = readers_in(jaxpr.eqns), results_of(jaxpr)
-    return [_step(eqn, readers, results, results, within(eqn)) for eqn in jaxpr.eqns]
+    return [
+        _step(eqn, readers, results, results, within(eqn, shards), shards) for eqn in jaxpr.eqns
+    ]
 
 
 def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
@@ -121,6 +123,7 @@ def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
 def live_in_chunk(
     eqns: Iterable[tuple[JaxprEqn, Axis | None]],
     parts: int,
+    shards: Shards,
     *,
     cut: Mapping[Var, int],
     readers: Mapping[Var, Sequence[JaxprEqn]],
@@ -139,19 +142,19 @@ def live_in_chunk(
     steps, there = list[Step](), set[Var]()
     for eqn, axis in eqns:
         sliced = {a for a in eqn.invars if isinstance(a, Var) and a in cut} - there
-        steps += [Step((), [(v, bytes_of([v]) // parts)]) for v in sliced]
+        steps += [Step((), [(v, shards.bytes(v) // parts)]) for v in sliced]
         there.update(sliced, eqn.outvars)
-        own = within(eqn) if axis is None else _within_chunk(eqn, axis, parts)
-        step = _step(eqn, readers, staying, results, own)
+        own = within(eqn, shards) if axis is None else _within_chunk(eqn, axis, parts, shards)
+        step = _step(eqn, readers, staying, results, own, shards)
         makes = [(v, size // parts if v in cut else size) for v, size in step.makes]
         steps.append(replace(step, makes=makes))
     return max(live_through(steps, results).loads, default=0)
 
 
-def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int) -> int:
+def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int, shards: Shards) -> int:
     """Bytes that are live inside an equation on a chunk, beyond what it is given."""
     if not axis.inside:
-        return within(eqn)
+        return within(eqn, shards)
     (program,) = programs(eqn)
     body = program.jaxpr
     pairs = (pair for n, own in axis.inside.items() for pair in own.pairs(body.eqns[n]))
@@ -160,15 +163,16 @@ def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int) -> int:
         cut.pop(v, None)
     eqns = ((e, axis.inside.get(n)) for n, e in enumerate(body.eqns))
     results = results_of(body)
+    readers = readers_in(body.eqns)
     return live_in_chunk(
-        eqns, parts, cut=cut, readers=readers_in(body.eqns), staying=results, results=results
+        eqns, parts, shards, cut=cut, readers=readers, staying=results, results=results
     )
 
 
 @functools.lru_cache(1 << 16)
-def within(eqn: JaxprEqn) -> int:
+def within(eqn: JaxprEqn, shards: Shards) -> int:
     """Bytes that the programs inside an equation have at once, beyond what they are given."""
-    loads = (live_in(program.jaxpr).loads for program in programs(eqn))
+    loads = (live_in(program.jaxpr, shards).loads for program in programs(eqn))
     return max((max(found, default=0) for found in loads), default=0)
 
 
@@ -178,13 +182,14 @@ def _step(
     staying: Collection[Var],
     results: Collection[Var],
     own: int,
+    shards: Shards,
 ) -> Step:
     makes, views = list[tuple[Var, int]](), list[Var]()
     for v in eqn.outvars:
         if v not in staying and _is_virtual(eqn, readers.get(v, ())):
             views.append(v)
         elif v not in results or not _is_in_place(eqn):
-            makes.append((v, bytes_of([v])))
+            makes.append((v, shards.bytes(v)))
     return Step([a for a in eqn.invars if isinstance(a, Var)], makes, views, own)
 
 

@@ -62,7 +62,7 @@ def in_chunks(graph: Graph, region: Region, parts: int) -> Jaxpr:
 
 class _Loop:
     def __init__(self, graph: Graph, region: Region, parts: int) -> None:
-        self.parts = parts
+        self.parts, self.blocks = parts, region.blocks
         self.eqns = [(graph.eqns[n], region.axes[n]) for n in sorted(region.axes)]
         self.given = graph.given(region)
         leaving = graph.leaving(region)
@@ -100,22 +100,24 @@ class _Loop:
             return self._trip(i, carry, whole), None
 
         end, _ = lax.scan(trip, begin, jnp.arange(self.parts, dtype=jnp.int32))
-        ends = zip(end, self.results, strict=True)
-        return [value.astype(aval_of(eqn.outvars[k]).dtype) for value, (eqn, _, k) in ends]
+        avals = [aval_of(eqn.outvars[k]) for eqn, _, k in self.results]
+        pairs = zip(end, avals, strict=True)
+        return [value.reshape(aval.shape).astype(aval.dtype) for value, aval in pairs]
 
     def _begin(self, eqn: JaxprEqn, axis: Axis, k: int, whole: Mapping[Var, Any]) -> Any:
         """What a result is before the first chunk."""
         aval = aval_of(eqn.outvars[k])
         combine = axis.combine(k)
         if combine is None:
-            return lax.empty(aval.shape, aval.dtype)
+            shape, d = aval.shape, axis.results[k]
+            return lax.empty(shape if d is None else in_blocks(shape, d, self.blocks), aval.dtype)
         if combine == "fold":
             first = eqn.invars[0]
             return first.val if isinstance(first, Literal) else whole[first]
         return jnp.full(aval.shape, _neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
 
     def _trip(self, i: Any, carry: Sequence[Any], whole: Mapping[Var, Any]) -> list[Any]:
-        chunk = _Chunk(self.parts, i, whole)
+        chunk = _Chunk(self.parts, self.blocks, i, whole)
         for (eqn, axis, k), value in zip(self.results, carry, strict=True):
             if axis.combine(k) == "fold":
                 chunk.folded[eqn.outvars[k]] = value
@@ -127,6 +129,8 @@ class _Loop:
             value = chunk.of(eqn.outvars[k], d)
             with _line_of(eqn):
                 if d is not None:
+                    value = value.reshape(in_blocks(value.shape, d, self.blocks))
+                    d += self.blocks > 1
                     at = i * value.shape[d]
                     new.append(lax.dynamic_update_slice_in_dim(before, value, at, d))
                 elif combine is None or combine == "fold":
@@ -143,8 +147,8 @@ class _Chunk:
       folded: of results, what the chunks before have made of them.
     """
 
-    def __init__(self, parts: int, i: Any, whole: Mapping[Var, Any]) -> None:
-        self.parts, self.i = parts, i
+    def __init__(self, parts: int, blocks: int, i: Any, whole: Mapping[Var, Any]) -> None:
+        self.parts, self.blocks, self.i = parts, blocks, i
         self.whole = whole
         self.folded = dict[Var, Any]()
         self._values = dict[tuple[Var, int | None], Any]()
@@ -156,8 +160,10 @@ class _Chunk:
         if (a, d) not in self._values:
             array = self.whole[a]
             if d is not None:
-                size = array.shape[d] // self.parts
-                array = lax.dynamic_slice_in_dim(array, self.i * size, size, d)
+                shape = self._shape(a, d)
+                blocks = array.reshape(in_blocks(array.shape, d, self.blocks))
+                size, at = shape[d] // self.blocks, d + (self.blocks > 1)
+                array = lax.dynamic_slice_in_dim(blocks, self.i * size, size, at).reshape(shape)
             self._values[a, d] = array
         return self._values[a, d]
 
@@ -185,8 +191,15 @@ class _Chunk:
             chunk, operands = with_wide_sum(chunk, operands)
         results = bind(chunk, *operands)
         if d is not None and decode(eqn) == Iota(d):
-            results = [v + (self.i * result[d]).astype(v.dtype) for v in results]
+            results = [self._numbers(v, shape_of(eqn.outvars[0])[d]) for v in results]
         return results
+
+    def _numbers(self, count: Any, size: int) -> Any:
+        """Of the rows of a chunk, counted from its first on, where they are in the whole."""
+        rows, dtype = size // self.parts // self.blocks, count.dtype
+        if self.blocks > 1:
+            count = count + count // rows * (size // self.blocks - rows)
+        return count + (self.i * rows).astype(dtype)
 
     def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
         """Of a chunk along a dimension."""
@@ -208,7 +221,7 @@ class _Chunk:
             shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
         def run(*inputs: Any) -> list[Any]:
-            chunk = _Chunk(self.parts, self.i, {})
+            chunk = _Chunk(self.parts, self.blocks, self.i, {})
             for v, value in zip(body.invars, inputs, strict=True):
                 chunk.put(v, cut.get(v), value)
             for n, eqn in enumerate(body.eqns):
@@ -224,6 +237,12 @@ class _Chunk:
         made = jax.make_jaxpr(run)(*shapes)
         assert not made.consts
         return made.jaxpr
+
+
+def in_blocks(shape: Sequence[int], d: int, blocks: int) -> tuple[int, ...]:
+    """A shape with one of its dimensions as blocks of it."""
+    whole = (shape[d],) if blocks == 1 else (blocks, shape[d] // blocks)
+    return *shape[:d], *whole, *shape[d + 1 :]
 
 
 def _same(eqn: JaxprEqn) -> Axis:

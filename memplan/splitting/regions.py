@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from memplan.splitting.axes import Axis, axes_of, sums_alike
-from memplan.streams.fusion import bytes_of
+from memplan.splitting.shards import Shards
 from memplan.streams.leading_axis import shape_of
 
 
@@ -33,10 +33,13 @@ class Region:
     Attributes:
       axes: how each of its equations is cut, by their numbers.
       cut: the dimension of each array that it makes, or takes, in chunks.
+      blocks: a chunk has a part of each of so many blocks of that dimension, as many as it has
+        shards: so none has to come from another device.
     """
 
     axes: Mapping[int, Axis]
     cut: Mapping[Var, int]
+    blocks: int = 1
 
 
 class Graph:
@@ -44,8 +47,8 @@ class Graph:
     integer: a program has thousands of them, and is asked for what needs what thousands of times.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr = jaxpr
+    def __init__(self, jaxpr: Jaxpr, shards: Shards) -> None:
+        self.jaxpr, self.shards = jaxpr, shards
         self.eqns: Sequence[JaxprEqn] = jaxpr.eqns
         self.maker = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = {}
@@ -128,13 +131,17 @@ def grow(graph: Graph, seed: Var, dimension: int, parts: int, least: int) -> Reg
       least: bytes of an array from which on the cut goes to those around it.
 
     Returns:
-      None where nothing around the array can be cut so.
+      None where nothing around the array can be cut so, or it lies on the devices in several ways.
     """
-    growing = _Growing(graph, parts, least, {seed: dimension})
+    blocks = graph.shards.along(seed, dimension)
+    growing = _Growing(graph, parts * blocks, least, {seed: dimension})
     growing.spread(seed)
     growing.settle()
     growing.finish()
-    return Region(growing.axes, growing.taken()) if growing.axes else None
+    cut = growing.taken()
+    if any(graph.shards.along(v, d) not in (1, blocks) for v, d in cut.items()):
+        return None
+    return Region(growing.axes, cut, blocks) if growing.axes else None
 
 
 @dataclass
@@ -163,7 +170,8 @@ class _Growing:
         arrays: list[tuple[int, bool, int, Var, int | None]] = []
 
         def push(v: Var, n: int | None = None) -> None:
-            heapq.heappush(arrays, (-bytes_of([v]), n is not None, next(count), v, n))
+            size = self.graph.shards.bytes(v)
+            heapq.heappush(arrays, (-size, n is not None, next(count), v, n))
 
         push(seed)
         while arrays:
@@ -259,7 +267,7 @@ class _Growing:
         for v, d in self.graph.arrays(n, axis):
             if d is not None and v not in self.cut:
                 self.cut[v] = d
-                if bytes_of([v]) >= self.least:
+                if self.graph.shards.bytes(v) >= self.least:
                     new.append(v)
         # What it reads is asked first: a product has its chunks from there.
         return sorted(new, key=lambda v: v in eqn.outvars)

@@ -14,6 +14,7 @@ from experiments import split_programs
 from experiments.split_programs import Program
 from memplan.splitting.choice import split
 from memplan.splitting.live import live_in
+from memplan.splitting.shards import WHOLE
 from memplan.streams.programs import inline_all_calls
 
 SMALL: dict[str, Program] = {
@@ -34,7 +35,7 @@ def test_ways_agree(program: Program):
     leaves, tree = jax.tree.flatten(program.args)
     args: tuple[Any, ...] = tree.unflatten(drawn(leaf, n) for n, leaf in enumerate(leaves))
     jaxpr = inline_all_calls(jax.make_jaxpr(program.function)(*args).jaxpr)
-    in_chunks, splits = split(jaxpr, max(live_in(jaxpr).loads) // 2)
+    in_chunks, splits = split(jaxpr, max(live_in(jaxpr, WHOLE).loads) // 2)
     assert splits
     expected = jax.tree.leaves(jax.jit(program.function)(*args))
     by_hand = jax.tree.leaves(jax.jit(program.by_hand(4))(*args))

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import memplan
 from hlo_passes.errors import SplitError
+from memplan.topologies import topology
 
 TOKENS, WIDTH, WORDS = 1024, 64, 8192
 LOGITS = TOKENS * WORDS * 4
@@ -28,6 +29,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 step = jax.value_and_grad(loss, argnums=(0, 1))
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 BUDGET = LOGITS // 2
 
 
@@ -110,10 +112,53 @@ def test_what_fits_is_not_in_chunks():
     assert not compiled.splits
 
 
-def test_on_several_devices_nothing_is_in_chunks():
+def test_on_several_devices_each_has_a_part_of_every_chunk():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    by_rows = NamedSharding(mesh, PartitionSpec("x"))
+    by_rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
     x, head, labels = arguments()
-    args = jax.device_put(x, by_rows), head, jax.device_put(labels, by_rows)
-    with pytest.raises(memplan.MemoryBudgetError):
-        memplan.jit(step, hbm=LOGITS // 8).lower(*args).compile()
+    args = tuple(map(jax.device_put, (x, head, labels), (by_rows, whole, by_rows)))
+    planned = memplan.jit(step, hbm=LOGITS // 3)
+    compiled = planned.lower(*args).compile()
+    assert compiled.splits
+    plain = memplan.jit(step, hbm="1GiB").lower(*args).compile()
+    assert collectives(compiled) == collectives(plain) == {"all-reduce"}
+    for a, b in zip(*map(jax.tree.leaves, (jax.jit(step)(*args), planned(*args))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-8)
+
+
+def test_where_types_say_how_arrays_lie_nothing_is_in_chunks():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    x, head, labels = arguments()
+    args = tuple(
+        jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+        for array, axes in ((x, ("x",)), (head, ()), (labels, ("x",)))
+    )
+    with pytest.raises(memplan.MemoryBudgetError), jax.set_mesh(mesh):
+        memplan.jit(step, hbm=LOGITS // 3).lower(*args).compile()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
+)
+def test_a_large_vocabulary_on_four_devices(target: str):
+    hardware, tokens, words = topology(target), 8192, 32768
+    mesh = hardware.mesh((4,))
+    by_rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
+    args = (
+        jax.ShapeDtypeStruct((4 * tokens, 512), jnp.float32, sharding=by_rows),
+        jax.ShapeDtypeStruct((512, words), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((4 * tokens,), jnp.int32, sharding=by_rows),
+    )
+    budget = tokens * words * 2
+    compiled = memplan.jit(step, hbm=budget, machine=hardware).lower(*args).compile()
+    assert compiled.device_bytes <= budget
+    assert compiled.splits
+    plain = memplan.jit(step, hbm="1TiB", machine=hardware).lower(*args).compile()
+    assert collectives(compiled) == collectives(plain) == {"all-reduce"}
+
+
+def collectives(compiled: Any) -> set[str]:
+    """The kinds that an executable has, in all its computations."""
+    instructions = (i for c in compiled.module.computations.values() for i in c.instructions)
+    return {i.opcode.removesuffix("-start") for i in instructions} & {*COLLECTIVES}

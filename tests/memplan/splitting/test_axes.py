@@ -11,6 +11,7 @@ from hlo_passes.equations import name
 from memplan.splitting.axes import axes_of
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Graph, Region
+from memplan.splitting.shards import WHOLE
 from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls
 
@@ -86,7 +87,7 @@ def test_chunks_make_what_the_whole_makes(function, args, count):
         sizes = {shape_of(v)[d] for v, d in cut.items()}
         parts = 3 if all(size % 3 == 0 for size in sizes) else 2
         assert all(size % parts == 0 for size in sizes)
-        new = in_chunks(Graph(jaxpr), Region({n: axis}, cut), parts)
+        new = in_chunks(Graph(jaxpr, WHOLE), Region({n: axis}, cut), parts)
         assert sum(e.primitive.name == "scan" for e in new.eqns) > sum(
             e.primitive.name == "scan" for e in jaxpr.eqns
         ) - bool(axis.inside)
@@ -120,7 +121,7 @@ def test_narrow_sums_are_wide_until_the_last_chunk(dtype, way):
     }
     jaxpr, n = equation_of(functions[way], (a,))
     axis = next(axis for axis in axes_of(jaxpr.eqns[n]) if not axis.is_map)
-    new = in_chunks(Graph(jaxpr), Region({n: axis}, {jaxpr.invars[0]: 0}), 256)
+    new = in_chunks(Graph(jaxpr, WHOLE), Region({n: axis}, {jaxpr.invars[0]: 0}), 256)
     exact = functions[way](a.astype(jnp.float32)) if way == "product" else a.astype(float).sum(0)
     (found,) = jaxpr_as_fun(new)(a)
     assert found.dtype == dtype
