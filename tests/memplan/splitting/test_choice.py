@@ -13,6 +13,7 @@ from memplan.splitting.live import live_in
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Graph, grow
 from memplan.splitting.shards import WHOLE, Shards
+from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls, without_dead
 
 
@@ -325,7 +326,7 @@ def check_random(seed):
     if seed % 3 == 0:  # In blocks, as on several devices; which makes no difference to numbers.
         d = seed // 3 % 3
         along = {
-            v: tuple(1 + (k == d and n % 2 == 0) for k, n in enumerate(v.aval.shape))
+            v: tuple(1 + (k == d and n % 2 == 0) for k, n in enumerate(shape_of(v)))
             for v in jaxpr.invars
         }
         shards.carry_on(jaxpr, along)
