@@ -224,7 +224,7 @@ def gpt(each: Each, heads: int, layers: Any, x: Any) -> Any:
     return x
 
 
-def _gpt(tokens: int = 8192) -> Program:
+def gpt_of(tokens: int = 8192) -> Program:
     width, layers = 1024, 4
     layer = {name: _shape(width, width) for name in "qkvo"}
     layer |= {"up": _shape(width, 4 * width), "down": _shape(4 * width, width)}
@@ -287,7 +287,7 @@ def evoformer(each: Each, w: Any, msa: Any, pair: Any) -> tuple[Any, Any]:
     return msa, pair + transition("pair", pair)
 
 
-def _evoformer(residues: int = 512, sequences: int = 128) -> Program:
+def evoformer_of(residues: int = 512, sequences: int = 128) -> Program:
     wide, thin, inner = 256, 128, 32
     w = {f"{name}.{k}": _shape(wide, wide) for name in ("row", "column") for k in "qkvgo"}
     w |= {f"{name}.{k}": _shape(thin, thin) for name in ("start", "end") for k in "qkvgo"}
@@ -328,7 +328,7 @@ def latent_unet(each: Each, w: Any, x: Any) -> Any:
     return conv("leave", block("third", jnp.concatenate([first, again], -1)))
 
 
-def _latent_unet(side: int = 96) -> Program:
+def latent_unet_of(side: int = 96) -> Program:
     thin, wide = 320, 640
     w = {"enter": _shape(3, 3, 4, thin), "down": _shape(3, 3, thin, wide)}
     w |= {"leave": _shape(3, 3, thin, 4)}
@@ -351,8 +351,8 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "mlp": _mlp,
     "attention-32k": functools.partial(_attention, 32_768),
     "attention-128k": functools.partial(_attention, 131_072),
-    "gpt": _gpt,
-    "evoformer": _evoformer,
-    "latent-unet": _latent_unet,
+    "gpt": gpt_of,
+    "evoformer": evoformer_of,
+    "latent-unet": latent_unet_of,
 }
 """By the names that the table has."""

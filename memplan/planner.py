@@ -245,7 +245,7 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
-        least = math.inf
+        least, of_least = math.inf, 0
         for planner in self._planners(budget):
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if best.step_time_s <= _GOOD * best.compute_s:
@@ -272,9 +272,11 @@ class Planner:
                 if candidate is not None and candidate is not best:
                     break  # Smaller chunks take longer still.
                 refusals = [e.least for e in failed if isinstance(e, MemoryBudgetError)]
-                if candidate is None and refusals and least <= min(refusals):
+                aim, needs = planner._placing.aim or 0, min(refusals, default=math.inf)
+                if needs < least:
+                    least, of_least = needs, aim
+                elif candidate is None and aim < of_least / 2:
                     break  # They do not need less, as XLA has them.
-                least = min(refusals, default=least)
             elif best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
         for candidate in rest:
@@ -450,7 +452,9 @@ class Planner:
         if not streams.rings(everything):
             return _RINGS[:1]
         slots = self._lowering.function.options.slots
-        rings = tuple(ring for ring in _RINGS if slots is None or ring[0] <= slots)
+        # More chunks are there to be tried instead.
+        rings = _RINGS[:1] if self._placing.splits else _RINGS
+        rings = tuple(ring for ring in rings if slots is None or ring[0] <= slots)
         hosted = (*everything.arguments, *everything.results)
         size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
         return (None, *rings) if size <= _SMALL_STACKS * budget else (*rings, None)

@@ -18,9 +18,9 @@ from memplan.splitting.shards import WHOLE
 from memplan.streams.programs import inline_all_calls
 
 SMALL: dict[str, Program] = {
-    "gpt": split_programs._gpt(tokens=256),
-    "evoformer": split_programs._evoformer(residues=32, sequences=8),
-    "latent-unet": split_programs._latent_unet(side=16),
+    "gpt": split_programs.gpt_of(tokens=256),
+    "evoformer": split_programs.evoformer_of(residues=32, sequences=8),
+    "latent-unet": split_programs.latent_unet_of(side=16),
 }
 
 
