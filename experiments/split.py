@@ -17,7 +17,8 @@ latent-unet     two levels with attention on a latent of 96 × 96
 The last three and vit are the kinds of models of AutoChunk (Zhao et al., ICLR 2024).
 Each is compiled by the target's own compiler: plain; by hand, in a loop over 4, 16 and 64 chunks,
 as is done where no library helps; and by memplan, which is told no name and no chunk, within the
-bytes that each of those takes. Bytes are XLA's report of the executables. Step times are
+bytes that each of those takes. Activations are all but arguments and results. Bytes are
+XLA's report of the executables. Step times are
 predictions of the machine model for their schedules. Nothing is run.
 """
 
@@ -32,7 +33,7 @@ from absl import flags
 
 from experiments.isolated import Failure, isolated
 from experiments.running import FLAGS, Experiment, Row, Rows
-from experiments.split_programs import PROGRAMS
+from experiments.split_programs import PROGRAMS, Program
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator.cost import instruction_costs
@@ -55,6 +56,7 @@ _COLUMNS = (
     Column("within", right=True),
     Column("on the device", right=True),
     Column("of plain", right=True),
+    Column("of its activations", right=True),
     Column("a step", right=True),
     Column("of plain", right=True),
     Column("chunks"),
@@ -100,7 +102,11 @@ def _by_hand(program: str, target: str, parts: int) -> Row:
     function = of.by_hand(parts) if parts else of.function
     plain = jit(function, hbm=_UNLIMITED, machine=topology(target), donate_argnums=of.donated)
     executable = plain.lower(*of.args).unplanned()
-    return {"bytes": device_bytes(executable, 0), "step_s": _step_s(executable, target)}
+    return {
+        "bytes": device_bytes(executable, 0),
+        "fixed": _fixed(of),
+        "step_s": _step_s(executable, target),
+    }
 
 
 def _planned(program: str, target: str, within: int) -> Row:
@@ -114,9 +120,21 @@ def _planned(program: str, target: str, within: int) -> Row:
         return {"failure": f"refused; the planner's least: {format_bytes(error.least)}"}
     return {
         "bytes": compiled.device_bytes,
+        "fixed": _fixed(of),
         "step_s": _seconds(compiled.module, target),
         "chunks": [f"{s.parts} of dimension {s.dimension}" for s in compiled.splits],
     }
+
+
+def _fixed(of: Program) -> int:
+    """Bytes of arguments, and of results that take no argument's place."""
+    given = {n: _size(arg) for n, arg in enumerate(of.args)}
+    results = _size(jax.eval_shape(of.function, *of.args))
+    return sum(given.values()) + max(results - sum(given[n] for n in of.donated), 0)
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _step_s(executable: Executable, target: str) -> float:
@@ -144,12 +162,14 @@ def _cells(row: Row, plain: Row) -> Iterator[str]:
     yield row["way"]
     yield format_bytes(row["within"]) if "within" in row else ""
     if "failure" in row:
-        yield from ("–",) * 4
+        yield from ("–",) * 5
         yield row["failure"]
         return
     has_plain = "failure" not in plain
     yield format_bytes(row["bytes"])
     yield f"{row['bytes'] / plain['bytes']:.1%}" if has_plain else ""
+    activations = row["bytes"] - row["fixed"]
+    yield f"{activations / (plain['bytes'] - plain['fixed']):.1%}" if has_plain else ""
     yield format_seconds(row["step_s"])
     yield f"{row['step_s'] / plain['step_s']:.3f}" if has_plain else ""
     yield "; ".join(row.get("chunks", ())) or (str(row["parts"]) if "parts" in row else "")

@@ -57,6 +57,9 @@ _HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
 # jax.lax.Precision on TPU: an f32 product as a sum of that many bf16 ones.
 _BF16_PASSES = {_HIGH: 3, _HIGHEST: 6}
 
+# XLA:TPU writes the largest integer where it could not estimate a kernel.
+_UNKNOWN_CYCLES = 1 << 62
+
 
 def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
     """Returns the seconds of compute of every instruction outside fusions, by its id.
@@ -198,7 +201,8 @@ def _estimated_cycles(instruction: Instruction) -> int:
     if b"estimated_cycles" not in instruction.proto.backend_config:
         return 0
     window: Mapping[str, Any] = instruction.backend_config.get("window_config", {})
-    return int(window.get("estimated_cycles", 0))
+    cycles = int(window.get("estimated_cycles", 0))
+    return cycles if cycles < _UNKNOWN_CYCLES else 0
 
 
 def _custom_call_estimate(instruction: Instruction) -> tuple[int, int] | None:

@@ -122,8 +122,9 @@ def test_the_compilers_own_estimate_comes_first():
     assert costs_of(estimated(1500))["n"] == 1.5
 
 
-def test_an_estimate_of_nothing_is_none():
-    assert costs_of(estimated(0))["n"] == pytest.approx(8.0)
+@pytest.mark.parametrize("cycles", [0, (1 << 63) - 1])
+def test_an_estimate_of_nothing_or_of_all_there_is_is_none(cycles):
+    assert costs_of(estimated(cycles))["n"] == pytest.approx(8.0)
 
 
 def with_cycles_of(lines: Sequence[str], cycles: int) -> Module:
