@@ -633,6 +633,16 @@ def bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def of_type(array: Any, aval: Any) -> Any:
+    """An array of the type of another, which may be that of a number in Python."""
+    array = array.astype(aval.dtype)
+    if not aval.weak_type:
+        return array
+    return primitives.convert_element_type_p.bind(
+        array, new_dtype=aval.dtype, weak_type=True, sharding=None
+    )
+
+
 # --- other equations, where `like` is in the source; their operands and results are to be given ---
 
 

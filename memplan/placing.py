@@ -40,7 +40,7 @@ from memplan.products import Form, Inner, Product, find_forms, products, with_fo
 from memplan.signature import asks_for_host
 from memplan.splitting.choice import lines_in, splittings
 from memplan.splitting.live import live_in
-from memplan.splitting.shards import Shards, is_explicit, shards_of
+from memplan.splitting.shards import WHOLE, Shards, is_explicit, shards_of
 from memplan.streams.counted import count_loops
 from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
@@ -151,8 +151,9 @@ class Placing:
     @functools.cached_property
     def _inlined(self) -> tuple[Jaxpr, Shards]:
         """The program without calls, and how its arrays lie on the devices."""
-        jaxpr, shards = inline_all_calls(self._jaxpr), Shards()
+        jaxpr, shards = inline_all_calls(self._jaxpr), WHOLE
         if self.program.arguments.device_count > 1:
+            shards = Shards()
             given = enumerate(zip(jaxpr.invars, self.lowering.arguments, strict=True))
             known = {v: shards_of(self.lowering.sharding(n), a.shape) for n, (v, a) in given}
             shards.carry_on(jaxpr, known)

@@ -203,7 +203,8 @@ class _Splitting:
                 self._chosen[kind] = best.region.cut[seed], best.share
                 self.splits.append(_said(graph, best, seed))
                 new = in_chunks(graph, best.region, best.parts)
-                self.shards.carry_on(new, {})
+                if self.shards is not WHOLE:
+                    self.shards.carry_on(new, {})
                 return new
             self._hopeless.add(seed)
         return None
@@ -242,9 +243,10 @@ class _Splitting:
         makes = list[tuple[Var, int]]()
         for v, combine in leaving.items():
             dtype = aval_of(v).dtype
-            wide = combined_in(combine, dtype)
-            if wide != dtype or v not in results:
-                size = self.shards.bytes(v) // dtype.itemsize * np.dtype(wide).itemsize
+            size, wide = self.shards.bytes(v), combined_in(combine, dtype)
+            if wide != dtype:
+                makes.append((v, size // dtype.itemsize * np.dtype(wide).itemsize))
+            elif v not in results:
                 makes.append((v, size))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]

@@ -27,6 +27,8 @@ from hlo_passes.equations import (
     Scan,
     bind,
     decode,
+    is_sum,
+    of_type,
     programs,
     with_chunks,
     with_programs,
@@ -75,7 +77,8 @@ class _Loop:
 
     def equations(self) -> list[JaxprEqn]:
         """Of the loop, and what is around it; the arrays have the names that they had."""
-        shapes = [jax.ShapeDtypeStruct(shape_of(v), aval_of(v).dtype) for v in self.given]
+        avals = map(aval_of, self.given)
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         made = jax.make_jaxpr(self._run)(*shapes)
         assert not made.consts
         outvars = [eqn.outvars[k] for eqn, _, k in self.results]
@@ -102,7 +105,7 @@ class _Loop:
         end, _ = lax.scan(trip, begin, jnp.arange(self.parts, dtype=jnp.int32))
         avals = [aval_of(eqn.outvars[k]) for eqn, _, k in self.results]
         pairs = zip(end, avals, strict=True)
-        return [value.reshape(aval.shape).astype(aval.dtype) for value, aval in pairs]
+        return [of_type(value.reshape(aval.shape), aval) for value, aval in pairs]
 
     def _begin(self, eqn: JaxprEqn, axis: Axis, k: int, whole: Mapping[Var, Any]) -> Any:
         """What a result is before the first chunk."""
@@ -185,21 +188,24 @@ class _Chunk:
             (program,) = programs(eqn)
             return bind(with_programs(eqn, [self._inside(program.jaxpr, axis, eqn)]), *operands)
         result = self._shape(eqn.outvars[0], d := axis.results[0])
+        if d is not None and decode(eqn) == Iota(d):
+            return [self._numbers(aval_of(eqn.outvars[0]), d)]
         operand = self._shape(eqn.invars[0], axis.operands[0]) if operands else ()
-        chunk = with_chunks(eqn, operand, result)
+        chunk, operands = with_chunks(eqn, operand, result), _as_wide(eqn, operands)
         if axis.combine(0) == "sum":
             chunk, operands = with_wide_sum(chunk, operands)
-        results = bind(chunk, *operands)
-        if d is not None and decode(eqn) == Iota(d):
-            results = [self._numbers(v, shape_of(eqn.outvars[0])[d]) for v in results]
-        return results
+        return bind(chunk, *operands)
 
-    def _numbers(self, count: Any, size: int) -> Any:
-        """Of the rows of a chunk, counted from its first on, where they are in the whole."""
-        rows, dtype = size // self.parts // self.blocks, count.dtype
+    def _numbers(self, whole: Any, d: int) -> Any:
+        """Of the elements of a chunk, where they are in the whole along a dimension."""
+        size = whole.shape[d]
+        rows = size // self.parts // self.blocks
+        shape = (*whole.shape[:d], rows * self.blocks, *whole.shape[d + 1 :])
+        # Counted in whole numbers: those of the result may have no room for, or no place of, each.
+        count = lax.broadcasted_iota(jnp.int32, shape, d)
         if self.blocks > 1:
             count = count + count // rows * (size // self.blocks - rows)
-        return count + (self.i * rows).astype(dtype)
+        return (count + self.i * rows).astype(whole.dtype)
 
     def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
         """Of a chunk along a dimension."""
@@ -248,6 +254,16 @@ def in_blocks(shape: Sequence[int], d: int, blocks: int) -> tuple[int, ...]:
 def _same(eqn: JaxprEqn) -> Axis:
     """An equation that every chunk does as it is."""
     return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
+
+
+def _as_wide(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """What is added up, in the type of the widest: of what chunks are summed to, some is float32
+    where the program has it narrower."""
+    types = {operand.dtype for operand in operands}
+    if not is_sum(eqn) or len(types) == 1:
+        return operands
+    widest = max(types, key=lambda dtype: dtype.itemsize)
+    return [operand.astype(widest) for operand in operands]
 
 
 def combined_in(combine: str | None, dtype: Any) -> Any:

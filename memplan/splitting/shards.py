@@ -41,7 +41,7 @@ class Shards:
         for v, along in given.items():
             if math.prod(along) > 1:
                 self._along[v] = along
-        for eqn in jaxpr.eqns if self._along else ():
+        for eqn in jaxpr.eqns:
             for k, v in enumerate(eqn.outvars):
                 along = self._of_result(eqn, k)
                 if math.prod(along) > 1:
@@ -90,11 +90,13 @@ def is_explicit(jaxpr: Jaxpr) -> bool:
 
 
 def shards_of(sharding: Sharding, shape: Sequence[int]) -> Along:
-    """Into how many a sharding divides an array along each dimension."""
-    return tuple(
-        whole // part if part else 1
-        for whole, part in zip(shape, sharding.shard_shape(tuple(shape)), strict=True)
-    )
+    """Into how many a sharding divides an array along each dimension; into none where they would
+    differ in size."""
+    try:
+        part_of = sharding.shard_shape(tuple(shape))
+    except ValueError:
+        return (1,) * len(shape)
+    return tuple(whole // part if part else 1 for whole, part in zip(shape, part_of, strict=True))
 
 
 WHOLE = Shards()

@@ -1,11 +1,13 @@
 """Programs that keep to a budget because parts of them are run in chunks."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import memplan
@@ -162,3 +164,81 @@ def collectives(compiled: Any) -> set[str]:
     """The kinds that an executable has, in all its computations."""
     instructions = (i for c in compiled.module.computations.values() for i in c.instructions)
     return {i.opcode.removesuffix("-start") for i in instructions} & {*COLLECTIVES}
+
+
+# --- found by review ------------------------------------------------------------------------
+
+
+def twice_in_what_is_computed_again(x: Any, w: Any, head: Any) -> Any:
+    inner = jax.checkpoint(lambda y, w: jnp.tanh(y @ w))
+    block = jax.checkpoint(lambda y, w: jnp.sin(inner(y, w) + y @ w))
+    scores = block(jnp.tanh(x), w) @ head
+    return jax.nn.logsumexp(scores.astype(jnp.float32), -1).mean()
+
+
+def counted(x: Any) -> Any:
+    p = lax.broadcasted_iota(jnp.bfloat16, (8192, 512), 0).astype(jnp.float32)
+    q = x[:, None] * p
+    return jnp.sort(q * jnp.cos(q), 1)[:, 0], jnp.sort(q, 1)[:, 1]
+
+
+def counted_in_the_plane(x: Any) -> Any:
+    p = lax.broadcasted_iota(jnp.complex64, (1024, 1024), 0)
+    return jnp.exp(1j * x[:, None] * p) @ jnp.ones((1024, 8), jnp.complex64)
+
+
+def like_a_number(x: Any) -> Any:
+    sorted_ = jnp.sort(jnp.broadcast_to(2.0, (1024, 1024)) * 3.0 + 1j.real, 1)
+    return sorted_[:, ::2] * 2.0, jnp.sort(jnp.exp(x[:, None] * x), 1)[:, 0]
+
+
+def rows(*sizes: int) -> Any:
+    """On four devices."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    return jax.device_put(np.ones(sizes, np.float32), NamedSharding(mesh, PartitionSpec("x")))
+
+
+def narrow(*sizes: int) -> Any:
+    return jnp.array(np.random.default_rng(0).standard_normal(sizes) / 16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "percent"),
+    [
+        (
+            jax.grad(twice_in_what_is_computed_again, argnums=(0, 1, 2)),
+            lambda: (narrow(4096, 256), narrow(256, 256), narrow(256, 512)),
+            80,
+        ),
+        (counted, lambda: (rows(8192),), 50),
+        (counted_in_the_plane, lambda: (rows(1024),), 90),
+        (like_a_number, lambda: (jnp.arange(1024) / 1024,), 80),
+    ],
+)
+def test_found_by_review(function: Any, make: Callable[[], Any], percent: int):
+    args = make()
+    own = memplan.jit(function, hbm="100GiB").lower(*args).compile().device_bytes
+    planned = memplan.jit(function, hbm=own * percent // 100)
+    assert planned.lower(*args).compile().splits
+    for a, b in zip(*map(jax.tree.leaves, (planned(*args), jax.jit(function)(*args))), strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        tolerance = 2e-2 if a.dtype == jnp.bfloat16 else 1e-4
+        a, b = (np.asarray(x, np.complex64) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_rows_that_do_not_divide():
+    x = rows(256, 32)
+    by_rows = x.sharding
+
+    def function(x: Any) -> Any:
+        y = lax.with_sharding_constraint(jnp.sin(x)[:250], by_rows)
+        return jnp.sum(jnp.exp(y[:, :, None] * jnp.ones(4096)), 0)
+
+    own = memplan.jit(function, hbm="100GiB").lower(x).compile().device_bytes
+    planned = memplan.jit(function, hbm=own * 7 // 10)
+    try:
+        found = planned(x)
+    except memplan.MemoryBudgetError:
+        return
+    np.testing.assert_allclose(found, jax.jit(function)(x), rtol=1e-4)

@@ -223,6 +223,11 @@ def widened(x):
     return jax.lax.reduce_sum_p.bind(numbers, axes=(0,), out_sharding=None).astype(np.uint32)
 
 
+def of_keys(key):
+    keys = jax.random.split(key, (1 << 9, 8))
+    return jax.vmap(jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint8)))(keys.T)
+
+
 FOUND_BY_REVIEW = {
     "swapped carries": (swapped, (SQUARE, SQUARE + 1)),
     "iota in a loop": (counted, (SQUARE,)),
@@ -235,6 +240,7 @@ FOUND_BY_REVIEW = {
     "bytes of a number": (bytes_of_one, (SQUARE,)),
     "random numbers in another way": (drawn_inside, (SQUARE,)),
     "an integer that wraps": (widened, (SQUARE,)),
+    "keys": (of_keys, (jax.random.key(0),)),
 }
 
 
