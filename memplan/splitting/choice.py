@@ -239,6 +239,8 @@ class _Splitting:
         eqns = [(graph.eqns[n], axis) for n, axis in sorted(region.axes.items())]
         leaving, results = graph.leaving(region), results_of(graph.jaxpr)
         readers = readers_in(eqn for eqn, _ in eqns)
+        for v, combine in leaving.items():  # What adds chunks up fuses, what writes them does not.
+            readers.setdefault(v, []).append("elementwise" if combine else "other")
         around = [now.steps[n] for n in before], [now.steps[n] for n in after]
         makes = list[tuple[Var, int]]()
         for v, combine in leaving.items():
@@ -257,7 +259,7 @@ class _Splitting:
             shards=self.shards,
             cut=region.cut,
             readers=readers,
-            staying=leaving,
+            leaving=leaving,
         )
         enough = max(self.aim - rest, within_chunk(possible[-1]) * (1 + _LITTLE) + rest * _LITTLE)
         parts = next(p for p in possible if within_chunk(p) <= enough)

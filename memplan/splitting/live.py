@@ -31,6 +31,9 @@ from hlo_passes.equations import (
 from memplan.splitting.axes import Axis
 from memplan.splitting.shards import Shards
 
+type Kind = Literal["view", "transpose", "elementwise", "reduction", "other"]
+"""What an equation is to XLA's fusion."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -107,16 +110,15 @@ def live_through(steps: Sequence[Step], results: Iterable[Var] = ()) -> Live:
 def steps_of(jaxpr: Jaxpr, shards: Shards) -> list[Step]:
     """Of the equations of a program."""
     readers, results = readers_in(jaxpr.eqns), results_of(jaxpr)
-    return [
-        _step(eqn, readers, results, results, within(eqn, shards), shards) for eqn in jaxpr.eqns
-    ]
+    return [_step(eqn, readers, results, within(eqn, shards), shards) for eqn in jaxpr.eqns]
 
 
-def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
-    found = dict[Var, list[JaxprEqn]]()
+def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[Kind]]:
+    """Of each array that equations read, what those are."""
+    found = dict[Var, list[Kind]]()
     for eqn in eqns:
         for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            found.setdefault(v, []).append(eqn)
+            found.setdefault(v, []).append(_kind(eqn))
     return found
 
 
@@ -126,8 +128,8 @@ def live_in_chunk(
     shards: Shards,
     *,
     cut: Mapping[Var, int],
-    readers: Mapping[Var, Sequence[JaxprEqn]],
-    staying: Collection[Var],
+    readers: Mapping[Var, Sequence[Kind]],
+    leaving: Collection[Var],
     results: Collection[Var] = (),
 ) -> int:
     """The most bytes that are live while equations are run on one of so many chunks.
@@ -135,8 +137,8 @@ def live_in_chunk(
     Args:
       eqns: with how they are cut; None of one that every chunk does as it is.
       cut: the arrays of which there is a chunk. What is not made here is sliced when it is read.
-      readers: who reads what is made.
-      staying: what is made and stays when that is done.
+      readers: of what is made, also those that add it to other chunks, or write it to its place.
+      leaving: what is read after all of them.
       results: what of that is where something given was.
     """
     steps, there = list[Step](), set[Var]()
@@ -145,10 +147,10 @@ def live_in_chunk(
         steps += [Step((), [(v, shards.bytes(v) // parts)]) for v in sliced]
         there.update(sliced, eqn.outvars)
         own = within(eqn, shards) if axis is None else _within_chunk(eqn, axis, parts, shards)
-        step = _step(eqn, readers, staying, results, own, shards)
+        step = _step(eqn, readers, results, own, shards)
         makes = [(v, size // parts if v in cut else size) for v, size in step.makes]
         steps.append(replace(step, makes=makes))
-    return max(live_through(steps, results).loads, default=0)
+    return max(live_through(steps, leaving).loads, default=0)
 
 
 def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int, shards: Shards) -> int:
@@ -165,7 +167,7 @@ def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int, shards: Shards) -> int:
     results = results_of(body)
     readers = readers_in(body.eqns)
     return live_in_chunk(
-        eqns, parts, shards, cut=cut, readers=readers, staying=results, results=results
+        eqns, parts, shards, cut=cut, readers=readers, leaving=results, results=results
     )
 
 
@@ -178,29 +180,28 @@ def within(eqn: JaxprEqn, shards: Shards) -> int:
 
 def _step(
     eqn: JaxprEqn,
-    readers: Mapping[Var, Sequence[JaxprEqn]],
-    staying: Collection[Var],
+    readers: Mapping[Var, Sequence[Kind]],
     results: Collection[Var],
     own: int,
     shards: Shards,
 ) -> Step:
     makes, views = list[tuple[Var, int]](), list[Var]()
     for v in eqn.outvars:
-        if v not in staying and _is_virtual(eqn, readers.get(v, ())):
+        if v not in results and _is_virtual(eqn, readers.get(v, ())):
             views.append(v)
         elif v not in results or not _is_in_place(eqn):
             makes.append((v, shards.bytes(v)))
     return Step([a for a in eqn.invars if isinstance(a, Var)], makes, views, own)
 
 
-def _is_virtual(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
+def _is_virtual(eqn: JaxprEqn, readers: Sequence[Kind]) -> bool:
     match _kind(eqn):
         case "view":
             return True
         case "transpose":
             return len(readers) == 1
         case "elementwise":
-            return len(readers) == 1 and _kind(readers[0]) in ("elementwise", "view", "reduction")
+            return len(readers) == 1 and readers[0] in ("elementwise", "view", "reduction")
         case _:
             return False
 
@@ -211,8 +212,7 @@ def _is_in_place(eqn: JaxprEqn) -> bool:
 
 
 @functools.lru_cache(1 << 16)
-def _kind(eqn: JaxprEqn) -> Literal["view", "transpose", "elementwise", "reduction", "other"]:
-    """What it is to XLA's fusion."""
+def _kind(eqn: JaxprEqn) -> Kind:
     match decode(eqn):
         case Reshape(in_order=True) | Squeeze() | BroadcastInDim() | Iota():
             return "view"

@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from hlo_passes.equations import Scan, decode, name
 from memplan.splitting import choice
 from memplan.splitting.choice import split
-from memplan.splitting.live import live_in
+from memplan.splitting.live import live_in, live_in_chunk, within
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Graph, grow
 from memplan.splitting.shards import WHOLE, Shards
@@ -367,3 +367,43 @@ def test_transformations_of_what_is_in_chunks(around):
     expected, found = (jax.tree.leaves(transformed(f)(*QUERIES)) for f in (plain, chunked))
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def cross_entropy(x, head, labels):
+    scores = jax.nn.log_softmax(x @ head)
+    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (attention, QUERIES),
+        (
+            jax.value_and_grad(cross_entropy, argnums=(0, 1)),
+            (drawn(0, 256, 8), drawn(1, 8, 512), np.arange(256)),
+        ),
+    ],
+)
+def test_what_is_live_in_a_chunk_is_known_before_it_is_traced(monkeypatch, function, args):
+    weighed, in_loops = dict[int, int](), list[tuple[int, int]]()
+
+    def weigh(eqns, parts, **options):
+        return weighed.setdefault(parts, live_in_chunk(eqns, parts, **options))
+
+    def trace(graph, region, parts):
+        new = in_chunks(graph, region, parts)
+        known = set(map(id, graph.eqns))
+        (loop,) = (e for e in new.eqns if id(e) not in known and name(e) == "scan")
+        in_loops.append((weighed[parts], within(loop, WHOLE)))
+        weighed.clear()
+        return new
+
+    monkeypatch.setattr(choice, "live_in_chunk", weigh)
+    monkeypatch.setattr(choice, "in_chunks", trace)
+    jaxpr = traced(function, *args)
+    for part in (2, 4, 8, 16):
+        weighed.clear()
+        split(jaxpr, live_bytes(jaxpr) // part)
+    assert in_loops
+    for found, expected in in_loops:
+        assert found == pytest.approx(expected, rel=0.1)
