@@ -261,9 +261,10 @@ class _Splitting:
             readers=readers,
             leaving=leaving,
         )
-        enough = max(self.aim - rest, within_chunk(possible[-1]) * (1 + _LITTLE) + rest * _LITTLE)
-        parts = next(p for p in possible if within_chunk(p) <= enough)
-        own = within_chunk(parts)
+        most = within_chunk(possible[-1])
+        enough = max(self.aim - rest, most + (most + rest) * _LITTLE)
+        owns = ((p, within_chunk(p)) for p in possible)
+        parts, own = next((p, own) for p, own in owns if own <= enough)
         new = live_through([*around[0], replace(loop, own=own), *around[1]], results)
         # What is above the aim in the loop, is so in each of its equations.
         in_loop = [new.loads[len(before)]] * (len(eqns) - 1)
