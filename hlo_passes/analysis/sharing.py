@@ -87,7 +87,9 @@ def _fusion_may_share(module: Module, fusion: Instruction, number: int, target: 
     kind = fusion.proto.fusion_kind
     # On TPU the epilogue of a convolution may write over any operand that it reads element by
     # element (seen with libtpu of jax 0.12; XLA's own rule below knows a root addition only).
-    if kind in ("kLoop", "kInput") or (kind == "kOutput" and target == "tpu"):
+    # Fusions that XLA:CPU hands to a library (YNNPACK) have no rule but that of single operations:
+    # a loop's sum may lie where the one before lay.
+    if kind in ("kLoop", "kInput") or (kind, target) in (("kOutput", "tpu"), ("kCustom", "cpu")):
         return all(
             i.opcode == "tuple"
             or _elementwise_on(module, i, n)

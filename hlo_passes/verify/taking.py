@@ -113,8 +113,13 @@ class Taking:
         users = self._users_in(body)
         parameter = body.parameters[operand]
         kind = fusion.proto.fusion_kind
-        # What XLA:TPU fuses to a convolution or product reads its other operands so, too.
-        if kind in ("kInput", "kLoop") or (kind == "kOutput" and self._tpu):
+        # What XLA:TPU fuses to a convolution or product reads its other operands so, too, and what
+        # XLA:CPU hands to a library.
+        if (
+            kind in ("kInput", "kLoop")
+            or (kind == "kOutput" and self._tpu)
+            or (kind == "kCustom" and self._platform in ("cpu", ""))
+        ):
             # In fusions of XLA:TPU bitcasts pass elements on, too: it gives such a fusion's result
             # the place of a loop's state that the fusion reads.
             # It takes each element once, for a sum and for what it leaves there. What is made of

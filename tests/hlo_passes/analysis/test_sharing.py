@@ -185,6 +185,15 @@ def test_only_tpu_shares_with_any_elementwise_epilogue() -> None:
     assert not shares(body, "cpu")
 
 
+def test_a_sum_that_a_library_of_xla_cpu_makes_may_lie_where_the_one_before_lay() -> None:
+    body = fusion("s = f32[8,8] sine(y)\n ROOT r = f32[8,8] add(s, x)", "kCustom")
+    assert shares(body, "cpu")
+    assert not shares(body, "tpu")
+    assert not shares(
+        fusion(PRODUCT.replace("y, y", "x, y") + "ROOT r = f32[8,8] add(d, y)", "kCustom"), "cpu"
+    )
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_factor_of_a_product_is_never_written_over(target: Target) -> None:
     body = PRODUCT.replace("y, y", "x, y") + "ROOT r = f32[8,8] add(d, y)"
