@@ -36,13 +36,11 @@ from absl import flags
 from experiments.isolated import Failure, isolated
 from experiments.running import FLAGS, Experiment, Row, Rows
 from hlo_passes.errors import MemoryBudgetError
-from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.rewrite import inject
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import schedule_events, simulate
+from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
 from memplan.planner import Candidate, Planner
@@ -211,7 +209,7 @@ def measure_own(wanted: Own, settings: Settings) -> Own:
         aliased=memory.alias_size_in_bytes,
         temp=memory.temp_size_in_bytes,
         instructions=len(module.entry.instructions),
-        step_time_s=_step_time_s(module, topology(wanted.target).machine),
+        step_time_s=scheduled_step(module, topology(wanted.target).machine).step_time_s,
         xla_s=xla_s,
     )
 
@@ -232,7 +230,7 @@ def measure_point(wanted: Point, settings: Settings) -> Point:
     return replace(
         wanted,
         total=compiled.device_bytes,
-        step_time_s=_step_time_s(compiled.module, machine),
+        step_time_s=scheduled_step(compiled.module, machine).step_time_s,
         planning_s=planned[0] if planned else 0.0,
         compile_s=compile_s,
         **_of_plan(compiled.plan),
@@ -296,11 +294,6 @@ def _try_least(wanted: Point, least: int, settings: Settings) -> tuple[int, str]
     except MemoryBudgetError as error:
         return 0, f"{format_bytes(error.least)} would do"
     return total, "" if total <= least else "exceeded"
-
-
-def _step_time_s(module: Module, machine: Machine) -> float:
-    costs = instruction_costs(module, machine)
-    return simulate(schedule_events(module, costs, machine), machine).step_time_s
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:

@@ -35,13 +35,13 @@ from experiments.isolated import Failure, isolated
 from experiments.running import FLAGS, Experiment, Row, Rows
 from experiments.split_programs import PROGRAMS, Program
 from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.ir import Module
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import schedule_events, simulate
+from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compiled import Compiled
-from memplan.executable import Executable, device_bytes
+from memplan.executable import device_bytes
 from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 
@@ -105,7 +105,7 @@ def _by_hand(program: str, target: str, parts: int) -> Row:
     return {
         "bytes": device_bytes(executable, 0),
         "fixed": _fixed(of),
-        "step_s": _step_s(executable, target),
+        "step_s": _step_s(read_module(executable), target),
     }
 
 
@@ -121,7 +121,7 @@ def _planned(program: str, target: str, within: int) -> Row:
     return {
         "bytes": compiled.device_bytes,
         "fixed": _fixed(of),
-        "step_s": _seconds(compiled.module, target),
+        "step_s": _step_s(compiled.module, target),
         "chunks": [f"{s.parts} of dimension {s.dimension}" for s in compiled.splits],
     }
 
@@ -137,14 +137,8 @@ def _size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _step_s(executable: Executable, target: str) -> float:
-    return _seconds(read_module(executable), target)
-
-
-def _seconds(module: Any, target: str) -> float:
-    machine = topology(target).machine
-    events = schedule_events(module, instruction_costs(module, machine), machine)
-    return simulate(events, machine).step_time_s
+def _step_s(module: Module, target: str) -> float:
+    return scheduled_step(module, topology(target).machine).step_time_s
 
 
 # --- tables ---------------------------------------------------------------------------------

@@ -67,27 +67,25 @@ def _shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 # --- images ---------------------------------------------------------------------------------
 
 
-def _vit() -> Program:
-    forward, args = vit_forward(VIT_B16_4L, batch=1024)
+def vit_of(batch: int = 1024) -> Program:
+    forward, args = vit_forward(VIT_B16_4L, batch=batch)
     return _written(
         lambda each: lambda params, images: each(functools.partial(forward, params), images), *args
     )
 
 
-def _unet() -> Program:
+def unet_of(batch: int = 32, size: int = 256) -> Program:
     """A step of training; by hand the gradients of microbatches are added up."""
 
     def step(parts: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         options = TrainOptions(microbatches=parts)
-        return unet_train(UNET, batch=32, size=256, options=options)
+        return unet_train(UNET, batch=batch, size=size, options=options)
 
     function, args = step(1)
-    return Program(function, lambda parts: step(min(parts, 32))[0], args, donated=(0,))
+    return Program(function, lambda parts: step(min(parts, batch))[0], args, donated=(0,))
 
 
 # --- losses ---------------------------------------------------------------------------------
-
-WORDS, TOKENS = 128_256, 8192
 
 
 def _cross_entropy(logits: Any, labels: Any) -> Any:
@@ -123,11 +121,11 @@ def _in_chunks(loss: Callable[..., Any], parts: int) -> Callable[..., Any]:
     return whole
 
 
-def _loss() -> Program:
+def loss_of(tokens: int = 8192, words: int = 128_256, width: int = 2048) -> Program:
     def loss(x: Any, labels: Any, head: Any) -> Any:
         return _cross_entropy(jnp.dot(x, head, preferred_element_type=jnp.float32), labels)
 
-    args = _shape(TOKENS, 2048), _shape(TOKENS, dtype=jnp.int32), _shape(2048, WORDS)
+    args = _shape(tokens, width), _shape(tokens, dtype=jnp.int32), _shape(width, words)
     return Program(
         jax.value_and_grad(loss, (0, 2)),
         lambda parts: jax.value_and_grad(_in_chunks(loss, parts), (0, 2)),
@@ -135,7 +133,7 @@ def _loss() -> Program:
     )
 
 
-def _llama() -> Program:
+def llama_of(tokens: int = 8192) -> Program:
     """Loss and gradients of a Llama with a large vocabulary; by hand its loss in chunks."""
     config: LlamaConfig = dataclasses.replace(
         CONFIGS["llama3-8b"], num_layers=2, embed_dim=2048, mlp_dim=5504, num_heads=16
@@ -159,17 +157,17 @@ def _llama() -> Program:
         return jax.value_and_grad(loss)
 
     loss = functools.partial(llama.loss_fn, graphdef)
-    args = params, _shape(4, TOKENS // 4 + 1, dtype=jnp.int32)
+    args = params, _shape(4, tokens // 4 + 1, dtype=jnp.int32)
     return Program(jax.value_and_grad(loss), by_hand, args)
 
 
-def _mlp() -> Program:
+def mlp_of(tokens: int = 65_536, width: int = 1024) -> Program:
     def loss(x: Any, labels: None, weights: Any) -> Any:
         del labels
         up, down = weights
         return jnp.mean((jax.nn.gelu(x @ up) @ down).astype(jnp.float32) ** 2)
 
-    args = _shape(65_536, 1024), None, (_shape(1024, 4096), _shape(4096, 1024))
+    args = _shape(tokens, width), None, (_shape(width, 4 * width), _shape(4 * width, width))
     return Program(
         jax.value_and_grad(loss, 2),
         lambda parts: jax.value_and_grad(_in_chunks(loss, parts), 2),
@@ -191,7 +189,7 @@ def _attend(each: Each, q: Any, k: Any, v: Any) -> Any:
     return each(rows, q)
 
 
-def _attention(tokens: int) -> Program:
+def attention_of(tokens: int) -> Program:
     return _written(lambda each: functools.partial(_attend, each), *[_shape(tokens, 16, 128)] * 3)
 
 
@@ -344,15 +342,27 @@ def latent_unet_of(side: int = 96) -> Program:
 
 
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
-    "vit": _vit,
-    "unet": _unet,
-    "loss": _loss,
-    "llama": _llama,
-    "mlp": _mlp,
-    "attention-32k": functools.partial(_attention, 32_768),
-    "attention-128k": functools.partial(_attention, 131_072),
+    "vit": vit_of,
+    "unet": unet_of,
+    "loss": loss_of,
+    "llama": llama_of,
+    "mlp": mlp_of,
+    "attention-32k": functools.partial(attention_of, 32_768),
+    "attention-128k": functools.partial(attention_of, 131_072),
     "gpt": gpt_of,
     "evoformer": evoformer_of,
     "latent-unet": latent_unet_of,
 }
 """By the names that the table has."""
+
+SMALL: Mapping[str, Callable[[], Program]] = {
+    "vit": functools.partial(vit_of, 32),
+    "unet": functools.partial(unet_of, 8, 64),
+    "loss": functools.partial(loss_of, 2048, 32_000, 512),
+    "mlp": functools.partial(mlp_of, 16_384, 512),
+    "attention": functools.partial(attention_of, 4096),
+    "gpt": functools.partial(gpt_of, 2048),
+    "evoformer": functools.partial(evoformer_of, 128, 64),
+    "latent-unet": functools.partial(latent_unet_of, 48),
+}
+"""Sizes of them that a few cores run in seconds."""

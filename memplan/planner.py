@@ -411,9 +411,8 @@ class Planner:
 
     def seconds(self, executable: Executable) -> float:
         """What a step of an executable takes on the machine model, by its own schedule."""
-        final, machine = read_module(executable), self._lowering.target.machine
-        events = timeline.schedule_events(final, cost.instruction_costs(final, machine), machine)
-        return timeline.simulate(events, machine).step_time_s
+        machine = self._lowering.target.machine
+        return timeline.scheduled_step(read_module(executable), machine).step_time_s
 
     @property
     def knows_chip(self) -> bool:

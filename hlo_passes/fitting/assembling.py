@@ -31,7 +31,7 @@ from hlo_passes.plan import (
     Transfer,
 )
 from hlo_passes.rewrite import transfers as rewrite
-from hlo_passes.simulator import cost, timeline
+from hlo_passes.simulator import timeline
 
 
 def assemble(
@@ -261,14 +261,14 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
     """Adds to a plan's prediction what a step takes: of the module as it will be, whose
     loops are opened, where there are any."""
     machine = posed.machine
-    events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
     if plan.loops or plan.bodies:
         module = rewrite.rewrite(
             posed.module, plan, "custom calls" if machine.has_one_memory else "copies"
         )
-        costs = cost.instruction_costs(module, machine)
-        events = timeline.schedule_events(module, costs, machine)
-    timed = timeline.simulate(events, machine)
+        timed = timeline.scheduled_step(module, machine)
+    else:
+        events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
+        timed = timeline.simulate(events, machine)
     again = {r.clone for r in plan.edits.recomputes}
     in_bodies = sum((b.executions * b.plan.prediction.recompute_s for b in plan.bodies), 0.0)
     return replace(

@@ -39,6 +39,7 @@ from hlo_passes.errors import MalformedModuleError, NotOnMachineError
 from hlo_passes.hardware.machine import Interconnect, Link, Machine
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import Transfer
+from hlo_passes.simulator.cost import instruction_costs
 
 TransferId = int | str
 
@@ -317,6 +318,11 @@ def plan_events(
                 yield Done(t.id)
         if tick < len(tick_seconds):
             yield Compute(f"c{tick}", tick_seconds[tick])
+
+
+def scheduled_step(module: Module, machine: Machine) -> Timeline:
+    """A step of a scheduled module on a machine's model; see `schedule_events`."""
+    return simulate(schedule_events(module, instruction_costs(module, machine), machine), machine)
 
 
 def schedule_events(

@@ -37,7 +37,6 @@ from hlo_passes.memory.usage import measure_memory
 from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
 from hlo_passes.reading.origins import ABOUT_OPERAND
 from hlo_passes.simulator import timeline
-from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.critical_path import binding
 from hlo_passes.simulator.timeline import TransferId
 from memplan.report.edited import recomputed, split_temporaries
@@ -353,9 +352,7 @@ class _Builder:
     def _simulated(self) -> timeline.Timeline | None:
         if self.machine is None:
             return None
-        costs = instruction_costs(self.module, self.machine)
-        events = timeline.schedule_events(self.module, costs, self.machine)
-        return timeline.simulate(events, self.machine)
+        return timeline.scheduled_step(self.module, self.machine)
 
     def _transfers(self, simulated: timeline.Timeline | None) -> Iterator[TransferView]:
         if simulated is None:

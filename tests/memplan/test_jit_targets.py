@@ -31,8 +31,7 @@ from hlo_passes.errors import (
     UnknownDeviceError,
 )
 from hlo_passes.hardware.machine import load_machine
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import schedule_events, simulate
+from hlo_passes.simulator.timeline import scheduled_step
 from memplan import executable, topologies
 from tests.memplan.chains import activations, chain, device_total, weights
 
@@ -245,8 +244,7 @@ def test_on_tpu_plans_are_made_with_xlas_own_estimates():
     compiled = lowered.compile()
     assert compiled.plan is not None
     machine = load_machine("v5e")
-    costs = instruction_costs(compiled.module, machine)
-    step = simulate(schedule_events(compiled.module, costs, machine), machine)
+    step = scheduled_step(compiled.module, machine)
     after = compiled.plan.prediction
     assert after.step_time_s == pytest.approx(step.step_time_s, rel=0.02)
     assert before.compute_s < 0.9 * after.compute_s

@@ -13,8 +13,7 @@ from hlo_passes.loops.rewrite import rewrite_loops
 from hlo_passes.loops.schedule import schedule_loops
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import LoopSchedule
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import Timeline, schedule_events, simulate
+from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.verify import verify_equivalent, verify_loops
 from tests.hlo_passes.rings import SLOT_BYTES, TRIPS, Ring, ring_machine
 from tests.hlo_passes.toys import module_of
@@ -34,11 +33,6 @@ def of_lines(lines: list[str]) -> Module:
     return module_of("\n".join(["HloModule m, is_scheduled=true", "ENTRY %main {", *lines, "}"]))
 
 
-def timed(module: Module, machine: Machine) -> Timeline:
-    events = schedule_events(module, instruction_costs(module, machine), machine)
-    return simulate(events, machine)
-
-
 def scheduled(ring: Ring, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...], Module]:
     module = ring.module()
     loops = schedule_loops(module, machine)
@@ -56,7 +50,7 @@ def body_of(loops: tuple[LoopSchedule, ...]) -> LoopSchedule:
 def test_a_slow_link_never_stands_still(ring: Ring):
     machine = ring_machine(SLOW)
     module, _, rewritten = scheduled(ring, machine)
-    before, after = timed(module, machine), timed(rewritten, machine)
+    before, after = scheduled_step(module, machine), scheduled_step(rewritten, machine)
     # What the entry fetches first finds one cheap instruction to hide behind.
     assert after.step_time_s <= max(after.link_s.values()) + 10.0
     assert after.step_time_s < before.step_time_s
@@ -67,7 +61,7 @@ def test_a_slow_link_never_stands_still(ring: Ring):
 def test_a_fast_link_hides_behind_compute(ring: Ring):
     machine = ring_machine(FAST)
     _, _, rewritten = scheduled(ring, machine)
-    after = timed(rewritten, machine)
+    after = scheduled_step(rewritten, machine)
     prologue = (ring.slots - 1) * SLOT_BYTES / FAST
     assert after.stall_s <= prologue
 
