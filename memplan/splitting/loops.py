@@ -235,10 +235,11 @@ class _Chunk:
             results = [
                 chunk.of(v, cut.get(v) if isinstance(v, Var) else None) for v in body.outvars
             ]
-            return [
-                jnp.asarray(value).astype(aval_of(v).dtype)
-                for value, v in zip(results, body.outvars, strict=True)
-            ]
+            types = [aval_of(v).dtype for v in body.outvars]
+            if not isinstance(says, Scan):  # What that carries has one type all along.
+                types = [combined_in(axis.combine(k), dtype) for k, dtype in enumerate(types)]
+            pairs = zip(results, types, strict=True)
+            return [jnp.asarray(value).astype(dtype) for value, dtype in pairs]
 
         made = jax.make_jaxpr(run)(*shapes)
         assert not made.consts
