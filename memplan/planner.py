@@ -58,7 +58,10 @@ _SMALL_STACKS, _SLOW = 0.5, 1.5
 _SOON_ENOUGH = 1.02
 
 # Chunks are tried where a step takes longer than that.
-_GOOD = 1.1
+_GOOD = 1.05
+
+# As many programs with smaller chunks may be no faster, while they still move anything.
+_PATIENCE = 3
 
 # What is live besides the arguments, as a part of what is there without chunks, or of the budget.
 _AIMS = tuple(2 ** (-n / 2) for n in range(33))
@@ -122,6 +125,11 @@ class Candidate:
         return replace(self, plan=replace(self.plan, prediction=prediction))
 
     @property
+    def has_edits(self) -> bool:
+        """Whether anything is moved or computed again, so that less of it may be faster."""
+        return bool(self.plan.moved_bytes or self.plan.edits)
+
+    @property
     def is_slow(self) -> bool:
         """Whether a step takes so much longer than its compute that another way may be faster."""
         return self.step_time_s > _SLOW * self.compute_s
@@ -166,6 +174,40 @@ class _Known:
     def said_of(self, module: Module) -> Module:
         on_chip = {} if self.counts_chip else self.on_chip
         return with_learned(module, self.cycles, on_chip, self.table_bytes)
+
+
+@dataclass
+class _Finer:
+    """Whether chunks that are smaller still are worth a look, after each of a series of programs
+    with ever smaller ones.
+
+    Attributes:
+      best: the fastest of them; `slower`: how many came after it.
+      least: the fewest bytes that were needed; `of_least`: the aim that this was with.
+    """
+
+    best: Candidate | None = None
+    slower: int = 0
+    least: float = math.inf
+    of_least: int = 0
+
+    def is_over(self, aim: int, candidate: Candidate | None, needs: float) -> bool:
+        """After a program with another aim, and what came of it.
+
+        Args:
+          needs: the fewest bytes that were needed so far where there was no plan.
+        """
+        if needs < self.least:
+            self.least, self.of_least = needs, aim
+        elif candidate is None and aim < self.of_least / 2:
+            return True  # They do not need less, as XLA has them.
+        if candidate is None:
+            return False
+        if self.best is None or candidate.is_faster_than(self.best):
+            self.best, self.slower = candidate, 0
+            return False
+        self.slower += 1
+        return not self.best.has_edits or self.slower == _PATIENCE
 
 
 class Planner:
@@ -245,7 +287,7 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
-        least, of_least = math.inf, 0
+        finer = _Finer()
         for planner in self._planners(budget):
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if best.step_time_s <= _GOOD * best.compute_s:
@@ -269,14 +311,10 @@ class Planner:
                 if best is not None and best.is_hidden:
                     break
             if planner._placing.splits:
-                if candidate is not None and candidate is not best:
-                    break  # Smaller chunks take longer still.
                 refusals = [e.least for e in failed if isinstance(e, MemoryBudgetError)]
-                aim, needs = planner._placing.aim or 0, min(refusals, default=math.inf)
-                if needs < least:
-                    least, of_least = needs, aim
-                elif candidate is None and aim < of_least / 2:
-                    break  # They do not need less, as XLA has them.
+                needs = min(refusals, default=math.inf)
+                if finer.is_over(planner._placing.aim or 0, candidate, needs):
+                    break
             elif best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
         for candidate in rest:
@@ -384,7 +422,7 @@ class Planner:
             candidate = self.plan(capacity, options, counts_chip=counts_chip)
         except MemoryBudgetError:
             return None
-        return None if candidate.plan.moved_bytes or candidate.plan.edits else candidate
+        return None if candidate.has_edits else candidate
 
     def candidate_of(self, plan: Plan) -> Candidate:
         """The program that a plan was made for, which XLA has not shown yet."""

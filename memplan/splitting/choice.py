@@ -33,7 +33,7 @@ from memplan.splitting.live import (
     within,
 )
 from memplan.splitting.loops import combined_in, in_chunks
-from memplan.splitting.regions import Graph, Region, grow
+from memplan.splitting.regions import Chunks, Graph, Region, grow
 from memplan.splitting.shards import WHOLE, Shards
 from memplan.streams.fusion import bytes_of
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -52,7 +52,7 @@ _LEAST = 1 / 16
 _SMALLEST = 1 << 18
 """Bytes: a smaller array is no seed. A loop around it saves nothing that counts on any device."""
 _LITTLE = 1 / 64
-"""Of what is live in a loop: for less than that there are no more chunks."""
+"""Of what is live: for less than that there are no more chunks, and no other loops."""
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
@@ -70,7 +70,7 @@ class _Found:
     """
 
     region: Region
-    parts: int
+    chunks: Chunks
     share: float
     gain: int
     cost: int
@@ -150,7 +150,8 @@ class _Splitting:
         for _ in range(_ROUNDS):
             steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
             live = live_through(steps, results_of(jaxpr))
-            over = [(load, n) for n, load in enumerate(live.loads) if load > self.aim]
+            near = self.aim * (1 + _LITTLE)
+            over = [(load, n) for n, load in enumerate(live.loads) if load > near]
             found = None
             for load, n in sorted(over, reverse=True):
                 if id(jaxpr.eqns[n]) in self._refused:
@@ -202,7 +203,7 @@ class _Splitting:
                 )
                 self._chosen[kind] = best.region.cut[seed], best.share
                 self.splits.append(_said(graph, best, seed))
-                new = in_chunks(graph, best.region, best.parts)
+                new = in_chunks(graph, best.region, best.chunks)
                 if self.shards is not WHOLE:
                     self.shards.carry_on(new, {})
                 return new
@@ -216,9 +217,9 @@ class _Splitting:
         for d, share in ways:
             divisors = _divisors(shape_of(seed)[d] // self.shards.along(seed, d))
             region = None
-            if divisors:
+            if len(divisors) > 1:
                 least = int(self.shards.bytes(seed) / share)
-                region = grow(now.graph, seed, d, divisors[0], least)
+                region = grow(now.graph, seed, d, divisors[1], least)
             if region is None or seed not in region.cut:
                 continue
             line = _line_of(now.graph, seed, region)
@@ -227,12 +228,10 @@ class _Splitting:
             if (key := frozenset(region.axes)) in seen:
                 continue
             seen.add(key)
-            if (found := self._in_chunks(now, region, divisors, share)) is not None:
+            if (found := self._in_chunks(now, region, share)) is not None:
                 yield found
 
-    def _in_chunks(
-        self, now: _Now, region: Region, divisors: Sequence[int], share: float
-    ) -> _Found | None:
+    def _in_chunks(self, now: _Now, region: Region, share: float) -> _Found | None:
         """A region in as many chunks as bring what is live in its loop down to the aim, or as gain
         anything."""
         graph, (before, after) = now.graph, now.graph.beside(region)
@@ -252,7 +251,7 @@ class _Splitting:
                 makes.append((v, size))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
-        possible = [p for p in divisors if _divides(region, p)]
+        possible = _chunkings(region.rows)
         within_chunk = functools.partial(
             live_in_chunk,
             eqns,
@@ -263,16 +262,16 @@ class _Splitting:
         )
         most = within_chunk(possible[-1])
         enough = max(self.aim - rest, most + (most + rest) * _LITTLE)
-        owns = ((p, within_chunk(p)) for p in possible)
-        parts, own = next((p, own) for p, own in owns if own <= enough)
+        owns = ((chunks, within_chunk(chunks)) for chunks in possible)
+        chunks, own = next((chunks, own) for chunks, own in owns if own <= enough)
         new = live_through([*around[0], replace(loop, own=own), *around[1]], results)
         # What is above the aim in the loop, is so in each of its equations.
         in_loop = [new.loads[len(before)]] * (len(eqns) - 1)
         gain = self._over(now.live.loads) - self._over([*new.loads, *in_loop])
         if gain <= 0 or max(new.loads) > max(now.live.loads):
             return None
-        cost = _moved(graph, region, parts) + parts * len(region.axes) * _TRIP
-        return _Found(region, parts, share, gain, cost, rest + own <= self.aim)
+        cost = _moved(graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
+        return _Found(region, chunks, share, gain, cost, rest + own <= self.aim)
 
     def _over(self, loads: Iterable[int]) -> int:
         return sum(max(load - self.aim, 0) for load in loads)
@@ -281,7 +280,7 @@ class _Splitting:
 def _said(graph: Graph, found: _Found, seed: Var) -> Split:
     aval, region = aval_of(seed), found.region
     return Split(
-        found.parts,
+        found.chunks.parts,
         f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
         bytes_of([seed]),
         region.cut[seed],
@@ -308,20 +307,23 @@ def _line_of(graph: Graph, seed: Var, region: Region) -> str:
 
 @functools.lru_cache(1 << 10)
 def _divisors(size: int) -> Sequence[int]:
-    """Numbers of chunks that a dimension is cut into: its divisors, each at least half as large
-    again as the one before."""
     small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    found = list[int]()
-    for parts in sorted({*small, *(size // n for n in small)})[1:]:
-        if not found or parts >= 1.5 * found[-1]:
-            found.append(parts)
+    return sorted({*small, *(size // n for n in small)})
+
+
+@functools.lru_cache(1 << 10)
+def _chunkings(rows: int) -> Sequence[Chunks]:
+    """Ways to cut so many rows, each into at least half as many chunks again as the one before: of
+    the same size, and where few are, of which the first one is smaller."""
+    found, before = list[Chunks](), 1
+    for parts in _divisors(rows)[1:]:
+        while parts > 3 * before:
+            before *= 2
+            found.append(Chunks(rows, -(-rows // before)))
+        if parts >= 1.5 * before:
+            found.append(Chunks(rows, rows // parts))
+            before = parts
     return found
-
-
-def _divides(region: Region, parts: int) -> bool:
-    sizes = [shape_of(v)[d] for v, d in region.cut.items()]
-    common = math.gcd(*sizes, *(axis.within for axis in region.axes.values()))
-    return common % (parts * region.blocks) == 0
 
 
 def _moved(graph: Graph, region: Region, parts: int) -> int:

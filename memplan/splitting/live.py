@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jax.core import Atom
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import (
@@ -29,6 +30,7 @@ from hlo_passes.equations import (
     programs,
 )
 from memplan.splitting.axes import Axis
+from memplan.splitting.regions import Chunks
 from memplan.splitting.shards import Shards
 
 type Kind = Literal["view", "transpose", "elementwise", "reduction", "other"]
@@ -43,12 +45,14 @@ class Step:
       reads: arrays that have to be there.
       makes: arrays that are new, and their bytes.
       views: arrays that are made of what is read.
+      takes: of what is new, what is read that it is written over, if nobody reads that later.
       own: bytes that are live inside, beyond what is read and made.
     """
 
     reads: Sequence[Var]
     makes: Sequence[tuple[Var, int]]
     views: Sequence[Var] = ()
+    takes: Mapping[Var, Var] = field(default_factory=dict[Var, Var])
     own: int = 0
 
 
@@ -95,8 +99,13 @@ def live_through(steps: Sequence[Step], results: Iterable[Var] = ()) -> Live:
         for v, own in step.makes:
             roots[v], born[v], last[v], size[v] = frozenset([v]), n, n, own
     for v in results:
-        last |= dict.fromkeys(roots.get(v, nothing), len(steps) - 1)
-    more = [0] * (len(steps) + 1)
+        last |= dict.fromkeys(roots.get(v, nothing), len(steps))
+    for n, step in enumerate(steps):
+        for v, a in step.takes.items():
+            dying = (r for r in roots.get(a, nothing) if last[r] == n and size[r] == size.get(v))
+            if (under := next(dying, None)) is not None:
+                last[under] = n - 1
+    more = [0] * (len(steps) + 2)
     for v, begin in born.items():
         more[begin] += size[v]
         more[last[v] + 1] -= size[v]
@@ -124,7 +133,7 @@ def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[Kind]]:
 
 def live_in_chunk(
     eqns: Iterable[tuple[JaxprEqn, Axis | None]],
-    parts: int,
+    chunks: Chunks,
     shards: Shards,
     *,
     cut: Mapping[Var, int],
@@ -132,7 +141,7 @@ def live_in_chunk(
     leaving: Collection[Var],
     results: Collection[Var] = (),
 ) -> int:
-    """The most bytes that are live while equations are run on one of so many chunks.
+    """The most bytes that are live while equations are run on a chunk.
 
     Args:
       eqns: with how they are cut; None of one that every chunk does as it is.
@@ -144,16 +153,16 @@ def live_in_chunk(
     steps, there = list[Step](), set[Var]()
     for eqn, axis in eqns:
         sliced = {a for a in eqn.invars if isinstance(a, Var) and a in cut} - there
-        steps += [Step((), [(v, shards.bytes(v) // parts)]) for v in sliced]
+        steps += [Step((), [(v, chunks.of(shards.bytes(v)))]) for v in sliced]
         there.update(sliced, eqn.outvars)
-        own = within(eqn, shards) if axis is None else _within_chunk(eqn, axis, parts, shards)
+        own = within(eqn, shards) if axis is None else _within_chunk(eqn, axis, chunks, shards)
         step = _step(eqn, readers, results, own, shards)
-        makes = [(v, size // parts if v in cut else size) for v, size in step.makes]
+        makes = [(v, chunks.of(size) if v in cut else size) for v, size in step.makes]
         steps.append(replace(step, makes=makes))
     return max(live_through(steps, leaving).loads, default=0)
 
 
-def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int, shards: Shards) -> int:
+def _within_chunk(eqn: JaxprEqn, axis: Axis, chunks: Chunks, shards: Shards) -> int:
     """Bytes that are live inside an equation on a chunk, beyond what it is given."""
     if not axis.inside:
         return within(eqn, shards)
@@ -167,7 +176,7 @@ def _within_chunk(eqn: JaxprEqn, axis: Axis, parts: int, shards: Shards) -> int:
     results = results_of(body)
     readers = readers_in(body.eqns)
     return live_in_chunk(
-        eqns, parts, shards, cut=cut, readers=readers, leaving=results, results=results
+        eqns, chunks, shards, cut=cut, readers=readers, leaving=results, results=results
     )
 
 
@@ -191,7 +200,8 @@ def _step(
             views.append(v)
         elif v not in results or not _is_in_place(eqn):
             makes.append((v, shards.bytes(v)))
-    return Step([a for a in eqn.invars if isinstance(a, Var)], makes, views, own)
+    takes = {v: a for v, a in _carried(eqn) if isinstance(a, Var)}
+    return Step([a for a in eqn.invars if isinstance(a, Var)], makes, views, takes, own)
 
 
 def _is_virtual(eqn: JaxprEqn, readers: Sequence[Kind]) -> bool:
@@ -204,6 +214,17 @@ def _is_virtual(eqn: JaxprEqn, readers: Sequence[Kind]) -> bool:
             return len(readers) == 1 and readers[0] in ("elementwise", "view", "reduction")
         case _:
             return False
+
+
+def _carried(eqn: JaxprEqn) -> Iterable[tuple[Var, Atom]]:
+    """The results that lie where operands were, and those."""
+    match decode(eqn):
+        case DynamicUpdateSlice():
+            return [(eqn.outvars[0], eqn.invars[0])]
+        case Scan() as scan:
+            return zip(eqn.outvars, eqn.invars[scan.constants : scan.first_stack], strict=False)
+        case _:
+            return ()
 
 
 def _is_in_place(eqn: JaxprEqn) -> bool:

@@ -1,12 +1,13 @@
 """A program with a region of it as a loop over chunks.
 
-    before ─► for i in range(parts):                                          ─► after
+    before ─► for i in range(trips):                                          ─► after
                   slices of what is cut, at i
                   the region's equations, on chunks
                   results written into their place; sums added to what there is
 
 What the loop makes for others is written where it will stay; what chunks are summed to is kept in
-float32 where they are narrower.
+float32 where they are narrower. Where chunks of a size leave some rows, these are one chunk more
+before the loop: so its sum is what the loop begins with.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hlo_passes.equations import (
     with_wide_sum,
 )
 from memplan.splitting.axes import Axis
-from memplan.splitting.regions import Graph, Region
+from memplan.splitting.regions import Chunks, Graph, Region
 from memplan.streams.leading_axis import aval_of, shape_of
 
 _TWO_OF = {
@@ -49,22 +50,18 @@ _TWO_OF = {
 }
 
 
-def in_chunks(graph: Graph, region: Region, parts: int) -> Jaxpr:
-    """The program with a region as a loop of so many trips.
-
-    Args:
-      region: whose dimensions `parts` divides.
-    """
+def in_chunks(graph: Graph, region: Region, chunks: Chunks) -> Jaxpr:
+    """The program with a region as a loop over chunks."""
     jaxpr = graph.jaxpr
     before, after = graph.beside(region)
-    loop = _Loop(graph, region, parts)
+    loop = _Loop(graph, region, chunks)
     eqns = [jaxpr.eqns[n] for n in before] + loop.equations() + [jaxpr.eqns[n] for n in after]
     return jaxpr.replace(eqns=eqns, debug_info=jaxpr.debug_info)
 
 
 class _Loop:
-    def __init__(self, graph: Graph, region: Region, parts: int) -> None:
-        self.parts, self.blocks = parts, region.blocks
+    def __init__(self, graph: Graph, region: Region, chunks: Chunks) -> None:
+        self.chunks, self.blocks = chunks, region.blocks
         self.eqns = [(graph.eqns[n], region.axes[n]) for n in sorted(region.axes)]
         self.given = graph.given(region)
         leaving = graph.leaving(region)
@@ -99,10 +96,16 @@ class _Loop:
         whole = dict(zip(self.given, given, strict=True))
         begin = [self._begin(eqn, axis, k, whole) for eqn, axis, k in self.results]
 
-        def trip(carry: list[Any], i: Any) -> tuple[list[Any], None]:
-            return self._trip(i, carry, whole), None
+        each, (trips, left) = self.chunks.each, divmod(self.chunks.rows, self.chunks.each)
+        if left:
+            chunk = _Chunk(Chunks(self.chunks.rows, left), self.blocks, 0, whole)
+            begin = self._run_chunk(chunk, begin, is_first=True)
 
-        end, _ = lax.scan(trip, begin, jnp.arange(self.parts, dtype=jnp.int32))
+        def trip(carry: list[Any], i: Any) -> tuple[list[Any], None]:
+            chunk = _Chunk(self.chunks, self.blocks, left + i * each, whole)
+            return self._run_chunk(chunk, carry), None
+
+        end, _ = lax.scan(trip, begin, jnp.arange(trips, dtype=jnp.int32))
         avals = [aval_of(eqn.outvars[k]) for eqn, _, k in self.results]
         pairs = zip(end, avals, strict=True)
         return [of_type(value.reshape(aval.shape), aval) for value, aval in pairs]
@@ -119,8 +122,9 @@ class _Loop:
             return first.val if isinstance(first, Literal) else whole[first]
         return jnp.full(aval.shape, _neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
 
-    def _trip(self, i: Any, carry: Sequence[Any], whole: Mapping[Var, Any]) -> list[Any]:
-        chunk = _Chunk(self.parts, self.blocks, i, whole)
+    def _run_chunk(
+        self, chunk: _Chunk, carry: Sequence[Any], *, is_first: bool = False
+    ) -> list[Any]:
         for (eqn, axis, k), value in zip(self.results, carry, strict=True):
             if axis.combine(k) == "fold":
                 chunk.folded[eqn.outvars[k]] = value
@@ -134,24 +138,28 @@ class _Loop:
                 if d is not None:
                     value = value.reshape(in_blocks(value.shape, d, self.blocks))
                     d += self.blocks > 1
-                    at = i * value.shape[d]
+                    at = chunk.place(before.shape[d])
                     new.append(lax.dynamic_update_slice_in_dim(before, value, at, d))
                 elif combine is None or combine == "fold":
                     new.append(value)
                 else:
-                    new.append(_TWO_OF[combine](before, value.astype(before.dtype)))
+                    value = value.astype(before.dtype)
+                    new.append(value if is_first else _TWO_OF[combine](before, value))
         return new
 
 
 class _Chunk:
-    """What there is in one trip of a loop.
+    """What there is of one chunk.
 
     Attributes:
+      chunks: as large as this one.
+      row: where in each block it begins.
+      whole: what it is a chunk of.
       folded: of results, what the chunks before have made of them.
     """
 
-    def __init__(self, parts: int, blocks: int, i: Any, whole: Mapping[Var, Any]) -> None:
-        self.parts, self.blocks, self.i = parts, blocks, i
+    def __init__(self, chunks: Chunks, blocks: int, row: Any, whole: Mapping[Var, Any]) -> None:
+        self.chunks, self.blocks, self.row = chunks, blocks, row
         self.whole = whole
         self.folded = dict[Var, Any]()
         self._values = dict[tuple[Var, int | None], Any]()
@@ -165,10 +173,15 @@ class _Chunk:
             if d is not None:
                 shape = self._shape(a, d)
                 blocks = array.reshape(in_blocks(array.shape, d, self.blocks))
-                size, at = shape[d] // self.blocks, d + (self.blocks > 1)
-                array = lax.dynamic_slice_in_dim(blocks, self.i * size, size, at).reshape(shape)
+                size, along = shape[d] // self.blocks, d + (self.blocks > 1)
+                at = self.place(blocks.shape[along])
+                array = lax.dynamic_slice_in_dim(blocks, at, size, along).reshape(shape)
             self._values[a, d] = array
         return self._values[a, d]
+
+    def place(self, size: int) -> Any:
+        """Where the chunk begins along a dimension of which a block has so many elements."""
+        return self.row * (size // self.chunks.rows)
 
     def put(self, a: Any, d: int | None, value: Any) -> None:
         self._values[a, d] = value
@@ -198,18 +211,18 @@ class _Chunk:
 
     def _numbers(self, whole: Any, d: int) -> Any:
         """Of the elements of a chunk, where they are in the whole along a dimension."""
-        size = whole.shape[d]
-        rows = size // self.parts // self.blocks
-        shape = (*whole.shape[:d], rows * self.blocks, *whole.shape[d + 1 :])
+        size = whole.shape[d] // self.blocks
+        own = self.chunks.of(size)
+        shape = (*whole.shape[:d], own * self.blocks, *whole.shape[d + 1 :])
         # Counted in whole numbers: those of the result may have no room for, or no place of, each.
         count = lax.broadcasted_iota(jnp.int32, shape, d)
         if self.blocks > 1:
-            count = count + count // rows * (size // self.blocks - rows)
-        return (count + self.i * rows).astype(whole.dtype)
+            count = count + count // own * (size - own)
+        return (count + self.place(size)).astype(whole.dtype)
 
     def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
         """Of a chunk along a dimension."""
-        return tuple(n // self.parts if k == d else n for k, n in enumerate(shape_of(a)))
+        return tuple(self.chunks.of(n) if k == d else n for k, n in enumerate(shape_of(a)))
 
     def _inside(self, body: Jaxpr, axis: Axis, around: JaxprEqn) -> Jaxpr:
         """The program inside an equation, on chunks."""
@@ -227,7 +240,7 @@ class _Chunk:
             shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
         def run(*inputs: Any) -> list[Any]:
-            chunk = _Chunk(self.parts, self.blocks, self.i, {})
+            chunk = _Chunk(self.chunks, self.blocks, self.row, {})
             for v, value in zip(body.invars, inputs, strict=True):
                 chunk.put(v, cut.get(v), value)
             for n, eqn in enumerate(body.eqns):

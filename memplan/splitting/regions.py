@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,34 @@ class Region:
     axes: Mapping[int, Axis]
     cut: Mapping[Var, int]
     blocks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Into how many parts of a size each block of everything can be cut."""
+        sizes = [shape_of(v)[d] for v, d in self.cut.items()]
+        return math.gcd(*sizes, *(axis.within for axis in self.axes.values())) // self.blocks
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many rows of a region each of its chunks has.
+
+    Attributes:
+      rows: of the region (see `Region.rows`).
+      each: of a chunk; the first one has those that are left.
+    """
+
+    rows: int
+    each: int
+
+    @property
+    def parts(self) -> int:
+        """How many chunks there are."""
+        return -(-self.rows // self.each)
+
+    def of(self, size: int) -> int:
+        """Of so many bytes, or elements along what is cut, what a chunk has."""
+        return size * self.each // self.rows
 
 
 class Graph:

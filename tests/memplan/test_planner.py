@@ -24,6 +24,7 @@ class Seen:
     def __init__(self, depth: int, step_time_s: float, compute_s: float) -> None:
         self.hosting = SimpleNamespace(depth=depth)
         self.step_time_s, self.compute_s = step_time_s, compute_s
+        self.has_edits = True
 
     waits_s = planner.Candidate.waits_s
     is_faster_than = planner.Candidate.is_faster_than
@@ -55,6 +56,31 @@ def test_the_ring_that_waits_least_is_taken_whatever_its_kernels_are_said_to_tak
 def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
     slow, fast, same = Seen(2, 0.9, 0.7), Seen(1, 0.8, 0.7), Seen(2, 0.795, 0.7)
     assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
+
+
+def chunks_tried(series: Sequence[tuple[int, Any]]) -> int:
+    """Of programs with ever smaller chunks, by aim and what came of each, how many are looked at.
+    What came of it is a plan, or the bytes that were needed."""
+    finer, needs = planner._Finer(), float("inf")
+    for n, (aim, found) in enumerate(series):
+        is_refusal = isinstance(found, int)
+        needs = min(needs, found) if is_refusal else needs
+        if finer.is_over(aim, None if is_refusal else found, needs):
+            return n + 1
+    return len(series)
+
+
+def test_smaller_chunks_are_looked_at_while_they_need_less_or_are_faster():
+    plain, faster, slower = (Seen(2, s, 0.7) for s in (0.9, 0.8, 1.0))
+    for seen in (plain, faster, slower):
+        seen.has_edits = False
+    assert chunks_tried([(64, plain), (32, faster), (16, slower), (8, slower)]) == 3
+    # While something is moved, fewer bytes may be what helps; but not for ever.
+    faster.has_edits = True
+    assert chunks_tried([(64, faster), (32, slower), (16, slower), (8, slower), (4, slower)]) == 4
+    # Half as large an aim, and nothing less is needed.
+    assert chunks_tried([(64, 100), (32, 90), (24, 95), (16, 95), (12, 95), (8, 95)]) == 5
+    assert chunks_tried([(64, 100), (32, 90), (24, 95), (16, 80), (12, 95), (8, 95)]) == 6
 
 
 REFUSALS = [

@@ -10,9 +10,8 @@ from jax.extend.core import Var, jaxpr_as_fun
 from hlo_passes.equations import name
 from memplan.splitting.axes import axes_of
 from memplan.splitting.loops import in_chunks
-from memplan.splitting.regions import Graph, Region
+from memplan.splitting.regions import Chunks, Graph, Region
 from memplan.splitting.shards import WHOLE
-from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls
 
 A = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8) % 7 - 3
@@ -84,17 +83,17 @@ def test_chunks_make_what_the_whole_makes(function, args, count):
     expected = jaxpr_as_fun(jaxpr)(*args)
     for axis in axes:
         cut = {v: d for v, d in axis.pairs(eqn) if isinstance(v, Var) and d is not None}
-        sizes = {shape_of(v)[d] for v, d in cut.items()}
-        parts = 3 if all(size % 3 == 0 for size in sizes) else 2
-        assert all(size % parts == 0 for size in sizes)
-        new = in_chunks(Graph(jaxpr, WHOLE), Region({n: axis}, cut), parts)
-        assert sum(e.primitive.name == "scan" for e in new.eqns) > sum(
-            e.primitive.name == "scan" for e in jaxpr.eqns
-        ) - bool(axis.inside)
-        found = jaxpr_as_fun(new)(*args)
-        for a, b in zip(expected, found, strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        region = Region({n: axis}, cut)
+        assert region.rows > 1
+        for each in {1, region.rows // 2, 1 + region.rows // 2}:  # Some leave rows for a first one.
+            new = in_chunks(Graph(jaxpr, WHOLE), region, Chunks(region.rows, each))
+            assert sum(e.primitive.name == "scan" for e in new.eqns) > sum(
+                e.primitive.name == "scan" for e in jaxpr.eqns
+            ) - bool(axis.inside)
+            found = jaxpr_as_fun(new)(*args)
+            for a, b in zip(expected, found, strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_narrow_sums_are_wide_until_the_last_chunk(dtype, way):
     functions["in a program inside"] = jax.checkpoint(functions["product"])
     jaxpr, n = equation_of(functions[way], (a,))
     axis = next(axis for axis in axes_of(jaxpr.eqns[n]) if not axis.is_map)
-    new = in_chunks(Graph(jaxpr, WHOLE), Region({n: axis}, {jaxpr.invars[0]: 0}), 256)
+    new = in_chunks(Graph(jaxpr, WHOLE), Region({n: axis}, {jaxpr.invars[0]: 0}), Chunks(1024, 4))
     exact = functions[way](a.astype(jnp.float32)) if way != "sum" else a.astype(float).sum(0)
     (found,) = jaxpr_as_fun(new)(a)
     assert found.dtype == dtype

@@ -1,5 +1,7 @@
 """Programs in chunks: the same numbers, and less of them there at once."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from memplan.splitting import choice
 from memplan.splitting.choice import split
 from memplan.splitting.live import live_in, live_in_chunk, within
 from memplan.splitting.loops import in_chunks
-from memplan.splitting.regions import Graph, grow
+from memplan.splitting.regions import Chunks, Graph, grow
 from memplan.splitting.shards import WHOLE, Shards
 from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls, without_dead
@@ -255,7 +257,9 @@ def test_numbers_stay_the_same_wherever_it_is_cut(function, args):
         for d, size in enumerate(getattr(seed.aval, "shape", ())):
             for parts in (2, 4):
                 if size % parts == 0 and (region := grow(graph, seed, d, parts, 0)) is not None:
-                    programs.append(in_chunks(graph, region, parts))
+                    rows = region.rows
+                    chunks = {Chunks(rows, rows // parts), Chunks(rows, rows - rows // parts)}
+                    programs += [in_chunks(graph, region, c) for c in chunks]
     for program in programs:
         for a, b in zip(expected, jaxpr_as_fun(program)(*args), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -263,7 +267,25 @@ def test_numbers_stay_the_same_wherever_it_is_cut(function, args):
 
 
 def test_a_long_dimension_has_its_divisors_soon():
-    assert choice._divisors(2**40 * 3)[:3] == [2, 3, 6]
+    assert choice._divisors(2**40 * 3)[:4] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rows", [2, 7, 96, 2047, 8191, 2**20])
+def test_numbers_of_chunks_come_near_any_that_is_asked_for(rows):
+    parts = [chunks.parts for chunks in choice._chunkings(rows)]
+    assert parts[-1] == rows
+    assert all(1.4 * a <= b <= 3.1 * a for a, b in itertools.pairwise([1, *parts]))
+
+
+def test_a_number_of_tokens_that_is_prime_is_cut_too():
+    x, head, labels = drawn(0, 1021, 64), drawn(1, 64, 512), np.arange(1021) % 512
+    jaxpr = traced(jax.value_and_grad(cross_entropy, argnums=(0, 1)), x, head, labels)
+    new, (cut, *_) = split(jaxpr, live_bytes(jaxpr) // 5)
+    assert 4 < cut.parts < 64
+    assert live_bytes(new) < live_bytes(jaxpr) / 4
+    expected, found = (jaxpr_as_fun(j)(x, head, labels) for j in (jaxpr, new))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
 # --- programs at random ---------------------------------------------------------------------
@@ -272,7 +294,7 @@ def test_a_long_dimension_has_its_divisors_soon():
 def random_program(seed):
     """A function of a few arrays that share dimensions, of operations at random; and the arrays."""
     rng = np.random.default_rng(seed)
-    batch, rows, inner, features = (int(rng.choice([2, 4, 6, 8, 12])) for _ in range(4))
+    batch, rows, inner, features = (int(rng.choice([2, 4, 5, 6, 7, 8, 11, 12])) for _ in range(4))
     args = [
         rng.standard_normal((batch, rows, features)),
         rng.standard_normal((features, inner)),
@@ -382,19 +404,23 @@ def cross_entropy(x, head, labels):
             jax.value_and_grad(cross_entropy, argnums=(0, 1)),
             (drawn(0, 256, 8), drawn(1, 8, 512), np.arange(256)),
         ),
+        (
+            jax.value_and_grad(cross_entropy, argnums=(0, 1)),
+            (drawn(0, 251, 8), drawn(1, 8, 512), np.arange(251)),
+        ),
     ],
 )
 def test_what_is_live_in_a_chunk_is_known_before_it_is_traced(monkeypatch, function, args):
-    weighed, in_loops = dict[int, int](), list[tuple[int, int]]()
+    weighed, in_loops = dict[Chunks, int](), list[tuple[int, int]]()
 
-    def weigh(eqns, parts, **options):
-        return weighed.setdefault(parts, live_in_chunk(eqns, parts, **options))
+    def weigh(eqns, chunks, **options):
+        return weighed.setdefault(chunks, live_in_chunk(eqns, chunks, **options))
 
-    def trace(graph, region, parts):
-        new = in_chunks(graph, region, parts)
+    def trace(graph, region, chunks):
+        new = in_chunks(graph, region, chunks)
         known = set(map(id, graph.eqns))
         (loop,) = (e for e in new.eqns if id(e) not in known and name(e) == "scan")
-        in_loops.append((weighed[parts], within(loop, WHOLE)))
+        in_loops.append((weighed[chunks], within(loop, WHOLE)))
         weighed.clear()
         return new
 
