@@ -21,6 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import Remat, Scan, decode, name, programs, with_programs
 from hlo_passes.plan import Split
+from memplan.splitting.again import kept_for_late, made_again
 from memplan.splitting.live import (
     Live,
     Step,
@@ -63,12 +64,15 @@ class _Found:
     """A program with one more region in chunks.
 
     Attributes:
+      graph, seed: of the region, which has some arrays made again.
       share: of the seed's bytes that arrays have which are cut as well.
       gain: by how much less it is above the aim, in bytes, summed over equations.
       cost: bytes that it moves more.
       is_enough: whether no more than the aim is live in the loop.
     """
 
+    graph: Graph
+    seed: Var
     region: Region
     chunks: Chunks
     share: float
@@ -169,10 +173,10 @@ class _Splitting:
         """The program with less live at an equation; None where nothing helps."""
         eqn = now.graph.eqns[n]
         if within(eqn, self.shards) > load / 2:
-            return self._inside(now.graph.jaxpr, load, n) or self._from(now, eqn.outvars)
+            return self._inside(now.graph.jaxpr, load, n) or self._from(now, n, eqn.outvars)
         seeds = sorted(now.live.at(n), key=lambda v: (-self.shards.bytes(v), now.live.born[v]))
         large = [v for v in seeds[:_SEEDS] if self.shards.bytes(v) >= _LEAST * (load - self.aim)]
-        return self._from(now, large)
+        return self._from(now, n, large)
 
     def _inside(self, jaxpr: Jaxpr, load: int, n: int) -> Jaxpr | None:
         """The program with less live in what is inside an equation."""
@@ -189,26 +193,45 @@ class _Splitting:
         self._refused[id(new)] = new
         return jaxpr.replace(eqns=[*jaxpr.eqns[:n], new, *jaxpr.eqns[n + 1 :]])
 
-    def _from(self, now: _Now, seeds: Sequence[Var]) -> Jaxpr | None:
-        """The program with a region around one of some arrays in chunks."""
-        graph = now.graph
+    def _from(self, now: _Now, n: int, seeds: Sequence[Var]) -> Jaxpr | None:
+        """The program with a region around one of some arrays in chunks, so that less is live at
+        an equation."""
         for seed in seeds:
             if seed in self._hopeless or self.shards.bytes(seed) < _SMALLEST:
                 continue
-            kind = name(graph.eqns[graph.maker[seed]]), seed.aval
+            kind = name(now.graph.eqns[now.graph.maker[seed]]), seed.aval
             found = [*self._around(now, seed, self._chosen.get(kind))]
+            if not any(f.is_enough for f in found):
+                found += self._around_again(now, seed, n)
             if found:
-                best = max(
-                    found, key=lambda f: (f.is_enough, f.gain / f.cost if f.is_enough else f.gain)
-                )
-                self._chosen[kind] = best.region.cut[seed], best.share
-                self.splits.append(_said(graph, best, seed))
-                new = in_chunks(graph, best.region, best.chunks)
-                if self.shards is not WHOLE:
-                    self.shards.carry_on(new, {})
+                best = _best(found)
+                if best.graph is now.graph:
+                    self._chosen[kind] = best.region.cut[seed], best.share
+                self.splits.append(_said(best))
+                new = in_chunks(best.graph, best.region, best.chunks)
+                self._carry_on(new)
                 return new
             self._hopeless.add(seed)
         return None
+
+    def _carry_on(self, jaxpr: Jaxpr) -> None:
+        if self.shards is not WHOLE:
+            self.shards.carry_on(jaxpr, {})
+
+    def _around_again(self, now: _Now, seed: Var, n: int) -> Iterator[_Found]:
+        """The region around an array that is made again for those that read it late."""
+        wanted = kept_for_late(now.graph, now.live, seed, n)
+        made = made_again(now.graph, now.live, wanted, n) if wanted else None
+        if made is None:
+            return
+        jaxpr, names = made
+        self._carry_on(jaxpr)
+        steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
+        again = _Now(graph, steps, live_through(steps, results_of(jaxpr)))
+        gain = self._over(now.live.loads) - self._over(again.live.loads)
+        for found in self._around(again, names[seed], None):
+            if found.gain + gain > 0:
+                yield replace(found, gain=found.gain + gain)
 
     def _around(self, now: _Now, seed: Var, chosen: tuple[int, float] | None) -> Iterator[_Found]:
         """The regions around an array that bring down what is live."""
@@ -228,10 +251,10 @@ class _Splitting:
             if (key := frozenset(region.axes)) in seen:
                 continue
             seen.add(key)
-            if (found := self._in_chunks(now, region, share)) is not None:
+            if (found := self._in_chunks(now, seed, region, share)) is not None:
                 yield found
 
-    def _in_chunks(self, now: _Now, region: Region, share: float) -> _Found | None:
+    def _in_chunks(self, now: _Now, seed: Var, region: Region, share: float) -> _Found | None:
         """A region in as many chunks as bring what is live in its loop down to the aim, or as gain
         anything."""
         graph, (before, after) = now.graph, now.graph.beside(region)
@@ -271,21 +294,26 @@ class _Splitting:
         if gain <= 0 or max(new.loads) > max(now.live.loads):
             return None
         cost = _moved(graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
-        return _Found(region, chunks, share, gain, cost, rest + own <= self.aim)
+        return _Found(graph, seed, region, chunks, share, gain, cost, rest + own <= self.aim)
 
     def _over(self, loads: Iterable[int]) -> int:
         return sum(max(load - self.aim, 0) for load in loads)
 
 
-def _said(graph: Graph, found: _Found, seed: Var) -> Split:
-    aval, region = aval_of(seed), found.region
+def _best(found: Iterable[_Found]) -> _Found:
+    return max(found, key=lambda f: (f.is_enough, f.gain / f.cost if f.is_enough else f.gain))
+
+
+def _said(found: _Found) -> Split:
+    seed, region = found.seed, found.region
+    aval = aval_of(seed)
     return Split(
         found.chunks.parts,
         f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
         bytes_of([seed]),
         region.cut[seed],
         len(region.axes),
-        _line_of(graph, seed, region),
+        _line_of(found.graph, seed, region),
     )
 
 

@@ -127,7 +127,7 @@ def readers_in(eqns: Iterable[JaxprEqn]) -> dict[Var, list[Kind]]:
     found = dict[Var, list[Kind]]()
     for eqn in eqns:
         for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            found.setdefault(v, []).append(_kind(eqn))
+            found.setdefault(v, []).append(kind_of(eqn))
     return found
 
 
@@ -205,7 +205,7 @@ def _step(
 
 
 def _is_virtual(eqn: JaxprEqn, readers: Sequence[Kind]) -> bool:
-    match _kind(eqn):
+    match kind_of(eqn):
         case "view":
             return True
         case "transpose":
@@ -233,7 +233,7 @@ def _is_in_place(eqn: JaxprEqn) -> bool:
 
 
 @functools.lru_cache(1 << 16)
-def _kind(eqn: JaxprEqn) -> Kind:
+def kind_of(eqn: JaxprEqn) -> Kind:
     match decode(eqn):
         case Reshape(in_order=True) | Squeeze() | BroadcastInDim() | Iota():
             return "view"
