@@ -34,6 +34,7 @@ _MULTIPLE = 64
 
 SIZED: Mapping[str, tuple[Callable[[int], Program], int]] = {
     "gpt": (split_programs.gpt_of, 4096),
+    "gpt-train": (split_programs.gpt_train_of, 4096),
     "evoformer": (split_programs.evoformer_of, 256),
     "latent-unet": (split_programs.latent_unet_of, 64),
 }

@@ -10,7 +10,7 @@ loss            the logits of 128,256 words for 8,192 tokens, their loss, and bo
 llama           two layers of a Llama with as many words, 8,192 tokens, loss and gradients
 mlp             4,096 wide on 65,536 tokens, and the gradients of both weights
 attention-32k   16 heads over 32,768 tokens, no kernel; attention-128k: over 131,072
-gpt             4 layers, 1,024 wide, a prompt of 8,192 tokens
+gpt             4 layers, 1,024 wide, a prompt of 8,192 tokens; gpt-train: and all gradients
 evoformer       a block of AlphaFold's, 512 residues, 128 sequences
 latent-unet     two levels with attention on a latent of 96 × 96
 

@@ -222,12 +222,31 @@ def gpt(each: Each, heads: int, layers: Any, x: Any) -> Any:
     return x
 
 
-def gpt_of(tokens: int = 8192) -> Program:
-    width, layers = 1024, 4
+def gpt_of(tokens: int = 8192, *, width: int = 1024) -> Program:
+    make = lambda each: functools.partial(gpt, each, width // 64)  # noqa: E731
+    return _written(make, *_gpt_args(tokens, width))
+
+
+def gpt_train_of(tokens: int = 8192, *, width: int = 1024) -> Program:
+    """Gradients for one long sequence; by hand a chunk is made again for its derivative."""
+
+    def make(each: Each) -> Callable[..., Any]:
+        def loss(layers: Any, x: Any) -> Any:
+            y = gpt(each, width // 64, layers, x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)
+
+    def by_hand(parts: int) -> Callable[..., Any]:
+        return make(lambda f, x: _mapped(parts, jax.checkpoint(f), x))
+
+    return Program(make(lambda f, x: f(x)), by_hand, _gpt_args(tokens, width))
+
+
+def _gpt_args(tokens: int, width: int) -> tuple[Any, Any]:
     layer = {name: _shape(width, width) for name in "qkvo"}
     layer |= {"up": _shape(width, 4 * width), "down": _shape(4 * width, width)}
-    make = lambda each: functools.partial(gpt, each, 16)  # noqa: E731
-    return _written(make, [layer] * layers, _shape(tokens, width))
+    return [layer] * 4, _shape(tokens, width)
 
 
 # --- AlphaFold's Evoformer block (Jumper et al., 2021, supplement 1.6) ----------------------
@@ -350,6 +369,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "attention-32k": functools.partial(attention_of, 32_768),
     "attention-128k": functools.partial(attention_of, 131_072),
     "gpt": gpt_of,
+    "gpt-train": gpt_train_of,
     "evoformer": evoformer_of,
     "latent-unet": latent_unet_of,
 }
@@ -362,6 +382,7 @@ SMALL: Mapping[str, Callable[[], Program]] = {
     "mlp": functools.partial(mlp_of, 16_384, 512),
     "attention": functools.partial(attention_of, 4096),
     "gpt": functools.partial(gpt_of, 2048),
+    "gpt-train": functools.partial(gpt_train_of, 1024),
     "evoformer": functools.partial(evoformer_of, 128, 64),
     "latent-unet": functools.partial(latent_unet_of, 48),
 }

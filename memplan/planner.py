@@ -290,7 +290,7 @@ class Planner:
         finer = _Finer()
         for planner in self._planners(budget):
             if planner._placing.splits and best is not None and not best.placing.splits:
-                if best.step_time_s <= _GOOD * best.compute_s:
+                if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
                     break
             planner._planned.clear()
             try:

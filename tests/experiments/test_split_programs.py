@@ -19,6 +19,7 @@ from memplan.streams.programs import inline_all_calls
 
 SMALL: dict[str, Program] = {
     "gpt": split_programs.gpt_of(tokens=256),
+    "gpt-train": split_programs.gpt_train_of(tokens=1024, width=128),
     "evoformer": split_programs.evoformer_of(residues=32, sequences=8),
     "latent-unet": split_programs.latent_unet_of(side=16),
 }
