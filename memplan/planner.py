@@ -70,6 +70,9 @@ _AIMS = tuple(2 ** (-n / 2) for n in range(33))
 # tried if that is expected to take no more than this part of its step.
 _PROMISING = 0.8
 
+# Of a budget: where so much is needed beyond the stacks, rings of them are not tried.
+_HOPELESS = 1.25
+
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
 
@@ -369,6 +372,8 @@ class Planner:
                 failed.append(error)
                 if ring is not None:
                     refused = min(refused, _layers(ring))
+                elif error.least - self._stack_bytes > _HOPELESS * budget:
+                    return  # Nor would it fit with all stacks on the host.
                 continue
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("a plan%s was dropped: %s", how, error)
@@ -492,9 +497,15 @@ class Planner:
         # More chunks are there to be tried instead.
         rings = _RINGS[:1] if self._placing.splits else _RINGS
         rings = tuple(ring for ring in rings if slots is None or ring[0] <= slots)
+        is_small = self._stack_bytes <= _SMALL_STACKS * budget
+        return (None, *rings) if is_small else (*rings, None)
+
+    @functools.cached_property
+    def _stack_bytes(self) -> int:
+        """Of all stacks that may be on the host."""
+        streams, everything = self._placing.streams, self._placing.everything(*_RINGS[0])
         hosted = (*everything.arguments, *everything.results)
-        size = sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
-        return (None, *rings) if size <= _SMALL_STACKS * budget else (*rings, None)
+        return sum(self._placing.stack_size(s) for s in hosted if s in streams.stacks)
 
     def _inside(self, budget: int) -> Iterator[tuple[frozenset[int], bool]]:
         """The arguments that loops are to bring in each iteration, and whether also loops inside

@@ -127,10 +127,10 @@ def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.Monkey
     assert others == [(again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
 
 
-def refusal(budget: int) -> MemoryBudgetError:
+def refusal(budget: int, more: int = 1) -> MemoryBudgetError:
     return MemoryBudgetError(
         budget=budget,
-        least=budget + 1,
+        least=budget + more,
         instruction="dot",
         op_name="dot",
         source_line="",
@@ -156,6 +156,26 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
     with pytest.raises(MemoryBudgetError):
         lowered._budgeted.planner.plan(HALF, None)
     assert tried == [(2, 1.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(("more", "rings"), [(0, 2), (HALF, 0)])
+def test_rings_are_not_tried_where_not_even_the_host_has_room_enough(
+    monkeypatch: pytest.MonkeyPatch, more: int, rings: int
+):
+    """Without rings all stacks are on the device; what is needed beyond these is not theirs."""
+    tried: list[Any] = []
+
+    def refuse(_self: Any, everything: Any, *_: Any) -> Any:
+        tried.append((everything.depth, everything.share))
+        raise refusal(HALF, more)
+
+    for way in ("_plan_placed", "_plan_with_rings"):
+        monkeypatch.setattr(planner.Planner, way, refuse)
+    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: (None, (2, 1.0), (1, 1.0)))
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    with pytest.raises(MemoryBudgetError):
+        lowered._budgeted.planner.plan(HALF, None)
+    assert len(tried) == 1 + rings
 
 
 def looked_at(
