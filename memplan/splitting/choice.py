@@ -96,7 +96,7 @@ def split(
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    new, splits = _Splitting(aim, patterns, shards).run(without_dead(jaxpr))
+    new, splits = _Splitting(aim, patterns, shards).run(jaxpr)
     return (new, splits) if splits else (jaxpr, ())
 
 
@@ -151,6 +151,7 @@ class _Splitting:
         self._chosen: dict[object, tuple[int, float]] = {}
 
     def run(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Split, ...]]:
+        jaxpr = without_dead(jaxpr)
         for _ in range(_ROUNDS):
             steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
             live = live_through(steps, results_of(jaxpr))
@@ -185,8 +186,7 @@ class _Splitting:
             return None
         own = within(eqn, self.shards)
         inside = _Splitting(self.aim - (load - own), self.patterns, self.shards)
-        found = [inside.run(program.jaxpr) for program in programs(eqn)]
-        new = with_programs(eqn, [inner for inner, _ in found])
+        new = with_programs(eqn, [inside.run(program.jaxpr)[0] for program in programs(eqn)])
         if within(new, self.shards) >= own:
             return None
         self.splits += inside.splits

@@ -187,6 +187,8 @@ class _Chunk:
         self._values[a, d] = value
 
     def run(self, eqn: JaxprEqn, axis: Axis) -> None:
+        if not eqn.outvars:
+            return  # Nothing that anybody could read is left of it.
         with _line_of(eqn), eqn.ctx.manager:
             operands = [self.of(a, d) for a, d in zip(eqn.invars, axis.operands, strict=True)]
             if axis.combine(0) == "fold":
