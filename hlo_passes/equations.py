@@ -629,7 +629,7 @@ def within(eqn: JaxprEqn, *around: JaxprEqn) -> JaxprEqn:
 
 def bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
     """Runs, or traces, an equation on other operands; its results."""
-    results = eqn.primitive.bind(*operands, **eqn.params)
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

@@ -358,7 +358,8 @@ class _Inside:
             axis = axes.get(n)
             dims = (None,) * len(eqn.invars) if axis is None else axis.operands
             read = [(a, d) for a, d in zip(eqn.invars, dims, strict=True) if isinstance(a, Var)]
-            if any(cut.get(a) != d for a, d in read):
+            made = zip(eqn.outvars, axis.results, strict=True) if axis is not None else ()
+            if any(cut.get(a) != d for a, d in (*read, *made)):
                 return False
             if any(a in combines for a, _ in read):
                 if axis is not None or not sums_alike(eqn, combines):

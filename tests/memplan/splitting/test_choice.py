@@ -253,7 +253,22 @@ def never_read_inside(x):
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
+def whole_inside(x, w):
+    def outer(x, w):
+        p, q = jax.checkpoint(lambda x, w: (jnp.sin(x), jnp.cos(w)))(x, w)
+        return p + q
+
+    return jnp.exp(jax.checkpoint(outer)(jnp.tanh(x), w)).sum()
+
+
+def custom_inside(x):
+    body = jax.checkpoint(lambda x, s: jnp.sin(x * jax.nn.relu(s)))
+    return jnp.exp(body(jnp.tanh(x), x[0, 0])).sum()
+
+
 FOUND_BY_REVIEW = {
+    "a result inside that is whole": (whole_inside, (SQUARE, SQUARE)),
+    "a derivative of one's own inside": (custom_inside, (SQUARE,)),
     "dead equations inside": (never_read_inside, (SQUARE[:, :32],)),
     "swapped carries": (swapped, (SQUARE, SQUARE + 1)),
     "iota in a loop": (counted, (SQUARE,)),
