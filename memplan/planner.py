@@ -70,8 +70,9 @@ _AIMS = tuple(2 ** (-n / 2) for n in range(33))
 # tried if that is expected to take no more than this part of its step.
 _PROMISING = 0.8
 
-# Of a budget: where so much is needed beyond the stacks, rings of them are not tried.
-_HOPELESS = 1.25
+# Budgets: where so much is needed beyond the stacks, rings of them are not tried. With rings XLA
+# may also copy less of what else a loop carries.
+_HOPELESS = 2
 
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99

@@ -158,7 +158,7 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
     assert tried == [(2, 1.0), (1, 1.0)]
 
 
-@pytest.mark.parametrize(("more", "rings"), [(0, 2), (HALF, 0)])
+@pytest.mark.parametrize(("more", "rings"), [(HALF, 2), (2 * HALF, 0)])
 def test_rings_are_not_tried_where_not_even_the_host_has_room_enough(
     monkeypatch: pytest.MonkeyPatch, more: int, rings: int
 ):
