@@ -524,6 +524,14 @@ def is_sum(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("add", "add_any")
 
 
+def is_unchanged(eqn: JaxprEqn) -> bool:
+    """Whether it makes of an array one of the same type, but for what of it was a Python number."""
+    if name(eqn) != "convert_element_type":
+        return False
+    given, made = (getattr(a.aval, "dtype") for a in (*eqn.invars, *eqn.outvars))  # noqa: B009
+    return given == made
+
+
 def says_where(eqn: JaxprEqn) -> bool:
     """Whether it is said where it is computed, as by ``compute_on``."""
     return eqn.ctx.compute_type is not None

@@ -475,6 +475,7 @@ class Split:
       parts: how many.
       array: the largest that is never there as a whole, as ``"float32[8192,128256]"``.
       size: bytes that it would take as a whole.
+      chunk: bytes that its chunks take, at most.
       dimension: of it, that is cut.
       operations: in the loop.
       line: of the user's program, where that is known of what makes the array, or of something
@@ -484,6 +485,7 @@ class Split:
     parts: int
     array: str
     size: int
+    chunk: int
     dimension: int
     operations: int
     line: str

@@ -203,11 +203,10 @@ class _Teller:
 
     def _in_chunks(self, split: Split) -> Explanation:
         at = f", made at {split.line}," if split.line else ""
-        chunk = format_bytes(split.size // split.parts)
         sentence = (
             f"{split.array} ({format_bytes(split.size)}){at} is never there as a whole: it is run "
-            f"in {split.parts} chunks along dimension {split.dimension}, {chunk} each, in a loop "
-            f"of {split.operations} operations."
+            f"in {split.parts} chunks along dimension {split.dimension}, "
+            f"{format_bytes(split.chunk)} each, in a loop of {split.operations} operations."
         )
         return Explanation(split.array, split.line, split.size, "split", sentence)
 

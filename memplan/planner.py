@@ -199,7 +199,7 @@ class _Finer:
         """After a program with another aim, and what came of it.
 
         Args:
-          needs: the fewest bytes that were needed so far where there was no plan.
+          needs: the fewest bytes that were needed where there was no plan.
         """
         if needs < self.least:
             self.least, self.of_least = needs, aim
@@ -297,6 +297,7 @@ class Planner:
                 if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
                     break
             planner._planned.clear()
+            before = len(failed)
             try:
                 again_s = planner._again_s(self, options)
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
@@ -315,7 +316,7 @@ class Planner:
                 if best is not None and best.is_hidden:
                     break
             if planner._placing.splits:
-                refusals = [e.least for e in failed if isinstance(e, MemoryBudgetError)]
+                refusals = [e.least for e in failed[before:] if isinstance(e, MemoryBudgetError)]
                 needs = min(refusals, default=math.inf)
                 if finer.is_over(planner._placing.aim or 0, candidate, needs):
                     break

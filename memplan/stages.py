@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,7 @@ class Lowered:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
         self._given: Plan | None = None
         self._prepare(self._holding(traced.function.options.plan))
+        self._is_x64 = jax.config.jax_enable_x64
         self._lock = threading.RLock()
         self._compiled: dict[_Options, Compiled] = {}
         self._plan: Plan | None = None
@@ -182,6 +184,12 @@ class Lowered:
         """Of the arrays that the function closes over, which count in every budget and stay."""
         return self._lowering.closed_bytes
 
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """One thread at a time; what is traced anew is so as the function was."""
+        with self._lock, jax.enable_x64(self._is_x64):
+            yield
+
     def _holding(self, plan: Plan | None) -> Plan | None:
         """The plan that the user gave, if it holds."""
         found = changes(plan, self._lowering) if plan is not None else ()
@@ -216,7 +224,7 @@ class Lowered:
           OrderedEffectsError: when a plan is needed and the program has ordered effects.
           HostResultsError: the same, on CPU, when ``out_shardings`` ask for host memory.
         """
-        with self._lock:
+        with self._alone():
             if self._given is not None:
                 return self._given
             if self._plan is None:
@@ -237,12 +245,12 @@ class Lowered:
         Raises:
           MemoryBudgetError: as `plan` does.
         """
-        with self._lock:
+        with self._alone():
             return self._budgeted.within(budget)
 
     def resident(self) -> Plan:
         """The plan that moves nothing, however much memory that takes."""
-        with self._lock:
+        with self._alone():
             return self._budgeted.planner.resident(None).plan
 
     @property
@@ -265,7 +273,7 @@ class Lowered:
         """
 
         key = _as_key(compiler_options)
-        with self._lock:
+        with self._alone():
             if key not in self._compiled:
                 compiled = self._compile(compiler_options)
                 if not key:

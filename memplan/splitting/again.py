@@ -11,8 +11,7 @@ readers: so does attention without a kernel in derivatives take as much memory a
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -60,9 +59,13 @@ def made_again(
     if len(again) > _MOST or any(graph.maker[v] not in again for v in wanted):
         return None
     names = dict[Var, Var]()
-    clones = [_renamed(graph.eqns[k], names, is_new=True) for k in sorted(again)]
-    later = [_renamed(eqn, names) for eqn in graph.eqns[at:]]
-    eqns = [*graph.eqns[:at], *clones, *later]
+    clones = list[JaxprEqn]()
+    for k in sorted(again):
+        eqn = _reading(graph.eqns[k], names)
+        outvars = [Var(v.aval) for v in eqn.outvars]
+        names |= dict(zip(eqn.outvars, outvars, strict=True))
+        clones.append(eqn.replace(outvars=outvars))
+    eqns = [*graph.eqns[:at], *clones, *(_reading(eqn, names) for eqn in graph.eqns[at:])]
     return graph.jaxpr.replace(eqns=eqns, debug_info=graph.jaxpr.debug_info), names
 
 
@@ -104,12 +107,8 @@ def _is_free(graph: Graph, v: Var, known: dict[Var, bool]) -> bool:
     return known[v]
 
 
-def _renamed(eqn: JaxprEqn, names: dict[Var, Var], *, is_new: bool = False) -> JaxprEqn:
-    """An equation of arrays that have other names; what it makes has one, too, if it is new."""
-    invars = [names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-    if not is_new:
-        is_same = all(a is b for a, b in itertools.zip_longest(invars, eqn.invars))
-        return eqn if is_same else eqn.replace(invars=invars)
-    outvars = [Var(v.aval) for v in eqn.outvars]
-    names |= dict(zip(eqn.outvars, outvars, strict=True))
-    return eqn.replace(invars=invars, outvars=outvars)
+def _reading(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
+    """An equation that reads arrays under other names."""
+    if not any(isinstance(a, Var) and a in names for a in eqn.invars):
+        return eqn
+    return eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])

@@ -216,7 +216,6 @@ def _broadcast(
 
 def _major(operand: Sequence[int], result: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Dimensions before which a reshape's operand and result have as many elements."""
-    k = before = 1
     k, before = 0, 1
     for d, size in enumerate(operand):
         while k < len(result) and (result[k] == 1 or _elements(result[:k]) < before):

@@ -97,7 +97,8 @@ def split(
       in chunks.
     """
     new, splits = _Splitting(aim, patterns, shards).run(jaxpr)
-    return (new, splits) if splits else (jaxpr, ())
+    live, before = (max(live_in(j, shards).loads, default=0) for j in (new, jaxpr))
+    return (new, splits) if splits and live < before else (jaxpr, ())
 
 
 def splittings(
@@ -173,29 +174,34 @@ class _Splitting:
     def _at(self, now: _Now, load: int, n: int) -> Jaxpr | None:
         """The program with less live at an equation; None where nothing helps."""
         eqn = now.graph.eqns[n]
-        if within(eqn, self.shards) > load / 2:
-            return self._inside(now.graph.jaxpr, load, n) or self._from(now, n, eqn.outvars)
+        if (own := within(eqn, self.shards)) > load / 2:
+            aim = self.aim - (load - own)
+            inside = self._inside(eqn, aim)
+            is_enough = inside is not None and within(inside[0], self.shards) <= aim
+            around = None if is_enough else self._around_one(now, n, eqn.outvars)
+            if inside is None or (around is not None and around.is_enough):
+                return around and self._taken(around)
+            new, splits = inside
+            self.splits += splits
+            self._refused[id(new)] = new
+            eqns = now.graph.jaxpr.eqns
+            return now.graph.jaxpr.replace(eqns=[*eqns[:n], new, *eqns[n + 1 :]])
         seeds = sorted(now.live.at(n), key=lambda v: (-self.shards.bytes(v), now.live.born[v]))
         large = [v for v in seeds[:_SEEDS] if self.shards.bytes(v) >= _LEAST * (load - self.aim)]
-        return self._from(now, n, large)
+        found = self._around_one(now, n, large)
+        return found and self._taken(found)
 
-    def _inside(self, jaxpr: Jaxpr, load: int, n: int) -> Jaxpr | None:
-        """The program with less live in what is inside an equation."""
-        eqn = jaxpr.eqns[n]
+    def _inside(self, eqn: JaxprEqn, aim: int) -> tuple[JaxprEqn, Sequence[Split]] | None:
+        """An equation with less live in what is inside it, and what is in chunks there."""
         if not isinstance(decode(eqn), Scan | Remat):
             return None
-        own = within(eqn, self.shards)
-        inside = _Splitting(self.aim - (load - own), self.patterns, self.shards)
+        inside = _Splitting(aim, self.patterns, self.shards)
         new = with_programs(eqn, [inside.run(program.jaxpr)[0] for program in programs(eqn)])
-        if within(new, self.shards) >= own:
-            return None
-        self.splits += inside.splits
-        self._refused[id(new)] = new
-        return jaxpr.replace(eqns=[*jaxpr.eqns[:n], new, *jaxpr.eqns[n + 1 :]])
+        less = within(new, self.shards) < within(eqn, self.shards)
+        return (new, inside.splits) if less else None
 
-    def _from(self, now: _Now, n: int, seeds: Sequence[Var]) -> Jaxpr | None:
-        """The program with a region around one of some arrays in chunks, so that less is live at
-        an equation."""
+    def _around_one(self, now: _Now, n: int, seeds: Sequence[Var]) -> _Found | None:
+        """The region around one of some arrays with which less is live at an equation."""
         for seed in seeds:
             if seed in self._hopeless or self.shards.bytes(seed) < _SMALLEST:
                 continue
@@ -207,12 +213,16 @@ class _Splitting:
                 best = _best(found)
                 if best.graph is now.graph:
                     self._chosen[kind] = best.region.cut[seed], best.share
-                self.splits.append(_said(best))
-                new = in_chunks(best.graph, best.region, best.chunks)
-                self._carry_on(new)
-                return new
+                return best
             self._hopeless.add(seed)
         return None
+
+    def _taken(self, found: _Found) -> Jaxpr:
+        """The program with a region in chunks."""
+        self.splits.append(_said(found))
+        new = in_chunks(found.graph, found.region, found.chunks)
+        self._carry_on(new)
+        return new
 
     def _carry_on(self, jaxpr: Jaxpr) -> None:
         if self.shards is not WHOLE:
@@ -274,7 +284,7 @@ class _Splitting:
                 makes.append((v, size))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
-        possible = _chunkings(region.rows)
+        possible = _chunkings(region.rows, is_even=self.shards is not WHOLE)
         within_chunk = functools.partial(
             live_in_chunk,
             eqns,
@@ -310,7 +320,8 @@ def _said(found: _Found) -> Split:
     return Split(
         found.chunks.parts,
         f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
-        bytes_of([seed]),
+        (size := bytes_of([seed])),
+        found.chunks.of(size),
         region.cut[seed],
         len(region.axes),
         _line_of(found.graph, seed, region),
@@ -340,12 +351,13 @@ def _divisors(size: int) -> Sequence[int]:
 
 
 @functools.lru_cache(1 << 10)
-def _chunkings(rows: int) -> Sequence[Chunks]:
+def _chunkings(rows: int, *, is_even: bool) -> Sequence[Chunks]:
     """Ways to cut so many rows, each into at least half as many chunks again as the one before: of
-    the same size, and where few are, of which the first one is smaller."""
+    the same size, and where few are, of which the first one is smaller. That one is beside the
+    loop, so that collectives would be there twice."""
     found, before = list[Chunks](), 1
     for parts in _divisors(rows)[1:]:
-        while parts > 3 * before:
+        while parts > 3 * before and not is_even:
             before *= 2
             found.append(Chunks(rows, -(-rows // before)))
         if parts >= 1.5 * before:

@@ -26,6 +26,7 @@ from hlo_passes.equations import (
     decode,
     is_elementwise,
     is_sum,
+    is_unchanged,
     name,
     programs,
 )
@@ -196,7 +197,7 @@ def _step(
 ) -> Step:
     makes, views = list[tuple[Var, int]](), list[Var]()
     for v in eqn.outvars:
-        if v not in results and _is_virtual(eqn, readers.get(v, ())):
+        if is_unchanged(eqn) or (v not in results and _is_virtual(eqn, readers.get(v, ()))):
             views.append(v)
         elif v not in results or not _is_in_place(eqn):
             makes.append((v, shards.bytes(v)))
@@ -241,7 +242,7 @@ def kind_of(eqn: JaxprEqn) -> Kind:
             return "transpose"
         case Reduction():
             return "reduction"
-        case _ if name(eqn) == "empty":  # What a loop carries takes its place.
-            return "view"
+        case _ if name(eqn) == "empty" or is_unchanged(eqn):
+            return "view"  # What a loop carries takes the place of the former.
         case _:
             return "elementwise" if is_elementwise(eqn) else "other"

@@ -5,8 +5,10 @@
                   the region's equations, on chunks
                   results written into their place; sums added to what there is
 
-What the loop makes for others is written where it will stay; what chunks are summed to is kept in
-float32 where they are narrower. Where chunks of a size leave some rows, these are one chunk more
+What the loop makes for others is written where it will stay. What chunks are summed to is kept in
+float32 where they are narrower, and so is what is added: but for convolutions, which not every
+compiler has with a wider result, sums in loops, and scatters, which add what is narrow one by one
+anyway. Where chunks of a size leave some rows, these are one chunk more
 before the loop: so its sum is what the loop begins with.
 """
 
@@ -217,10 +219,11 @@ class _Chunk:
         own = self.chunks.of(size)
         shape = (*whole.shape[:d], own * self.blocks, *whole.shape[d + 1 :])
         # Counted in whole numbers: those of the result may have no room for, or no place of, each.
-        count = lax.broadcasted_iota(jnp.int32, shape, d)
+        count = jnp.arange(own * self.blocks, dtype=jnp.int32)
         if self.blocks > 1:
             count = count + count // own * (size - own)
-        return (count + self.place(size)).astype(whole.dtype)
+        count = (count + self.place(size)).astype(whole.dtype)
+        return lax.broadcast_in_dim(count, shape, (d,))
 
     def _shape(self, a: Atom, d: int | None) -> tuple[int, ...]:
         """Of a chunk along a dimension."""

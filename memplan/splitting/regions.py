@@ -157,6 +157,7 @@ def grow(graph: Graph, seed: Var, dimension: int, parts: int, least: int) -> Reg
     """The region around an array that is cut into so many parts.
 
     Args:
+      parts: of each shard.
       least: bytes of an array from which on the cut goes to those around it.
 
     Returns:

@@ -210,12 +210,18 @@ def _results(eqn: JaxprEqn, known: Mapping[Var, np.ndarray], count: int) -> Sequ
     return [None if result is None else result.astype(_dtype(out))]
 
 
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero."""
+    return np.abs(a) // np.abs(b) * np.sign(a) * np.sign(b)
+
+
 _ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "and": np.bitwise_and,
     "clamp": lambda least, x, most: np.minimum(np.maximum(x, least), most),
     "convert_element_type": np.asarray,
     "copy": np.asarray,
+    "div": _quotient,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -263,9 +269,6 @@ def _compute(
             return None
         case "div" | "rem" if not values[1].all():
             return None
-        case "div":  # towards zero
-            quotient = np.abs(values[0]) // np.abs(values[1])
-            return quotient * np.sign(values[0]) * np.sign(values[1])
         case operation if operation in _ELEMENTWISE:
             scalars = (count, *(1,) * rank)
             aligned = [v.reshape(scalars) if v.ndim == 1 else v for v in values]

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from hlo_passes.equations import (
     Call,
     DevicePut,
+    Remat,
     Scan,
     decode,
     programs,
@@ -80,15 +81,16 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     if not any(_has_call_around_scan(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []
-    results = _inline(jaxpr, {}, eqns, _around_scan)
+    results = _inline(jaxpr, {}, eqns, _around_scan, _with_calls_inlined)
     return jaxpr.replace(eqns=eqns, outvars=results)
 
 
 def inline_all_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """Replaces each call in a program by what it calls, but for those with constants of their own,
-    or that say how arrays lie; what else has a program inside stays as it is."""
+    """Replaces each call in a program, and in the bodies of its scans and checkpoints, by what it
+    calls, but for those with constants of their own, or that say how arrays lie; what else has a
+    program inside stays as it is."""
     eqns: list[JaxprEqn] = []
-    results = _inline(jaxpr, {}, eqns, _called)
+    results = _inline(jaxpr, {}, eqns, _called, _with_bodies_inlined)
     return jaxpr.replace(eqns=eqns, outvars=results)
 
 
@@ -119,11 +121,22 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
+def _with_calls_inlined(eqn: JaxprEqn) -> JaxprEqn:
+    return with_programs(eqn, [inline_calls(program.jaxpr) for program in programs(eqn)])
+
+
+def _with_bodies_inlined(eqn: JaxprEqn) -> JaxprEqn:
+    if not isinstance(decode(eqn), Scan | Remat):
+        return eqn
+    return with_programs(eqn, [inline_all_calls(program.jaxpr) for program in programs(eqn)])
+
+
 def _inline(
     jaxpr: Jaxpr,
     values: dict[Var, Any],
     eqns: list[JaxprEqn],
     callee_of: Callable[[JaxprEqn], Jaxpr | None],
+    inside: Callable[[JaxprEqn], JaxprEqn],
     fresh: bool = False,
 ) -> list[Any]:
     """Appends the equations of `jaxpr` to `eqns`; returns its results.
@@ -131,6 +144,7 @@ def _inline(
     Args:
       values: what its variables are called there.
       callee_of: the program that takes the place of an equation; None where it stays.
+      inside: what becomes of the programs inside an equation that stays.
       fresh: give the results of equations new variables, for the same program may be
         called twice.
     """
@@ -139,11 +153,10 @@ def _inline(
         operands = [_named(a, values) for a in eqn.invars]
         if (callee := callee_of(eqn)) is not None:
             called = dict(zip(callee.invars, operands, strict=True))
-            results = _inline(callee, called, eqns, callee_of, fresh=True)
+            results = _inline(callee, called, eqns, callee_of, inside, fresh=True)
             values.update(zip(eqn.outvars, results, strict=True))
             continue
         outvars = [Var(v.aval) for v in eqn.outvars] if fresh else eqn.outvars
         values.update(zip(eqn.outvars, outvars, strict=True))
-        inside = with_programs(eqn, [inline_calls(p.jaxpr) for p in programs(eqn)])
-        eqns.append(inside.replace(invars=operands, outvars=outvars))
+        eqns.append(inside(eqn).replace(invars=operands, outvars=outvars))
     return [_named(a, values) for a in jaxpr.outvars]

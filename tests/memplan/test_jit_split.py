@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import memplan
 from hlo_passes.errors import SplitError
+from hlo_passes.units import format_bytes
 from memplan.topologies import topology
 
 TOKENS, WIDTH, WORDS = 1024, 64, 8192
@@ -227,6 +228,22 @@ def test_found_by_review(function: Any, make: Callable[[], Any], percent: int):
         tolerance = 2e-2 if is_narrow else 1e-4
         a, b = (np.asarray(x, np.complex64) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_compiled_where_jax_narrows_what_was_traced_where_it_does_not():
+    with jax.enable_x64(True):
+        x, w = (np.random.default_rng(0).standard_normal(s) for s in ((2039, 64), (64, 1021)))
+        loss = jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w) ** 2).sum())
+        own = memplan.jit(loss, hbm="100GiB").lower(w).compile().device_bytes
+        lowered = memplan.jit(loss, hbm=own // 3).lower(w)
+        expected = loss(w)
+    compiled = lowered.compile()
+    (split,) = compiled.splits
+    # Chunks of 2039 rows are not of one size.
+    assert split.chunk * (split.parts - 1) < split.size < split.chunk * split.parts
+    assert format_bytes(split.chunk) in memplan.explain(compiled, split.line)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(compiled(w), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_that_do_not_divide():

@@ -137,6 +137,32 @@ def test_less_is_live_and_numbers_are_the_same(function, args, share):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu, jax.nn.silu, jax.nn.gelu])
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_calls_inside_of_loops_are_cut(activation, around):
+    def function(x, layers):
+        layer = around(lambda x, w: (activation(x @ w) @ w.T, None))
+        return jax.lax.scan(layer, x, layers)[0]
+
+    args = drawn(0, 256, 16), drawn(1, 3, 16, 256)
+    jaxpr = traced(function, *args)
+    new, _ = split(jaxpr, live_bytes(jaxpr) // 4)
+    assert live_bytes(new) <= live_bytes(jaxpr) / 3
+    expected, found = (jaxpr_as_fun(j)(*args) for j in (jaxpr, new))
+    np.testing.assert_allclose(expected[0], found[0], rtol=1e-11, atol=1e-12)
+
+
+def test_a_result_that_was_a_python_number_is_cut_once():
+    def function(x):
+        bias = (jnp.arange(64)[:, None] - jnp.arange(32)) * 0.5
+        return jnp.exp(x + bias).sum(0), bias
+
+    jaxpr = traced(function, SQUARE)
+    new, splits = split(jaxpr, live_bytes(jaxpr) // 2)
+    assert len(splits) <= 1
+    assert live_bytes(new) <= live_bytes(jaxpr)
+
+
 def test_logits_and_their_gradient_are_nowhere():
     args = X, (), HEAD, LABELS
     jaxpr = traced(jax.value_and_grad(loss, argnums=(0, 2)), *args)
@@ -311,9 +337,28 @@ def test_a_long_dimension_has_its_divisors_soon():
 
 @pytest.mark.parametrize("rows", [2, 7, 96, 2047, 8191, 2**20])
 def test_numbers_of_chunks_come_near_any_that_is_asked_for(rows):
-    parts = [chunks.parts for chunks in choice._chunkings(rows)]
+    parts = [chunks.parts for chunks in choice._chunkings(rows, is_even=False)]
     assert parts[-1] == rows
     assert all(1.4 * a <= b <= 3.1 * a for a, b in itertools.pairwise([1, *parts]))
+
+
+def test_on_several_devices_chunks_are_of_one_size():
+    assert [chunks.each for chunks in choice._chunkings(2047, is_even=True)] == [89, 23, 1]
+
+
+def test_what_a_loop_carries_is_in_chunks_where_those_inside_of_it_are_not_enough():
+    def function(x, w):
+        def layer(carry, w):
+            return jnp.sort(jnp.exp(carry[:, :, None] * w), 1).sum(2), None
+
+        return jax.lax.scan(layer, x[:, None] * jnp.ones(256), w)[0].sum(1)
+
+    x, w = drawn(0, 1024), drawn(1, 3, 8) / 64
+    jaxpr = traced(function, x, w)
+    new, _ = split(jaxpr, live_bytes(jaxpr) // 40)
+    assert live_bytes(new) < live_bytes(jaxpr) / 30
+    expected, found = (jaxpr_as_fun(j)(x, w) for j in (jaxpr, new))
+    np.testing.assert_allclose(expected, found, rtol=1e-11)
 
 
 def test_a_number_of_tokens_that_is_prime_is_cut_too():

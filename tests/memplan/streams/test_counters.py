@@ -57,6 +57,7 @@ def each(of: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
         lambda i: (i - 1).astype(jnp.uint8) + 3,
         lambda i: jnp.array([i, 2 * i]),
         lambda i: jnp.arange(4)[::-1] * i,
+        lambda i: (jnp.arange(4) - i) // 2,
         lambda i: jnp.concatenate([jnp.arange(2), jnp.arange(3) > i]),
     ],
 )
