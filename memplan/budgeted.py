@@ -297,7 +297,7 @@ class Budgeted:
             except (PlanMismatchError, LoopMismatchError) as error:
                 # XLA does not promise to schedule a module in the same way again.
                 _log.info("XLA scheduled the module otherwise than before")
-                self.planner.forget()
+                self.planner.forget(candidate)
                 mismatch = error
                 continue
             if (kept := tried.kept(room, rounds.seen, options)) is not None:

@@ -473,9 +473,7 @@ class Planner:
         self, candidate: Candidate, options: Mapping[str, Any] | None
     ) -> tuple[int, ...]:
         """What XLA:TPU may report of a plan that was just made: a sample, in bytes."""
-        planners = (self, *self._others.values())
-        planner = next(p for p in planners if p._placing is candidate.placing)
-        _, module = planner._capture(candidate.hosting, options)
+        _, module = self._planner_of(candidate)._capture(candidate.hosting, options)
         machine = self._lowering.target.machine
         plain = module.with_learned(Learned())
         rewritten = pipeline.rewrite_module(plain, candidate.plan, machine)
@@ -484,11 +482,16 @@ class Planner:
         beside = usage.total_bytes - usage.temp_bytes + tables
         return tuple(beside + heap for heap in drawn_heaps(rewritten, machine))
 
-    def forget(self) -> None:
-        """Has XLA show everything anew."""
-        for planner in (self, *self._others.values()):
+    def forget(self, candidate: Candidate | None = None) -> None:
+        """Has XLA show the program of a candidate anew, or all."""
+        planners = (self, *self._others.values())
+        for planner in planners if candidate is None else (self._planner_of(candidate),):
             planner._captured.clear()
             planner._planned.clear()
+
+    def _planner_of(self, candidate: Candidate) -> Planner:
+        planners = (self, *self._others.values())
+        return next(p for p in planners if p._placing is candidate.placing)
 
     def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""

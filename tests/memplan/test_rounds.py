@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import memplan.api as memplan
@@ -61,6 +62,35 @@ def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pyte
     assert [id(c) for c in tried] == [id(c) for c in planned]
     assert len(tried) == 2
     assert compiled.plan is planned[1].plan
+
+
+def test_only_what_xla_schedules_otherwise_it_shows_anew(monkeypatch: pytest.MonkeyPatch):
+    compile_planned, capture = budgeted.Budgeted._compile_planned, inject.capture
+    shown: list[str] = []
+    counts: list[int] = []
+
+    def watched(platform: str, stablehlo: Any, compiler: Any) -> Any:
+        shown.append(str(stablehlo))
+        return capture(platform, stablehlo, compiler)
+
+    def refuses_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+        counts.append(len(shown))
+        if len(counts) == 1:
+            assert candidate.placing.splits
+            raise PlanMismatchError("module", "one", "another")
+        return compile_planned(self, candidate, options)
+
+    def function(x: Any) -> Any:
+        return jnp.sort(jnp.exp(x[:, None] * x), 1)[:, 0]
+
+    x = jnp.ones(1024)
+    monkeypatch.setattr(inject, "capture", watched)
+    monkeypatch.setattr(budgeted.Budgeted, "_compile_planned", refuses_once)
+    compiled = memplan.jit(function, hbm="1MiB").lower(x).compile()
+    assert compiled.splits
+    before, after = counts
+    assert 0 < after - before < before
+    assert set(shown[before:]) <= set(shown[:before])
 
 
 def test_what_does_not_fit_the_device_takes_another_round(monkeypatch: pytest.MonkeyPatch):
