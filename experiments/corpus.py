@@ -43,7 +43,8 @@ from hlo_passes.rewrite import inject
 from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import Lowered, jit
-from memplan.planner import Candidate, Planner
+from memplan.candidates import Candidate
+from memplan.planner import Planner
 from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.corpus import CORPUS

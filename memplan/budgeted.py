@@ -35,13 +35,14 @@ from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan import __version__
+from memplan.candidates import Candidate
 from memplan.compiled import Compiled
 from memplan.executable import Executable, device_bytes
 from memplan.kept import other_versions
 from memplan.out_of_memory import is_exhausted, note
 from memplan.paths import dotted
 from memplan.placing import Placing
-from memplan.planner import Candidate, Planner
+from memplan.planner import Planner
 from memplan.rounds import NEAR, WAITS, Rounds, Seen, aimed_at
 
 # How many plans are compiled for a budget at most, those that XLA schedules otherwise among them.

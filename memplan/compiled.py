@@ -24,11 +24,11 @@ from hlo_passes.plan import LoopStreams, Split
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes
 from memplan import disk
+from memplan.candidates import Candidate
 from memplan.executable import Executable, TopologyExecutable, device_bytes
 from memplan.layouts import as_jax_has_it, is_laid_out
 from memplan.out_of_memory import note
 from memplan.placing import Placing
-from memplan.planner import Candidate
 from memplan.signature import (
     DEVICE_MEMORY_KIND,
     HOST_MEMORY_KIND,

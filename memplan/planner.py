@@ -36,6 +36,7 @@ from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.rewrite import inject
 from hlo_passes.simulator import cost, timeline
+from memplan.candidates import Candidate, FinerChunks
 from memplan.executable import Executable, Program
 from memplan.placing import Placing
 from memplan.streams.choice import choose_kept, ring_seconds
@@ -49,9 +50,9 @@ from memplan.streams.records import record_streams
 _RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
 
 # Where stacks take no more than this share of the budget, they are left on the device at first;
-# and rings are tried only where a step then takes longer than its compute by this factor. What
-# rings save is little there, and each has to be captured two or three times.
-_SMALL_STACKS, _SLOW = 0.5, 1.5
+# and rings are tried only where a step then is slow (`Candidate.is_slow`). What rings save is
+# little there, and each has to be captured two or three times.
+_SMALL_STACKS = 0.5
 
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
 # again what scans leave for others.
@@ -59,9 +60,6 @@ _SOON_ENOUGH = 1.02
 
 # Chunks are tried where a step takes longer than that.
 _GOOD = 1.05
-
-# As many programs with smaller chunks may be no faster, while they still move anything.
-_PATIENCE = 3
 
 # What is live besides the arguments, as a part of what is there without chunks, or of the budget.
 _AIMS = tuple(2 ** (-n / 2) for n in range(33))
@@ -74,74 +72,7 @@ _PROMISING = 0.8
 # may also copy less of what else a loop carries.
 _HOPELESS = 2
 
-# A plan replaces another one when it is faster by more than this factor.
-_WORTH_IT = 0.99
-
 _log = logging.getLogger("memplan")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A placed program and the plan for the module that XLA scheduled for it.
-
-    Attributes:
-      placing: of which it is one.
-      hosting: what lives on the host.
-      hosted_bytes: theirs, where XLA sees one memory and counts them with the device's; else 0.
-      counts_chip: whether it counts what XLA was seen to hold on the chip.
-    """
-
-    placing: Placing
-    program: Program
-    plan: Plan
-    hosting: Hosting
-    hosted_bytes: int
-    counts_chip: bool
-
-    @property
-    def predicted_bytes(self) -> int:
-        return self.plan.prediction.total_bytes
-
-    @property
-    def step_time_s(self) -> float:
-        return self.plan.prediction.step_time_s
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of compute, without what is computed again."""
-        return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
-
-    @property
-    def waits_s(self) -> float:
-        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
-        said of the kernels of one, it has not said of those of another."""
-        return self.step_time_s - self.compute_s
-
-    def is_faster_than(self, other: Candidate) -> bool:
-        """Whether its step waits less, as far as counts."""
-        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
-
-    def with_recompute(self, seconds: float) -> Candidate:
-        """The same where so many seconds of its compute are not in the program as it is written;
-        fewer than none where to compute again takes less than to write and read."""
-        known = self.plan.prediction
-        prediction = replace(known, recompute_s=known.recompute_s + seconds)
-        return replace(self, plan=replace(self.plan, prediction=prediction))
-
-    @property
-    def has_edits(self) -> bool:
-        """Whether anything is moved or computed again, so that less of it may be faster."""
-        return bool(self.plan.moved_bytes or self.plan.edits)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a step takes so much longer than its compute that another way may be faster."""
-        return self.step_time_s > _SLOW * self.compute_s
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether a step takes no longer than its compute, as far as counts."""
-        return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
 def _layers(ring: tuple[int, float]) -> float:
@@ -178,40 +109,6 @@ class _Known:
     def said_of(self, module: Module) -> Module:
         on_chip = {} if self.counts_chip else self.on_chip
         return with_learned(module, self.cycles, on_chip, self.table_bytes)
-
-
-@dataclass
-class _Finer:
-    """Whether chunks that are smaller still are worth a look, after each of a series of programs
-    with ever smaller ones.
-
-    Attributes:
-      best: the fastest of them; `slower`: how many came after it.
-      least: the fewest bytes that were needed; `of_least`: the aim that this was with.
-    """
-
-    best: Candidate | None = None
-    slower: int = 0
-    least: float = math.inf
-    of_least: int = 0
-
-    def is_over(self, aim: int, candidate: Candidate | None, needs: float) -> bool:
-        """After a program with another aim, and what came of it.
-
-        Args:
-          needs: the fewest bytes that were needed where there was no plan.
-        """
-        if needs < self.least:
-            self.least, self.of_least = needs, aim
-        elif candidate is None and aim < self.of_least / 2:
-            return True  # They do not need less, as XLA has them.
-        if candidate is None:
-            return False
-        if self.best is None or candidate.is_faster_than(self.best):
-            self.best, self.slower = candidate, 0
-            return False
-        self.slower += 1
-        return not self.best.has_edits or self.slower == _PATIENCE
 
 
 class Planner:
@@ -291,7 +188,7 @@ class Planner:
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
-        finer = _Finer()
+        finer = FinerChunks()
         for planner in self._planners(budget):
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:

@@ -15,7 +15,8 @@ from typing import Any
 
 from hlo_passes.errors import MemoryBudgetError
 from memplan.calibration import calibrated
-from memplan.planner import Candidate, Planner
+from memplan.candidates import Candidate
+from memplan.planner import Planner
 
 # By what part of a budget XLA may stay below what is predicted, because it packs better.
 NEAR = 1 / 64

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import memplan.api as memplan
 import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError
+from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
 from tests.memplan.chains import (
@@ -392,7 +393,7 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     ringed: list[int] = []
     with_rings = planner.Planner._plan_with_rings
 
-    def watched(self: planner.Planner, everything: Hosting, *rest: Any) -> planner.Candidate | None:
+    def watched(self: planner.Planner, everything: Hosting, *rest: Any) -> Candidate | None:
         ringed.append(everything.depth)
         return with_rings(self, everything, *rest)
 
@@ -414,13 +415,13 @@ def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
 
     plan_placed, found = planner.Planner._plan_placed, set[int]()
 
-    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> Candidate:
         found.add(hosting.depth)
         return plan_placed(self, hosting, *rest)
 
     monkeypatch.setattr(planner, "_RINGS", tuple((slots, 1.0) for slots in rings))
     monkeypatch.setattr(planner, "_SMALL_STACKS", 0.0)
-    monkeypatch.setattr(planner.Candidate, "is_hidden", False)
+    monkeypatch.setattr(Candidate, "is_hidden", False)
     monkeypatch.setattr(planner.Planner, "_least", least)
     monkeypatch.setattr(planner.Planner, "_plan_placed", watched)
     args = arguments(256, 8)
@@ -434,7 +435,7 @@ def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
     planned: list[tuple[planner.Planner, Hosting]] = []
     plan_with_fewer = planner.Planner._plan_with_fewer
 
-    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> Candidate:
         planned.append((self, hosting))
         return plan_with_fewer(self, hosting, *rest)
 
@@ -443,7 +444,7 @@ def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
 
     monkeypatch.setattr(planner, "choose_kept", kept)
     monkeypatch.setattr(planner, "_SLOW", 0.0)
-    monkeypatch.setattr(planner.Candidate, "is_hidden", False)
+    monkeypatch.setattr(Candidate, "is_hidden", False)
     monkeypatch.setattr(planner.Planner, "_plan_with_fewer", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=2 * xla_total(forward, *args)).lower(*args).plan()

@@ -12,7 +12,7 @@ import pytest
 import memplan.api as memplan
 import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError, VerificationError
-from memplan.planner import Candidate
+from memplan.candidates import Candidate, FinerChunks
 from memplan.streams.hosting import Hosting
 from tests.hlo_passes.toys import module_of
 from tests.memplan.chains import HALF, LAYERS, activations, chain, weights
@@ -26,10 +26,10 @@ class Seen:
         self.step_time_s, self.compute_s = step_time_s, compute_s
         self.has_edits = True
 
-    waits_s = planner.Candidate.waits_s
-    is_faster_than = planner.Candidate.is_faster_than
-    is_hidden = planner.Candidate.is_hidden
-    is_slow = planner.Candidate.is_slow
+    waits_s = Candidate.waits_s
+    is_faster_than = Candidate.is_faster_than
+    is_hidden = Candidate.is_hidden
+    is_slow = Candidate.is_slow
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) -> Any:
@@ -61,7 +61,7 @@ def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
 def chunks_tried(series: Sequence[tuple[int, Any]]) -> int:
     """Of programs with ever smaller chunks, by aim and what came of each, how many are looked at.
     What came of it is a plan, or the bytes that were needed."""
-    finer, needs = planner._Finer(), float("inf")
+    finer, needs = FinerChunks(), float("inf")
     for n, (aim, found) in enumerate(series):
         is_refusal = isinstance(found, int)
         needs = min(needs, found) if is_refusal else needs

@@ -13,7 +13,7 @@ import pytest
 import hlo_passes.xla as xla
 import memplan.api as memplan
 from hlo_passes.errors import MemplanError
-from memplan.planner import Candidate
+from memplan.candidates import Candidate
 from memplan.progress import Progress
 from tests.memplan.chains import HALF, activations, assert_same_bits, chain, weights, xla_total
 

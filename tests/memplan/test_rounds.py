@@ -17,6 +17,7 @@ import memplan.planner as planner
 import memplan.rounds as rounds
 from hlo_passes.errors import MemoryBudgetError, PlanMismatchError
 from hlo_passes.rewrite import inject
+from memplan.candidates import Candidate
 from tests.memplan.chains import HALF, activations, chain, weights, xla_total
 
 
@@ -43,14 +44,14 @@ def test_more_than_planned_takes_another_round(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
     plan, compile_planned = planner.Planner.plan, budgeted.Budgeted._compile_planned
-    planned: list[planner.Candidate] = []
-    tried: list[planner.Candidate] = []
+    planned: list[Candidate] = []
+    tried: list[Candidate] = []
 
-    def watched(self: planner.Planner, *args: Any, **options: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, *args: Any, **options: Any) -> Candidate:
         planned.append(plan(self, *args, **options))
         return planned[-1]
 
-    def refuses_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+    def refuses_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
         tried.append(candidate)
         if len(tried) == 1:
             raise PlanMismatchError("module", "one", "another")
@@ -73,7 +74,7 @@ def test_only_what_xla_schedules_otherwise_it_shows_anew(monkeypatch: pytest.Mon
         shown.append(str(stablehlo))
         return capture(platform, stablehlo, compiler)
 
-    def refuses_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+    def refuses_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
         counts.append(len(shown))
         if len(counts) == 1:
             assert candidate.placing.splits
@@ -95,9 +96,9 @@ def test_only_what_xla_schedules_otherwise_it_shows_anew(monkeypatch: pytest.Mon
 
 def test_what_does_not_fit_the_device_takes_another_round(monkeypatch: pytest.MonkeyPatch):
     compile_planned = budgeted.Budgeted._compile_planned
-    tried: list[planner.Candidate] = []
+    tried: list[Candidate] = []
 
-    def exhausted_once(self: budgeted.Budgeted, candidate: planner.Candidate, options: Any) -> Any:
+    def exhausted_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
         tried.append(candidate)
         if len(tried) == 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm.")
@@ -118,7 +119,7 @@ def test_each_round_leaves_more_free(monkeypatch: pytest.MonkeyPatch):
     plan = planner.Planner.plan
     asked: list[int] = []
 
-    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         asked.append(budget)
         return marked(plan(self, HALF - len(asked), options))
 
@@ -135,14 +136,14 @@ def knows_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: (2 * HALF,))
 
 
-def marked(candidate: planner.Candidate) -> planner.Candidate:
+def marked(candidate: Candidate) -> Candidate:
     """The same, as if a plan for another budget did something else."""
     mark = {"within": str(candidate.plan.budget_bytes)}
     plan = dataclasses.replace(candidate.plan, compiler_options=mark)
     return dataclasses.replace(candidate, plan=plan)
 
 
-def slowed(candidate: planner.Candidate, factor: float) -> planner.Candidate:
+def slowed(candidate: Candidate, factor: float) -> Candidate:
     """The same, whose step is said to take longer."""
     candidate = marked(candidate)
     prediction = candidate.plan.prediction
@@ -161,7 +162,7 @@ def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(counts_chip)
         found = slowed(
             plan(self, HALF, options, counts_chip=counts_chip), 1 if counts_chip == is_faster else 2
@@ -184,7 +185,7 @@ def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(counts_chip)
         if len(asked) > 2:
             raise no_plan(budget, HALF)
@@ -215,7 +216,7 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         if counts_chip:
             raise no_plan(budget, HALF)
         asked.append(budget)
@@ -251,7 +252,7 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append((budget, counts_chip))
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
         return slowed(found, 1 if counts_chip else 2)
@@ -278,7 +279,7 @@ def test_one_that_is_hardly_slower_and_fits_comes_first(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(counts_chip)
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
         return slowed(found, 1 if counts_chip else slower)
@@ -305,7 +306,7 @@ def test_of_plans_that_were_drawn_before_the_fastest_that_fits_is_next(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(budget)
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
         return slowed(found, len(asked) if counts_chip else 9)
@@ -329,7 +330,7 @@ def test_what_was_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(counts_chip)
         room = HALF if counts_chip else HALF - len(asked)
         return slowed(plan(self, room, options, counts_chip=counts_chip), 1 if counts_chip else 2)
@@ -354,7 +355,7 @@ def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
 
     def watched(
         self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
-    ) -> planner.Candidate:
+    ) -> Candidate:
         asked.append(counts_chip)
         if not counts_chip and len(asked) > 1:
             raise no_plan(budget, HALF)
@@ -377,7 +378,7 @@ def test_where_there_is_no_room_for_all_caution_half_of_it_is_left_free(
     asked: list[int] = []
     compilations = itertools.count(1)
 
-    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         asked.append(budget)
         if len(asked) == 3:
             raise no_plan(budget, HALF)
@@ -394,7 +395,7 @@ def test_where_nothing_leaves_as_much_free_the_least_is_tried(monkeypatch: pytes
     plan, least = planner.Planner.plan, int(0.9 * HALF)
     reported = iter([int(1.5 * HALF), HALF])
 
-    def refuses(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def refuses(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         if budget < least:
             raise no_plan(budget, least)
         return marked(plan(self, budget, options))
@@ -428,7 +429,7 @@ def test_what_the_first_executable_says_is_planned_with(
     steps, totals, found_s = iter([0.5, predicted_s]), iter([HALF, reported]), iter([1.0, then_s])
     asked: list[int] = []
 
-    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         asked.append(budget)
         found = plan(self, HALF - len(asked), options)
         return slowed(found, next(steps) / found.step_time_s)
@@ -450,7 +451,7 @@ def test_where_the_first_executable_takes_as_long_as_predicted_there_is_no_other
     plan = planner.Planner.plan
     asked: list[int] = []
 
-    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def watched(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         asked.append(budget)
         found = plan(self, budget, options)
         return slowed(found, 1 / found.step_time_s)
@@ -508,7 +509,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
     """The planner refuses less than HALF, and XLA reports this part of what it is."""
     plan, exact = planner.Planner.plan, executable.device_bytes
 
-    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         if budget < HALF:
             raise no_plan(budget, HALF)
         return marked(plan(self, budget, options))
@@ -567,7 +568,7 @@ def test_the_least_that_is_planned_for_is_looked_for_below_the_planners(
     plan = planner.Planner.plan
     failed: list[int] = []
 
-    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         if budget < HALF:
             failed.append(budget)
             raise no_plan(budget, 3 * HALF)
@@ -614,7 +615,7 @@ def test_the_least_is_that_of_whatever_could_stay(monkeypatch: pytest.MonkeyPatc
     plan = planner.Planner.plan
     asked: list[int] = []
 
-    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> planner.Candidate:
+    def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         asked.append(budget)
         if len(asked) in (2, 3):
             raise no_plan(budget, HALF + (0 if len(asked) == 2 else 5000))

@@ -1,0 +1,118 @@
+"""Programs with a plan: which one is faster, and whether a finer one may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hlo_passes.plan import Plan
+from memplan.executable import Program
+from memplan.placing import Placing
+from memplan.streams.hosting import Hosting
+
+# Where a step takes longer than its compute by this factor, another way may be faster.
+_SLOW = 1.5
+
+# A plan replaces another one when it is faster by more than this factor.
+_WORTH_IT = 0.99
+
+# As many programs with smaller chunks may be no faster, while they still move anything.
+_PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placed program and the plan for the module that XLA scheduled for it.
+
+    Attributes:
+      placing: of which it is one.
+      hosting: what lives on the host.
+      hosted_bytes: theirs, where XLA sees one memory and counts them with the device's; else 0.
+      counts_chip: whether it counts what XLA was seen to hold on the chip.
+    """
+
+    placing: Placing
+    program: Program
+    plan: Plan
+    hosting: Hosting
+    hosted_bytes: int
+    counts_chip: bool
+
+    @property
+    def predicted_bytes(self) -> int:
+        return self.plan.prediction.total_bytes
+
+    @property
+    def step_time_s(self) -> float:
+        return self.plan.prediction.step_time_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute, without what is computed again."""
+        return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
+        said of the kernels of one, it has not said of those of another."""
+        return self.step_time_s - self.compute_s
+
+    def is_faster_than(self, other: Candidate) -> bool:
+        """Whether its step waits less, as far as counts."""
+        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
+
+    def with_recompute(self, seconds: float) -> Candidate:
+        """The same where so many seconds of its compute are not in the program as it is written;
+        fewer than none where to compute again takes less than to write and read."""
+        known = self.plan.prediction
+        prediction = replace(known, recompute_s=known.recompute_s + seconds)
+        return replace(self, plan=replace(self.plan, prediction=prediction))
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether anything is moved or computed again, so that less of it may be faster."""
+        return bool(self.plan.moved_bytes or self.plan.edits)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step takes so much longer than its compute that another way may be faster."""
+        return self.step_time_s > _SLOW * self.compute_s
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether a step takes no longer than its compute, as far as counts."""
+        return self.step_time_s * _WORTH_IT <= self.compute_s
+
+
+@dataclass
+class FinerChunks:
+    """Whether chunks that are smaller still are worth a look, after each of a series of programs
+    with ever smaller ones.
+
+    Attributes:
+      best: the fastest of them; `slower`: how many came after it.
+      least: the fewest bytes that were needed; `of_least`: the aim that this was with.
+    """
+
+    best: Candidate | None = None
+    slower: int = 0
+    least: float = math.inf
+    of_least: int = 0
+
+    def is_over(self, aim: int, candidate: Candidate | None, needs: float) -> bool:
+        """After a program with another aim, and what came of it.
+
+        Args:
+          needs: the fewest bytes that were needed where there was no plan.
+        """
+        if needs < self.least:
+            self.least, self.of_least = needs, aim
+        elif candidate is None and aim < self.of_least / 2:
+            return True  # They do not need less, as XLA has them.
+        if candidate is None:
+            return False
+        if self.best is None or candidate.is_faster_than(self.best):
+            self.best, self.slower = candidate, 0
+            return False
+        self.slower += 1
+        return not self.best.has_edits or self.slower == _PATIENCE
