@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import memplan
 import memplan.cli as cli
 from hlo_passes.hardware.machine import load_machine, machine_from_dict, machine_names
 from hlo_passes.plan import Plan
@@ -202,13 +203,13 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--version"])
     assert exit.value.code == 0
-    assert capsys.readouterr().out == f"memplan {cli.__version__}\n"
+    assert capsys.readouterr().out == f"memplan {memplan.__version__}\n"
 
 
 def test_the_package_is_the_command():
     command = [sys.executable, "-m", "memplan", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"memplan {cli.__version__}\n"
+    assert done.stdout == f"memplan {memplan.__version__}\n"
 
 
 def test_no_hlo(refused, tmp_path):
@@ -360,7 +361,7 @@ def test_what_libraries_write_is_no_part_of_the_output(tmp_path):
         text=True,
         check=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(memplan.__file__).parent.parent)},
     )
     assert json.loads(done.stdout)["runs"]
     assert "solver at work\n" in done.stderr
@@ -372,7 +373,7 @@ def test_output_that_nobody_reads_on(streamed_file):
         [*command, "inspect", streamed_file, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=Path(cli.__file__).parent.parent,
+        cwd=Path(memplan.__file__).parent.parent,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

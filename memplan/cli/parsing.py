@@ -1,0 +1,195 @@
+"""The words of the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from memplan import __version__
+from memplan.cli.diffing import run_diff
+from memplan.cli.inspecting import run_inspect
+from memplan.cli.listing import run_demo, run_machines, run_passes
+from memplan.cli.planning import run_curve, run_plan
+from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="memplan", description="Plan the memory of XLA programs, byte by byte."
+    )
+    parser.add_argument("--version", action="version", version=f"memplan {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    inspect = commands.add_parser(
+        "inspect", help="who holds the memory of a compiled program, and what moves"
+    )
+    inspect.add_argument(
+        "source",
+        help="a scheduled module: HLO text, a .pb proto, either in gzip, or an --xla_dump_to "
+        "folder; or, with --machine, what is compiled then: StableHLO, HLO before optimizations, "
+        "or module:function as for plan",
+    )
+    inspect.add_argument(
+        "--machine",
+        help="predict seconds on this machine (memplan machines); where it is compiled for, a "
+        "topology too: v5e:2x2, h200:8",
+    )
+    _add_choice(inspect)
+    inspect.add_argument("--list", action="store_true", help="list the modules of a folder")
+    _add_outputs(inspect)
+    inspect.set_defaults(run=run_inspect)
+
+    diff = commands.add_parser("diff", help="what changed between two compilations")
+    diff.add_argument(
+        "sources",
+        nargs="*",
+        metavar="A B",
+        help="two scheduled modules, as for inspect; of two folders, the modules are paired",
+    )
+    diff.add_argument(
+        "--run",
+        dest="program",
+        metavar="MODULE:FUNCTION",
+        help="compile this twice, with --machine, instead",
+    )
+    diff.add_argument(
+        "--with-flags",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="XLA options of one of the two compilations of --run: 'xla_a=1 xla_b=true', or ''; "
+        "those that begin with dashes behind an equals sign: --with-flags=--xla_a=1",
+    )
+    diff.add_argument("--machine", help="predict seconds on this machine (memplan machines)")
+    diff.add_argument(
+        "--module", metavar="NAME", help="of folders, this module; a part of its name does"
+    )
+    diff.add_argument(
+        "--fail-on",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit with status 1 if a figure is so: 'peak>+5%%', 'temp>+100MiB', 'total>12GiB'",
+    )
+    _add_json(diff)
+    _add_html(diff)
+    diff.set_defaults(run=run_diff)
+
+    plan = commands.add_parser("plan", help="plan a program within a budget")
+    plan.add_argument(
+        "source",
+        help="a scheduled module with its weights in host memory, as for inspect; or "
+        "module:function, which returns (fun, args) or (fun, args, jit_options), args being "
+        "arrays or jax.ShapeDtypeStruct",
+    )
+    plan.add_argument(
+        "--machine",
+        required=True,
+        help="a machine (memplan machines); for module:function a topology too: v5e:2x2, h200:8",
+    )
+    _add_choice(plan)
+    plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    plan.add_argument(
+        "--chain",
+        type=Path,
+        metavar="FILE",
+        help="write its transfers as a descriptor chain, for dis and run",
+    )
+    plan.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="BUFFER",
+        help="say why a buffer is kept, evicted, computed again or streamed, by HLO name or "
+        "argument path, * for any part; without one, list the largest decisions",
+    )
+    _add_outputs(plan)
+    plan.set_defaults(run=run_plan)
+
+    curve = commands.add_parser(
+        "curve", help="predicted step against device memory, from all of it to the least"
+    )
+    curve.add_argument("source", metavar="MODULE:FUNCTION", help="a program, as for plan")
+    curve.add_argument("--machine", required=True, help="a machine or a topology, as for plan")
+    curve.add_argument("--points", type=int, default=8, metavar="N", help="budgets to plan for")
+    curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
+    _add_json(curve)
+    curve.set_defaults(run=run_curve)
+
+    dis = commands.add_parser("dis", help="a descriptor chain as text")
+    dis.add_argument("chain", type=Path, help="a chain, in its binary form or as text")
+    dis.add_argument(
+        "--windows",
+        action="store_true",
+        help="what is issued, awaited, executed and released, from one execution to the next",
+    )
+    dis.set_defaults(run=run_dis)
+
+    assembler = commands.add_parser("as", help="a descriptor chain of its text")
+    assembler.add_argument("chain", type=Path, help="a chain as text, as dis prints it")
+    assembler.add_argument("--out", type=Path, metavar="FILE", required=True, help="what to write")
+    assembler.set_defaults(run=run_as)
+
+    run = commands.add_parser(
+        "run", help="replay a descriptor chain without its program: is the disk as fast as that?"
+    )
+    run.add_argument("chain", type=Path, help="a chain, in its binary form or as text")
+    run.add_argument("--replays", type=int, default=10, metavar="N", help="how often")
+    run.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    _add_json(run)
+    run.set_defaults(run=run_chain)
+
+    repack = commands.add_parser(
+        "repack", help="write weights into a file from which they can be streamed"
+    )
+    repack.add_argument(
+        "sources",
+        type=Path,
+        nargs="+",
+        metavar="SOURCE",
+        help="a safetensors file, several, or a folder of them; or an Orbax checkpoint's folder",
+    )
+    repack.add_argument("file", type=Path, metavar="FILE", help="which is replaced when all is in")
+    repack.set_defaults(run=run_repack)
+
+    passes = commands.add_parser("passes", help="list the passes in order")
+    _add_json(passes)
+    passes.set_defaults(run=run_passes)
+
+    machines = commands.add_parser("machines", help="list the known machines, or show one")
+    machines.add_argument("name", nargs="?", help="a name, an alias, or a .toml file")
+    _add_json(machines)
+    machines.set_defaults(run=run_machines)
+
+    demo = commands.add_parser("demo", help="plan Llamas for accelerators that are not here")
+    demo.add_argument("--full", action="store_true", help="five of them on two targets: 10 minutes")
+    _add_json(demo)
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--module", metavar="NAME", help="of a folder's modules this one; a part of its name does"
+    )
+    parser.add_argument(
+        "--stage",
+        metavar="NAME",
+        help="of a module's stages this one; by default the one "
+        "with XLA's buffer assignment, or the last",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser)
+    _add_html(parser)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -1,0 +1,55 @@
+"""Modules from files and the folders of dumps, as options choose them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memplan.cli.console import UsageError
+
+if TYPE_CHECKING:
+    from hlo_passes.hardware.machine import Machine
+    from hlo_passes.ir import Module
+
+
+def check_choice(options: argparse.Namespace, of_folder: bool = False) -> None:
+    chosen = of_folder or options.module or options.stage
+    if chosen and not Path(options.source).is_dir():
+        raise UsageError(
+            f"--list, --module and --stage are for the folder of a dump; {options.source} is none"
+        )
+
+
+def read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
+    """Reads a file, or the module of a folder that the options choose; with `machine`, one that
+    was not compiled for another platform."""
+    from hlo_passes.reading.dump import choose_module, find_modules, largest_module
+    from hlo_passes.reading.reader import read_module
+
+    path = Path(options.source)
+    if not path.is_dir():
+        _check_platform(path, machine)
+        return read_module(path)
+    modules = find_modules(path)
+    chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
+    if len(modules) > 1 and not options.module:
+        print(
+            f"memplan: {chosen.key} is the largest of {len(modules)} modules in {path}; "
+            "--list shows all, --module NAME chooses",
+            file=sys.stderr,
+        )
+    _check_platform(chosen.path(options.stage), machine)
+    return chosen.read(options.stage)
+
+
+def _check_platform(path: Path, machine: Machine | None) -> None:
+    from hlo_passes.reading.dump import platform_of
+
+    found = platform_of(path)
+    if machine is not None and found not in (None, machine.platform):
+        raise UsageError(
+            f"{path}: it was compiled for {found}, not for {machine.platform} ({machine.name}); "
+            "memplan plan MODULE:FUNCTION compiles for the machine"
+        )
