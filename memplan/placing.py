@@ -143,7 +143,7 @@ class Placing:
                 more.aim, more.splits = aim, splits
                 yield more
 
-    @property
+    @functools.cached_property
     def live_bytes(self) -> int:
         """What is live at once besides the arguments, roughly, on each device."""
         return max(live_in(*self._inlined).loads, default=0)

@@ -61,7 +61,7 @@ _SOON_ENOUGH = 1.02
 # Chunks are tried where a step takes longer than that.
 _GOOD = 1.05
 
-# What is live besides the arguments, as a part of what is there without chunks, or of the budget.
+# What is live besides the arguments, as a part of what may be for a budget.
 _AIMS = tuple(2 ** (-n / 2) for n in range(33))
 
 # Where a plan came out slower than had been expected, another choice of arguments that stay is
@@ -124,12 +124,24 @@ class Planner:
         self._chunks: dict[int, tuple[list[Placing], Iterator[Placing]]] = {}
         self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
 
-    def _planners(self, budget: int) -> Iterator[Planner]:
+    def _planners(self, budget: int, options: Mapping[str, Any] | None) -> Iterator[Planner]:
         """Of the program as it is written, with more and more computed again, and with more and
         more of it in chunks."""
         yield self
         yield from map(self._of, self._recomputing)
-        yield from map(self._of, self._in_chunks(min(self._live_bytes, budget)))
+        yield from map(self._of, self._in_chunks(self._may_be_live(budget, options)))
+
+    def _may_be_live(self, budget: int, options: Mapping[str, Any] | None) -> int:
+        """What may be live besides the arguments, as `Placing.live_bytes` counts it, by what XLA
+        needs of the program as it is written; in fourths of powers of 2 below that count, so that
+        budgets that are near have the same programs."""
+        _, module = self._capture(self._placing.asked, options)
+        machine = self._lowering.target.machine
+        usage = memory_usage(module, machine.platform, machine=machine)
+        needed = usage.total_bytes - usage.argument_bytes
+        room = max(budget - usage.argument_bytes, budget // 2, 1)
+        fourths = math.floor(4 * math.log2(max(needed / room, 1)))
+        return int(self._placing.live_bytes * 2 ** (-fourths / 4))
 
     def _in_chunks(self, live: int) -> Iterator[Placing]:
         """With parts of it run in chunks, so that ever less of so many bytes is live."""
@@ -155,10 +167,6 @@ class Planner:
     def _recomputing(self) -> tuple[Placing, ...]:
         """With what scans leave for others computed again, the more the later."""
         return tuple(self._placing.recomputing())
-
-    @functools.cached_property
-    def _live_bytes(self) -> int:
-        return self._placing.live_bytes
 
     def plan(
         self, budget: int, options: Mapping[str, Any] | None, *, counts_chip: bool = False
@@ -189,7 +197,7 @@ class Planner:
         found: list[Candidate] = []
         failed: list[Exception] = []
         finer = FinerChunks()
-        for planner in self._planners(budget):
+        for planner in self._planners(budget, options):
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
                     break
