@@ -83,7 +83,7 @@ def _longest(case: Row, fits: Callable[[str, str, int], int], begin: int) -> Row
 def _plain(program: str, target: str, length: int) -> int:
     jax.config.update("jax_platforms", "cpu")
     of = SIZED[program][0](length)
-    step = jit(of.function, hbm="1PiB", machine=topology(target))
+    step = jit(of.function, hbm="1TiB", machine=topology(target))
     taken = device_bytes(step.lower(*of.args).unplanned(), 0)
     capacity = topology(target).machine.device_memory.capacity_bytes
     if taken > capacity:

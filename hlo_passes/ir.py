@@ -15,7 +15,6 @@ Terms are XLA's: an instruction's *operands* are instructions of the same comput
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hlo_passes.content import digest
 from hlo_passes.errors import MalformedModuleError, UnboundedShapeError
 from hlo_passes.proto import hlo_pb2
 
@@ -571,18 +571,9 @@ class Module:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the module's content: equal for equal programs, whatever the module
-        is called, whichever token the frontend put on it and whichever lines of Python it
-        was written and compiled from."""
-        proto = self.to_proto()
-        proto.name = ""
-        proto.id = 0
-        proto.frontend_attributes.Clear()
-        proto.stack_frame_index.Clear()
-        for computation in proto.computations:
-            for instruction in computation.instructions:
-                instruction.ClearField("metadata")
-        data = proto.SerializeToString(deterministic=True)
-        return hashlib.sha256(data).hexdigest()[:16]
+        and what is in its fusions is called, whichever token the frontend put on it and
+        whichever lines of Python it was written and compiled from."""
+        return digest(self.to_proto())
 
     def with_learned(self, learned: Learned) -> Module:
         """Returns the same module with other `learned`; that is no part of its content."""

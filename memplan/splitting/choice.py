@@ -2,8 +2,10 @@
 
 At the equation where most is live, the largest array there is the seed of regions: each of its
 dimensions, for a few numbers of chunks, and for a few sizes down to which arrays around it are cut
-as well. Of those that bring down what is live, the one that moves the fewest bytes more is taken,
-and the search goes on with the program that has it as a loop.
+as well. Of those that bring down what is live, the one that does so for the fewest bytes moved more
+is taken, and the search goes on with the program that has it as a loop. That may end with small
+loops beside a large one that would have done: so it is done again with the one that brings down
+most, and the better program is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,6 +56,8 @@ _SMALLEST = 1 << 18
 """Bytes: a smaller array is no seed. A loop around it saves nothing that counts on any device."""
 _LITTLE = 1 / 64
 """Of what is live: for less than that there are no more chunks, and no other loops."""
+_ALIKE = 1.1
+"""Bytes moved: to move so much more is worth fewer loops, between which arrays are whole."""
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
@@ -96,9 +100,16 @@ def split(
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    new, splits = _Splitting(aim, patterns, shards).run(jaxpr)
-    live, before = (max(live_in(j, shards).loads, default=0) for j in (new, jaxpr))
-    return (new, splits) if splits and live < before else (jaxpr, ())
+    before = max(live_in(jaxpr, shards).loads, default=0)
+    found: list[tuple[int, float, Jaxpr, tuple[Split, ...]]] = [(before, 0, jaxpr, ())]
+    for best, factor in (_cheapest, _ALIKE), (_widest, 1):
+        splitting = _Splitting(aim, patterns, shards, best)
+        new, splits = splitting.run(jaxpr)
+        live = max(live_in(new, shards).loads, default=0)
+        if splits and live < before:
+            found.append((max(live, aim), splitting.cost * factor, new, splits))
+    _, _, new, splits = min(found, key=lambda f: f[:2])
+    return new, splits
 
 
 def splittings(
@@ -140,11 +151,23 @@ class _Now:
 
 
 class _Splitting:
-    """Of one program, which may be the body of a loop."""
+    """Of one program, which may be the body of a loop.
 
-    def __init__(self, aim: int, patterns: Sequence[str], shards: Shards) -> None:
-        self.aim, self.patterns, self.shards = aim, patterns, shards
+    Attributes:
+      splits: what is in chunks.
+      cost: bytes that it moves more.
+    """
+
+    def __init__(
+        self,
+        aim: int,
+        patterns: Sequence[str],
+        shards: Shards,
+        best: Callable[[_Found], tuple[bool, float]],
+    ) -> None:
+        self.aim, self.patterns, self.shards, self._best = aim, patterns, shards, best
         self.splits: list[Split] = []
+        self.cost = 0
         # Equations (by what they are, not what they say) and arrays for which nothing was found.
         self._refused = dict[int, JaxprEqn]()
         self._hopeless = set[Var]()
@@ -181,8 +204,9 @@ class _Splitting:
             around = None if is_enough else self._around_one(now, n, eqn.outvars)
             if inside is None or (around is not None and around.is_enough):
                 return around and self._taken(around)
-            new, splits = inside
-            self.splits += splits
+            new, splitting = inside
+            self.splits += splitting.splits
+            self.cost += splitting.cost * _trips(eqn)
             self._refused[id(new)] = new
             eqns = now.graph.jaxpr.eqns
             return now.graph.jaxpr.replace(eqns=[*eqns[:n], new, *eqns[n + 1 :]])
@@ -191,14 +215,14 @@ class _Splitting:
         found = self._around_one(now, n, large)
         return found and self._taken(found)
 
-    def _inside(self, eqn: JaxprEqn, aim: int) -> tuple[JaxprEqn, Sequence[Split]] | None:
-        """An equation with less live in what is inside it, and what is in chunks there."""
+    def _inside(self, eqn: JaxprEqn, aim: int) -> tuple[JaxprEqn, _Splitting] | None:
+        """An equation with less live in what is inside it, and the splitting of that."""
         if not isinstance(decode(eqn), Scan | Remat):
             return None
-        inside = _Splitting(aim, self.patterns, self.shards)
+        inside = _Splitting(aim, self.patterns, self.shards, self._best)
         new = with_programs(eqn, [inside.run(program.jaxpr)[0] for program in programs(eqn)])
         less = within(new, self.shards) < within(eqn, self.shards)
-        return (new, inside.splits) if less else None
+        return (new, inside) if less else None
 
     def _around_one(self, now: _Now, n: int, seeds: Sequence[Var]) -> _Found | None:
         """The region around one of some arrays with which less is live at an equation."""
@@ -210,7 +234,7 @@ class _Splitting:
             if not any(f.is_enough for f in found):
                 found += self._around_again(now, seed, n)
             if found:
-                best = _best(found)
+                best = max(found, key=self._best)
                 if best.graph is now.graph:
                     self._chosen[kind] = best.region.cut[seed], best.share
                 return best
@@ -220,6 +244,7 @@ class _Splitting:
     def _taken(self, found: _Found) -> Jaxpr:
         """The program with a region in chunks."""
         self.splits.append(_said(found))
+        self.cost += found.cost
         new = in_chunks(found.graph, found.region, found.chunks)
         self._carry_on(new)
         return new
@@ -310,8 +335,17 @@ class _Splitting:
         return sum(max(load - self.aim, 0) for load in loads)
 
 
-def _best(found: Iterable[_Found]) -> _Found:
-    return max(found, key=lambda f: (f.is_enough, f.gain / f.cost if f.is_enough else f.gain))
+def _cheapest(found: _Found) -> tuple[bool, float]:
+    return found.is_enough, found.gain / found.cost if found.is_enough else found.gain
+
+
+def _widest(found: _Found) -> tuple[bool, float]:
+    return found.is_enough, found.gain
+
+
+def _trips(eqn: JaxprEqn) -> int:
+    says = decode(eqn)
+    return says.length if isinstance(says, Scan) else 1
 
 
 def _said(found: _Found) -> Split:

@@ -43,3 +43,10 @@ def test_ways_agree(program: Program):
     for found in (by_hand, jax.jit(jaxpr_as_fun(in_chunks))(*jax.tree.leaves(args))):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(np.abs(b).max()))
+
+
+def test_a_step_of_training_is_one_loop_and_not_a_small_one_beside_it():
+    of = split_programs.unet_of(8, 64)
+    jaxpr = inline_all_calls(jax.jit(of.function).trace(*of.args).jaxpr.jaxpr)
+    _, splits = split(jaxpr, max(live_in(jaxpr, WHOLE).loads) // 3)
+    assert [s.parts for s in splits] == [4]
