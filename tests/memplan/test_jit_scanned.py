@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memplan.api as memplan
+import memplan.candidates as candidates
 import memplan.planner as planner
 from hlo_passes.errors import MemoryBudgetError
 from memplan.candidates import Candidate
@@ -398,7 +399,7 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
         return with_rings(self, everything, *rest)
 
     monkeypatch.setattr(planner.Planner, "_plan_with_rings", watched)
-    monkeypatch.setattr(planner, "_SLOW", slow)
+    monkeypatch.setattr(candidates, "_SLOW", slow)
     budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
     assert budget >= 2 * WEIGHT_BYTES
     plan = memplan.jit(both, hbm=budget).lower(*args).plan()
@@ -443,7 +444,7 @@ def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
         return everything.arguments | everything.results
 
     monkeypatch.setattr(planner, "choose_kept", kept)
-    monkeypatch.setattr(planner, "_SLOW", 0.0)
+    monkeypatch.setattr(candidates, "_SLOW", 0.0)
     monkeypatch.setattr(Candidate, "is_hidden", False)
     monkeypatch.setattr(planner.Planner, "_plan_with_fewer", watched)
     args = arguments(256, 8)
