@@ -129,7 +129,12 @@ class Planner:
         more of it in chunks."""
         yield self
         yield from map(self._of, self._recomputing)
-        yield from map(self._of, self._in_chunks(self._may_be_live(budget, options)))
+        try:
+            live = self._may_be_live(budget, options)
+        except (MemplanError, jax.errors.JaxRuntimeError) as error:
+            _log.warning("chunks were dropped: %s", error)
+        else:
+            yield from map(self._of, self._in_chunks(live))
 
     def _may_be_live(self, budget: int, options: Mapping[str, Any] | None) -> int:
         """What may be live besides the arguments, as `Placing.live_bytes` counts it, by what XLA

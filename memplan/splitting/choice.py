@@ -100,14 +100,14 @@ def split(
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
-    before = max(live_in(jaxpr, shards).loads, default=0)
+    before, near = max(live_in(jaxpr, shards).loads, default=0), int(aim * (1 + _LITTLE))
     found: list[tuple[int, float, Jaxpr, tuple[Split, ...]]] = [(before, 0, jaxpr, ())]
     for best, factor in (_cheapest, _ALIKE), (_widest, 1):
         splitting = _Splitting(aim, patterns, shards, best)
         new, splits = splitting.run(jaxpr)
         live = max(live_in(new, shards).loads, default=0)
         if splits and live < before:
-            found.append((max(live, aim), splitting.cost * factor, new, splits))
+            found.append((max(live, near), splitting.cost * factor, new, splits))
     _, _, new, splits = min(found, key=lambda f: f[:2])
     return new, splits
 

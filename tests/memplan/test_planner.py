@@ -58,14 +58,22 @@ def test_of_rings_with_equal_compute_the_faster_is_taken(monkeypatch):
     assert chosen(monkeypatch, {(2, 1.0): slow, (1, 1.0): fast, (2, 0.25): same}) is fast
 
 
+def test_where_xla_does_not_show_what_chunks_are_compared_with_there_are_none(monkeypatch, caplog):
+    def fails(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: no schedule")
+
+    monkeypatch.setattr(planner.Planner, "_may_be_live", fails)
+    assert chosen(monkeypatch, {(2, 1.0): (slow := Seen(2, 0.9, 0.7))}) is slow
+    assert "chunks were dropped: INTERNAL: no schedule" in caplog.text
+
+
 def chunks_tried(series: Sequence[tuple[int, Any]]) -> int:
     """Of programs with ever smaller chunks, by aim and what came of each, how many are looked at.
     What came of it is a plan, or the bytes that were needed."""
-    finer, needs = FinerChunks(), float("inf")
+    finer = FinerChunks()
     for n, (aim, found) in enumerate(series):
-        is_refusal = isinstance(found, int)
-        needs = min(needs, found) if is_refusal else needs
-        if finer.is_over(aim, None if is_refusal else found, needs):
+        came = (None, found) if isinstance(found, int) else (found, float("inf"))
+        if finer.is_over(aim, *came):
             return n + 1
     return len(series)
 
