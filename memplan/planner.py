@@ -61,6 +61,9 @@ _SOON_ENOUGH = 1.02
 # Chunks are tried where a step takes longer than that.
 _GOOD = 1.05
 
+# Of the budget: where less is live besides the arguments, chunks free next to nothing of it.
+_FEW = 1 / 64
+
 # What is live besides the arguments, as a part of what may be for a budget.
 _AIMS = tuple(2 ** (-n / 2) for n in range(33))
 
@@ -129,6 +132,8 @@ class Planner:
         more of it in chunks."""
         yield self
         yield from map(self._of, self._recomputing)
+        if self._placing.live_bytes < _FEW * budget:
+            return
         try:
             live = self._may_be_live(budget, options)
         except (MemplanError, jax.errors.JaxRuntimeError) as error:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import memplan
 from hlo_passes.errors import SplitError
 from hlo_passes.units import format_bytes
+from memplan.placing import Placing
 from memplan.topologies import topology
 
 TOKENS, WIDTH, WORDS = 1024, 64, 8192
@@ -244,6 +245,19 @@ def test_compiled_where_jax_narrows_what_was_traced_where_it_does_not():
     assert format_bytes(split.chunk) in memplan.explain(compiled, split.line)
     with jax.enable_x64(True):
         np.testing.assert_allclose(compiled(w), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_in_chunks_where_arguments_are_what_lacks_room(monkeypatch: pytest.MonkeyPatch):
+    def decode(x: Any, weights: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    weights, x = (shape,) * 8, jax.ShapeDtypeStruct((64, 2048), jnp.float32)
+    step = memplan.jit(decode, hbm="65MiB", machine=topology("h200"))
+    monkeypatch.setattr(Placing, "splitting", None)
+    assert step.lower(x, weights).compile().plan is not None
 
 
 def test_rows_that_do_not_divide():
