@@ -114,6 +114,7 @@ class Budgeted:
         room = self._room(budget)
         with self._lock, self._telling(budget, options):
             kept = self._replanned_with_estimates(self._executable_within(room, options), room)
+            kept = self._with_chunks_on_chip(kept, room)
             kept = self._with_idle_used(kept, room)
             return self._compiled(kept, budget)
 
@@ -348,6 +349,30 @@ class Budgeted:
         if better is not None and self.planner.seconds(better.executable) < step_s:
             return better
         return replace(kept, seen=(*kept.seen, tried.seen))
+
+    def _with_chunks_on_chip(self, kept: _Kept, room: int) -> _Kept:
+        """What comes of larger chunks, which are within the room if XLA:TPU holds one of them on
+        the chip: what it holds there of those that it has not compiled, the planner does not know.
+        """
+        chip = self._lowering.target.machine.on_chip_memory
+        if chip is None or kept.candidate is None or not kept.candidate.placing.splits:
+            return kept
+        slower, capacity = kept.candidate, chip.capacity_bytes
+
+        def larger() -> Candidate | None:
+            held = capacity
+            while found := self._faster(slower, room + held, kept.options):
+                fitting = [s.chunk for s in found.placing.splits if s.chunk <= held]
+                if fitting and found.predicted_bytes <= room + max(fitting):
+                    return found
+                held = max(fitting, default=held // 2)
+            return None
+
+        tried = self._try_beside(larger, kept.options)
+        if tried is None:
+            return kept
+        better = tried.kept(room, kept.seen, kept.options)
+        return better or replace(kept, seen=(*kept.seen, tried.seen))
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""

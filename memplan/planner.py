@@ -100,6 +100,7 @@ class _Known:
       on_chip: what each executable seen holds on the chip of an instruction.
       table_bytes: of the latest one's tables; None before the first.
       counts_chip: whether what they hold on the chip is counted all the same.
+      seen: how many there were.
     """
 
     cycles: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -108,6 +109,7 @@ class _Known:
     )
     table_bytes: int | None = None
     counts_chip: bool = False
+    seen: int = 0
 
     def said_of(self, module: Module) -> Module:
         on_chip = {} if self.counts_chip else self.on_chip
@@ -126,6 +128,7 @@ class Planner:
         self._others: dict[Hashable, Planner] = {}
         self._chunks: dict[int, tuple[list[Placing], Iterator[Placing]]] = {}
         self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
+        self._planned_for: Hashable = None  # What that depends on besides.
 
     def _planners(self, budget: int, options: Mapping[str, Any] | None) -> Iterator[Planner]:
         """Of the program as it is written, with more and more computed again, and with more and
@@ -211,7 +214,7 @@ class Planner:
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
                     break
-            planner._planned.clear()
+            planner._plans_for(budget, options)
             before = len(failed)
             try:
                 again_s = planner._again_s(self, options)
@@ -243,6 +246,13 @@ class Planner:
             refused = [e for e in failed if isinstance(e, MemoryBudgetError)]
             raise min(refused, key=lambda e: e.least, default=failed[0])
         return best
+
+    def _plans_for(self, budget: int, options: Mapping[str, Any] | None) -> None:
+        """Forgets what was planned for another budget, or when less was known."""
+        key = budget, _options_key(options), self._known.counts_chip, self._known.seen
+        if key != self._planned_for:
+            self._planned.clear()
+            self._planned_for = key
 
     def _in_turn(
         self,
@@ -359,6 +369,7 @@ class Planner:
             final = read_module(executable)
             self._known.cycles |= cost.estimates(final)
             # What one of them held there and another did not, may be anywhere in the next.
+            self._known.seen += 1
             known = self._known.on_chip
             for instruction, held in held_on_chip(final).items():
                 known[instruction] = held & known.get(instruction, held)
@@ -660,7 +671,7 @@ class Planner:
         self, hosting: Hosting, options: Mapping[str, Any] | None
     ) -> tuple[Program, Module]:
         """The program so placed, and its module as XLA schedules it."""
-        key = _key(hosting, options)
+        key = hosting, _options_key(options)
         if key not in self._captured:
             program = self._placing.placed(hosting)
             module = inject.capture(
@@ -674,5 +685,5 @@ class Planner:
         return program, module
 
 
-def _key(hosting: Hosting, options: Mapping[str, Any] | None) -> Hashable:
-    return hosting, tuple((options or {}).items())
+def _options_key(options: Mapping[str, Any] | None) -> Hashable:
+    return tuple((options or {}).items())

@@ -32,6 +32,14 @@ def arguments() -> tuple[Any, ...]:
     return jnp.array(x), jnp.array(head), jnp.arange(TOKENS) * 7 % WORDS
 
 
+def large() -> tuple[int, int, tuple[Any, ...]]:
+    """Rows, columns and arguments of logits that are more than a TPU's VMEM holds."""
+    tokens, words = 8192, 32768
+    x, head = ((tokens, 512), (512, words))
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, head))
+    return tokens, words, (*shapes, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+
+
 step = jax.value_and_grad(loss, argnums=(0, 1))
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 BUDGET = LOGITS // 2
@@ -46,12 +54,7 @@ BUDGET = LOGITS // 2
     ],
 )
 def test_logits_and_their_gradient_are_nowhere(target: str):
-    tokens, words = 8192, 32768  # More than a TPU's VMEM holds.
-    args = (
-        jax.ShapeDtypeStruct((tokens, 512), jnp.float32),
-        jax.ShapeDtypeStruct((512, words), jnp.float32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-    )
+    tokens, words, args = large()
     machine, budget = None if target == "cpu" else target, tokens * words * 2
     compiled = memplan.jit(step, hbm=budget, machine=machine).lower(*args).compile()
     assert compiled.device_bytes <= budget
@@ -114,6 +117,15 @@ def test_patterns_choose_what_may_be_in_chunks():
 def test_what_fits_is_not_in_chunks():
     compiled = memplan.jit(step, hbm="1GiB").lower(*arguments()).compile()
     assert not compiled.splits
+
+
+@pytest.mark.tpu
+def test_a_chunk_that_the_chip_holds_takes_no_room():
+    tokens, words, args = large()
+    compiled = memplan.jit(step, hbm=tokens * words, machine="v5e").lower(*args).compile()
+    assert compiled.splits
+    within = memplan.jit(step, hbm=compiled.device_bytes, machine="v5e").lower(*args).compile()
+    assert max(s.parts for s in within.splits) <= max(s.parts for s in compiled.splits)
 
 
 def test_on_several_devices_each_has_a_part_of_every_chunk():
