@@ -50,7 +50,7 @@ from memplan.topologies import topology
 from models.corpus import CORPUS
 
 TARGETS = ("v5e", "h200", "cpu")
-PERCENTS = (75, 50, 35)
+PERCENTS = (75, 50, 35, 25)
 
 # No program of the corpus needs a plan for this.
 _UNLIMITED = "1TiB"
@@ -103,7 +103,7 @@ class Point:
         wrong with it; None where it was not tried.
       total: device bytes as XLA reports them.
       moved: bytes that a step moves between tiers.
-      evictions, recomputes: how many.
+      evictions, recomputes, loops: how many; the last, over chunks.
       recompute_s, compute_s, step_time_s: predicted seconds, the last of the executable.
       gap: `Prediction.gap`; None without a plan.
       planning_s, compile_s: processor seconds: of the first planning, and of the whole
@@ -121,6 +121,7 @@ class Point:
     moved: int = 0
     evictions: int = 0
     recomputes: int = 0
+    loops: int = 0
     recompute_s: float = 0.0
     compute_s: float = 0.0
     step_time_s: float = 0.0
@@ -245,6 +246,7 @@ def _of_plan(plan: Plan | None) -> dict[str, Any]:
         "moved": plan.moved_bytes,
         "evictions": len(plan.edits.evictions),
         "recomputes": len(plan.edits.recomputes),
+        "loops": len(plan.splits),
         "recompute_s": plan.prediction.recompute_s,
         "compute_s": plan.prediction.compute_s,
         "gap": plan.prediction.gap,
@@ -353,6 +355,7 @@ _POINT_COLUMNS = (
     Column("moved", right=True),
     Column("evictions", right=True),
     Column("recomputes", right=True),
+    Column("in chunks", right=True),
     Column("recompute", right=True),
     Column("step / XLA's", right=True),
     Column("bound / XLA's", right=True),
@@ -379,6 +382,7 @@ def _point_row(own: Own, point: Point) -> tuple[str, ...]:
         format_bytes(point.moved),
         str(point.evictions),
         str(point.recomputes),
+        str(point.loops),
         f"{point.recompute_s / point.compute_s:.1%}" if point.compute_s else "–",
         f"{point.step_time_s / own.step_time_s:.3f}",
         f"{point.bound_s / own.step_time_s:.3f}",
