@@ -58,6 +58,9 @@ _LITTLE = 1 / 64
 """Of what is live: for less than that there are no more chunks, and no other loops."""
 _ALIKE = 1.1
 """Bytes moved: to move so much more is worth fewer loops, between which arrays are whole."""
+_IN_LOOP = 1 / 4
+"""Of an aim: as much there may be in a loop, however much is live around it, which may be in chunks
+later, or moved. Next to nothing in a loop is the finest chunks, which are slow."""
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
@@ -119,7 +122,7 @@ def splittings(
 
     Near what cannot be in chunks, a little less is many more of them. There aims are added, so that
     each program has at most twice as many as the one before, as far as dimensions allow. The last
-    one is that with the first aim of which nothing helped to come near.
+    one is that with the first aim that nothing helped to come near.
     """
     found = dict[int, tuple[Jaxpr, tuple[Split, ...]]]()
     pending = sorted(aims)
@@ -137,7 +140,7 @@ def splittings(
         pending.pop()
         last, parts = aim, most
         yield aim, new, splits
-        if max(live_in(new, shards).loads, default=0) > 2 * aim:
+        if max(live_in(new, shards).loads, default=0) > aim / _IN_LOOP:
             return
 
 
@@ -319,7 +322,8 @@ class _Splitting:
             leaving=leaving,
         )
         most = within_chunk(possible[-1])
-        enough = max(self.aim - rest, most + (most + rest) * _LITTLE)
+        least = most + (most + rest) * _LITTLE
+        enough = max(self.aim - rest, least, int(self.aim * _IN_LOOP))
         owns = ((chunks, within_chunk(chunks)) for chunks in possible)
         chunks, own = next((chunks, own) for chunks, own in owns if own <= enough)
         new = live_through([*around[0], replace(loop, own=own), *around[1]], results)

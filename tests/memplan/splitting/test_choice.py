@@ -361,6 +361,18 @@ def test_what_a_loop_carries_is_in_chunks_where_those_inside_of_it_are_not_enoug
     np.testing.assert_allclose(expected, found, rtol=1e-11)
 
 
+def test_chunks_are_no_finer_for_what_is_live_around_them():
+    def function(a, x, w):
+        kept = jax.lax.linalg.lu(a)[0]  # Nobody cuts that.
+        least = jnp.sort(jnp.exp(x @ w), 1)[:, 0]
+        return kept.sum(1) + least
+
+    jaxpr = traced(function, drawn(0, 512, 512), drawn(1, 512, 64), drawn(2, 64, 2048))
+    new, (cut,) = split(jaxpr, 512 * 512 * 8)
+    assert 8 <= cut.parts <= 64
+    assert live_bytes(new) < live_bytes(jaxpr) / 3
+
+
 def test_a_number_of_tokens_that_is_prime_is_cut_too():
     x, head, labels = drawn(0, 1021, 64), drawn(1, 64, 512), np.arange(1021) % 512
     jaxpr = traced(jax.value_and_grad(cross_entropy, argnums=(0, 1)), x, head, labels)
