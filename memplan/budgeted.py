@@ -60,6 +60,9 @@ _FINER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 _IDLE = 0.05
 _IDLE_ROUNDS = 2
 
+# On TPU, how many plans are compiled with chunks that are larger than what is known fits.
+_LARGER_ROUNDS = 2
+
 # How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
 
@@ -351,28 +354,23 @@ class Budgeted:
         return replace(kept, seen=(*kept.seen, tried.seen))
 
     def _with_chunks_on_chip(self, kept: _Kept, room: int) -> _Kept:
-        """What comes of larger chunks, which are within the room if XLA:TPU holds one of them on
+        """What comes of larger chunks, which are within the room if XLA:TPU holds enough of them on
         the chip: what it holds there of those that it has not compiled, the planner does not know.
         """
         chip = self._lowering.target.machine.on_chip_memory
         if chip is None or kept.candidate is None or not kept.candidate.placing.splits:
             return kept
-        slower, capacity = kept.candidate, chip.capacity_bytes
-
-        def larger() -> Candidate | None:
-            held = capacity
-            while found := self._faster(slower, room + held, kept.options):
-                fitting = [s.chunk for s in found.placing.splits if s.chunk <= held]
-                if fitting and found.predicted_bytes <= room + max(fitting):
-                    return found
-                held = max(fitting, default=held // 2)
-            return None
-
-        tried = self._try_beside(larger, kept.options)
-        if tried is None:
-            return kept
-        better = tried.kept(room, kept.seen, kept.options)
-        return better or replace(kept, seen=(*kept.seen, tried.seen))
+        smaller = kept.candidate
+        for n in range(_LARGER_ROUNDS):
+            more = room + (chip.capacity_bytes >> n)
+            faster = partial(self._faster, smaller, more, kept.options)
+            tried = self._try_beside(faster, kept.options)
+            if tried is None:
+                break
+            if (better := tried.kept(room, kept.seen, kept.options)) is not None:
+                return better
+            kept = replace(kept, seen=(*kept.seen, tried.seen))
+        return kept
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""
