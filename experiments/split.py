@@ -28,6 +28,7 @@ more.
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ def _cells(row: Row, plain: Row) -> Iterator[str]:
     yield format_bytes(row["within"]) if "within" in row else ""
     if "failure" in row:
         yield from ("–",) * 5
-        yield row["failure"]
+        yield textwrap.shorten(row["failure"], 90, placeholder=" …")
         return
     has_plain = "failure" not in plain
     yield format_bytes(row["bytes"])
