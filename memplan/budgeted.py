@@ -361,6 +361,8 @@ class Budgeted:
         if chip is None or kept.candidate is None or not kept.candidate.placing.splits:
             return kept
         smaller = kept.candidate
+        if smaller.plan.prediction.slowdown <= WAITS:
+            return kept
         for n in range(_LARGER_ROUNDS):
             more = room + (chip.capacity_bytes >> n)
             faster = partial(self._faster, smaller, more, kept.options)
