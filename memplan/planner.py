@@ -368,8 +368,8 @@ class Planner:
         if self._lowering.target.platform == "tpu":
             final = read_module(executable)
             self._known.cycles |= cost.estimates(final)
-            # What one of them held there and another did not, may be anywhere in the next.
             self._known.seen += 1
+            # What one of them held there and another did not, may be anywhere in the next.
             known = self._known.on_chip
             for instruction, held in held_on_chip(final).items():
                 known[instruction] = held & known.get(instruction, held)

@@ -140,6 +140,7 @@ def splittings(
         pending.pop()
         last, parts = aim, most
         yield aim, new, splits
+        # What has no chunks may be all of that; loops get smaller by the aim until then.
         if max(live_in(new, shards).loads, default=0) > aim / _IN_LOOP:
             return
 

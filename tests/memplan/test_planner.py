@@ -114,6 +114,29 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
     assert raised.value is REFUSALS[0]
 
 
+def test_a_plan_is_made_once_for_a_budget_while_nothing_is_learnt(monkeypatch: pytest.MonkeyPatch):
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    of, made = lowered._budgeted.planner, list[int]()
+    plan_with = planner.Planner._plan_with
+
+    def counted(self: Any, hosting: Any, budget: int, options: Any) -> Candidate:
+        made.append(budget)
+        return plan_with(self, hosting, budget, options)
+
+    monkeypatch.setattr(planner.Planner, "_plan_with", counted)
+    first, once = of.plan(HALF, None), len(made)
+    assert once
+    assert of.plan(HALF, None).plan == first.plan
+    assert len(made) == once
+    of._known.seen += 1
+    of.plan(HALF, None)
+    assert len(made) == 2 * once
+    of.plan(HALF + 1, None)
+    assert len(made) > 2 * once
+    of.plan(HALF, None)
+    assert made[-1] == HALF
+
+
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
