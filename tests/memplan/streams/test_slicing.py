@@ -244,7 +244,8 @@ def test_weak_types_and_scalars():
 )
 @pytest.mark.parametrize("shape", [(4, 16, 16), (96, 32)])
 def test_reductions(reduce: Callable[[Any], Any], exact: bool, shape: tuple[int, ...]):
-    result = assert_same(lambda x: (reduce(x * 0.01), -x), array(*shape), exact=exact)
+    # Near one: XLA:CPU takes a common factor out of a product, which then may be inf times 0.
+    result = assert_same(lambda x: (reduce(1 + x * 0.01), -x), array(*shape), exact=exact)
     assert len(lengths(result)) == 1
     assert not whole(result)
 
