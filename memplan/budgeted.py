@@ -365,7 +365,7 @@ class Budgeted:
             return kept
         for n in range(_LARGER_ROUNDS):
             more = room + (chip.capacity_bytes >> n)
-            faster = partial(self._faster, smaller, more, kept.options)
+            faster = partial(self._faster, smaller, more, kept.options, near=None)
             tried = self._try_beside(faster, kept.options)
             if tried is None:
                 break
@@ -388,7 +388,8 @@ class Budgeted:
                     seen.append(Seen(unmoved, own, 0))
             aim = aimed_at(room, seen, counts_chip=counts_chip)
             slower = kept.candidate
-            tried = self._try_beside(partial(self._faster, slower, aim, options), options)
+            faster = partial(self._faster, slower, aim, options, near=slower)
+            tried = self._try_beside(faster, options)
             if tried is None:
                 break
             seen.append(tried.seen)
@@ -401,9 +402,16 @@ class Budgeted:
                 break  # Nor would another one gain much.
         return kept
 
-    def _faster(self, slower: Candidate, aim: int, options: Mapping[str, Any]) -> Candidate | None:
+    def _faster(
+        self,
+        slower: Candidate,
+        aim: int,
+        options: Mapping[str, Any],
+        *,
+        near: Candidate | None,
+    ) -> Candidate | None:
         """A plan of the same kind for so many bytes, if it is faster."""
-        found = self.planner.plan(aim, options, counts_chip=slower.counts_chip)
+        found = self.planner.plan(aim, options, counts_chip=slower.counts_chip, near=near)
         return found if found.is_faster_than(slower) else None
 
     def _try_beside(

@@ -14,7 +14,8 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,8 +182,21 @@ class Planner:
         """With what scans leave for others computed again, the more the later."""
         return tuple(self._placing.recomputing())
 
+    def _beside(self, candidate: Candidate) -> Iterator[Planner]:
+        """Of the program of a candidate, and of those before and after it among `_planners`."""
+        series = [self._placing, *self._recomputing], *(found for found, _ in self._chunks.values())
+        placings = next(placings for placings in series if candidate.placing in placings)
+        n = placings.index(candidate.placing)
+        for placing in placings[max(n - 1, 0) : n + 2]:
+            yield self if placing is self._placing else self._of(placing)
+
     def plan(
-        self, budget: int, options: Mapping[str, Any] | None, *, counts_chip: bool = False
+        self,
+        budget: int,
+        options: Mapping[str, Any] | None,
+        *,
+        counts_chip: bool = False,
+        near: Candidate | None = None,
     ) -> Candidate:
         """Returns the fastest plan found for `budget` bytes, or for all that the device has.
 
@@ -192,6 +206,8 @@ class Planner:
         Args:
           options: XLA options, beside those given to ``jit``.
           counts_chip: whether what XLA was seen to hold on the chip is counted all the same.
+          near: the best for about as many bytes, if there is one: other programs than that, the
+            one before and the one after it are looked at only where none of them will do.
 
         Raises:
           MemoryBudgetError: when none was found.
@@ -205,19 +221,28 @@ class Planner:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.capacity_bytes - self._lowering.closed_bytes)
         self._known.counts_chip = counts_chip
+        if near is not None:
+            with suppress(MemplanError, jax.errors.JaxRuntimeError):
+                return self._fastest(self._beside(near), budget, options)
+        return self._fastest(self._planners(budget, options), budget, options)
+
+    def _fastest(
+        self, planners: Iterable[Planner], budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        """The fastest plan of these programs; raises as `plan` does."""
         best: Candidate | None = None
         rest: Iterator[Candidate] = iter(())
         found: list[Candidate] = []
         failed: list[Exception] = []
         finer = FinerChunks()
-        for planner in self._planners(budget, options):
+        for planner in planners:
             if planner._placing.splits and best is not None and not best.placing.splits:
                 if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
                     break
             planner._plans_for(budget, options)
             before = len(failed)
             try:
-                again_s = planner._again_s(self, options)
+                again_s = planner._again_s(self, budget, options)
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("%s was dropped: %s", planner._way(None), error)
                 failed.append(error)
@@ -283,15 +308,12 @@ class Planner:
             how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
             self._lowering.report("planning", budget, fastest_s, way=what)
-            everything = replace(
-                self._placing.everything(*(ring or _RINGS[0])), inside=inside, nested=nested
-            )
+            everything = self._everything(ring, inside, nested)
             try:
                 if ring is None:
                     # Where a ring's slots and loops take more than they save, the entry's own
                     # temporaries can still be evicted and recomputed.
-                    stacks = self._placing.streams.stacks
-                    candidate = self._plan_placed(everything.without(stacks), budget, options)
+                    candidate = self._plan_placed(everything, budget, options)
                 else:
                     candidate = self._plan_with_rings(everything, budget, options, best)
             except MemoryBudgetError as error:
@@ -328,16 +350,39 @@ class Planner:
             parts.append(_worded(ring))
         return ", ".join(parts)
 
-    def _again_s(self, written: Planner, options: Mapping[str, Any] | None) -> float:
+    def _again_s(self, written: Planner, budget: int, options: Mapping[str, Any] | None) -> float:
         """Seconds of compute that the program as it is written does not have."""
-        return 0.0 if self is written else self._plain_s(options) - written._plain_s(options)
+        if self is written:
+            return 0.0
+        looks = [planner._look_without_rings(budget) for planner in (self, written)]
+        if None in looks:
+            looks = [planner._placing.asked for planner in (self, written)]
+        again_s, written_s = (
+            planner._compute_s(look, options)
+            for planner, look in zip((self, written), looks, strict=True)
+            if look is not None
+        )
+        return again_s - written_s
 
-    def _plain_s(self, options: Mapping[str, Any] | None) -> float:
-        """Seconds of compute with all that may be on the device there, all by the machine model: of
-        this program XLA may have said how long kernels take that those of another are compared
-        with."""
-        plain = self._placing.asked
-        _, module = self._capture(plain, options)
+    def _look_without_rings(self, budget: int) -> Hosting | None:
+        """What is on the host when this program is planned first; None where that has rings, whose
+        transfers would be taken for compute."""
+        ring = self._rings(budget)[0]
+        everything = self._everything(ring, *next(self._inside(budget)))
+        return None if self._placing.streams.rings(everything) else everything
+
+    def _everything(
+        self, ring: tuple[int, float] | None, inside: frozenset[int], nested: bool
+    ) -> Hosting:
+        """All that may live on the host does; stacks only if there is a ring."""
+        everything = self._placing.everything(*(ring or _RINGS[0]))
+        everything = replace(everything, inside=inside, nested=nested)
+        return everything if ring else everything.without(self._placing.streams.stacks)
+
+    def _compute_s(self, hosting: Hosting, options: Mapping[str, Any] | None) -> float:
+        """Seconds of compute, all by the machine model: of this program XLA may have said how long
+        kernels take that those of another are compared with."""
+        _, module = self._capture(hosting, options)
         return cost.step_seconds(module.with_learned(Learned()), self._lowering.target.machine)
 
     def resident(self, options: Mapping[str, Any] | None) -> Candidate:

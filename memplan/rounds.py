@@ -140,7 +140,9 @@ class Rounds:
         for beyond, counts_chip in self._kinds():
             try:
                 aim = self._room + beyond
-                candidate = self._planner.plan(aim, self._options, counts_chip=counts_chip)
+                candidate = self._planner.plan(
+                    aim, self._options, counts_chip=counts_chip, near=found[0] if found else None
+                )
             except MemoryBudgetError as error:
                 errors.append(error.asked_for(self._room, error.least - beyond))
                 continue
@@ -194,6 +196,11 @@ class Rounds:
         _, drawn = self._drawn[fingerprint]
         return sum(total + beyond <= self._room for total in drawn) >= chance * len(drawn)
 
+    def _planned(self, aim: int, *, counts_chip: bool = False) -> Candidate:
+        """A plan for so many bytes, of a program like that of the last one that was compiled."""
+        near = self.seen[-1].candidate if self.seen else None
+        return self._planner.plan(aim, self._options, counts_chip=counts_chip, near=near)
+
     def _likely(self, chance: float) -> Candidate | None:
         """The fastest plan not compiled yet that fits with that `chance`, or one made for less that
         counts what is on the chip; None where none was found."""
@@ -204,7 +211,7 @@ class Rounds:
         for share in self._shares:
             try:
                 aim = int(self._room * share)
-                candidate = self._planner.plan(aim, self._options, counts_chip=True)
+                candidate = self._planned(aim, counts_chip=True)
             except MemoryBudgetError:
                 return None
             if candidate.plan.fingerprint not in compiled and self._fits(candidate, chance):
@@ -216,7 +223,7 @@ class Rounds:
         room for, as far as what it reported of others says; None where there is none."""
         with suppress(MemoryBudgetError):
             aim = aimed_at(self._room, self.seen, counts_chip=True)
-            return self._planner.plan(aim, self._options, counts_chip=True)
+            return self._planned(aim, counts_chip=True)
         return None
 
     def _with_known(self, caution: int) -> Candidate:
@@ -247,13 +254,13 @@ class Rounds:
         times = (caution >> n for n in range(caution.bit_length()))
         for left_free in dict.fromkeys(n * overhead for n in times):
             try:
-                return self._planner.plan(self._room - left_free, self._options)
+                return self._planned(self._room - left_free)
             except MemoryBudgetError as error:
                 errors.append(error)
         least = min(error.least for error in errors)
         if self._room - overhead < least < self._room:
             with suppress(MemoryBudgetError):
-                return self._planner.plan(least, self._options)
+                return self._planned(least)
         # Which arguments stay depends on the budget, and on them what is needed beside.
         error = min(errors, key=lambda e: e.least)
         raise error.asked_for(self._room, error.least + overhead)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +139,36 @@ def test_a_plan_is_made_once_for_a_budget_while_nothing_is_learnt(monkeypatch: p
     assert made[-1] == HALF
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_near_a_plan_only_programs_like_its_own_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    """All are, where none of those will do."""
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    of = lowered._budgeted.planner
+    near = of.plan(HALF, None)
+    programs = [of, *(planner.Planner(copy.copy(lowered.placing)) for _ in range(4))]
+    monkeypatch.setattr(of, "_recomputing", tuple(p._placing for p in programs[1:]))
+    monkeypatch.setattr(
+        of, "_of", lambda placing: next(p for p in programs if p._placing is placing)
+    )
+    tried: list[list[int]] = []
+
+    def fastest(_self: Any, planners: Iterable[planner.Planner], *_: Any) -> Candidate:
+        tried.append([programs.index(p) for p in planners])
+        if refused and len(tried) == 1:
+            raise refusal(HALF)
+        return near
+
+    monkeypatch.setattr(planner.Planner, "_fastest", fastest)
+    monkeypatch.setattr(planner.Planner, "_planners", lambda *_: iter(programs))
+    everything = [[0, 1, 2, 3, 4]] * refused
+    for n, beside in enumerate([[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]):
+        of.plan(HALF, None, near=replace(near, placing=programs[n]._placing))
+        assert tried == [beside, *everything]
+        tried.clear()
+
+
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
@@ -150,7 +182,7 @@ def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
     monkeypatch.setattr(planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
-    monkeypatch.setattr(planner.Planner, "_plain_s", lambda *_: 1.0)
+    monkeypatch.setattr(planner.Planner, "_compute_s", lambda *_: 1.0)
     monkeypatch.setattr(planner.Planner, "_planners", lambda *_: (written, again))
     assert written.plan(HALF, None) is seen[again]
     first, *others = looked

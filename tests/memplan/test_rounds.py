@@ -161,7 +161,7 @@ def test_a_faster_plan_that_counts_what_is_on_the_chip_comes_first(
     steps: list[float] = []
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(counts_chip)
         found = slowed(
@@ -184,7 +184,7 @@ def test_the_surer_plan_is_there_where_the_faster_one_fails(monkeypatch: pytest.
     asked: list[bool] = []
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(counts_chip)
         if len(asked) > 2:
@@ -215,7 +215,7 @@ def test_what_is_explained_by_what_is_on_the_chip_is_not_left_free(
     asked: list[int] = []
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         if counts_chip:
             raise no_plan(budget, HALF)
@@ -251,7 +251,7 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
     )
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append((budget, counts_chip))
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
@@ -278,7 +278,7 @@ def test_one_that_is_hardly_slower_and_fits_comes_first(
     asked: list[bool] = []
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(counts_chip)
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
@@ -305,7 +305,7 @@ def test_of_plans_that_were_drawn_before_the_fastest_that_fits_is_next(
     all_drawn = iter([none, (HALF + 1,) * 5 + (HALF - 1,) * 5, (HALF,) * 10])
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(budget)
         found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
@@ -329,7 +329,7 @@ def test_what_was_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch
     compilations = itertools.count(1)
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(counts_chip)
         room = HALF if counts_chip else HALF - len(asked)
@@ -354,7 +354,7 @@ def test_where_what_is_on_the_chip_cannot_be_left_out_it_is_counted(
     compilations = itertools.count(1)
 
     def watched(
-        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
     ) -> Candidate:
         asked.append(counts_chip)
         if not counts_chip and len(asked) > 1:
@@ -641,7 +641,7 @@ class Scripted:
         self.asked: list[bool] = []
         self._steps, self._drawn, self._hidden = steps, drawn, hidden
 
-    def plan(self, budget: int, _: Any, *, counts_chip: bool = False) -> Any:
+    def plan(self, budget: int, _: Any, *, counts_chip: bool = False, near: Any = None) -> Any:
         self.asked.append(counts_chip)
         step = self._steps[counts_chip]
         return SimpleNamespace(
