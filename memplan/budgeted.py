@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -298,9 +299,10 @@ class Budgeted:
         exhausted: Exception | None = None
         for candidate in islice(rounds, _MAX_ROUNDS):
             try:
-                tried = self._try(candidate, options)
+                tried = self._try(candidate, options, replans=mismatch is not None)
             except (PlanMismatchError, LoopMismatchError) as error:
-                # XLA does not promise to schedule a module in the same way again.
+                # XLA does not promise to schedule a module in the same way again, and XLA:GPU may
+                # never: the next time, what it schedules is planned then and there.
                 _log.info("XLA scheduled the module otherwise than before")
                 self.planner.forget(candidate)
                 mismatch = error
@@ -426,43 +428,69 @@ class Budgeted:
             _log.info("a plan that may be faster was dropped: %s", error)
             return None
 
-    def _try(self, candidate: Candidate, options: Mapping[str, Any]) -> _Tried:
+    def _try(
+        self, candidate: Candidate, options: Mapping[str, Any], *, replans: bool = False
+    ) -> _Tried:
         """What XLA makes of a plan.
 
+        Args:
+          replans: where it schedules the module in another way now, that is planned for as many
+            bytes, and is what was tried.
+
         Raises:
-          PlanMismatchError, LoopMismatchError: when it schedules the module in another way now.
+          PlanMismatchError, LoopMismatchError: when it does, and no plan is made or found then.
         """
         self._tries += 1
+        of = [candidate]
         try:
-            executable, rewritten = self._compile_planned(candidate, options)
+            executable, rewritten = self._compile_planned(of, options, replans)
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
             # How much it would take XLA:TPU does not say as a number.
             beyond = int(self._lowering.target.capacity_bytes * (1 + NEAR)) + 1
-            return _Tried(candidate, None, beyond, None, error)
+            return _Tried(of[-1], None, beyond, None, error)
+        candidate = of[-1]
         total = device_bytes(executable, candidate.hosted_bytes)
         if self._lowering.function.options.in_runtime:
             total += arena_bytes(candidate.plan)
         return _Tried(candidate, executable, total, rewritten, None)
 
     def _compile_planned(
-        self, candidate: Candidate, options: Mapping[str, Any] | None
+        self, of: list[Candidate], options: Mapping[str, Any] | None, replans: bool
     ) -> tuple[Executable, Module | None]:
-        """The executable of a plan, and the module that was written; None where jax had it."""
+        """The executable of a plan, and the module that was written; None where jax had it.
+
+        Args:
+          of: the plan; one that is made meanwhile is added, which then is that of the executable.
+        """
+        (candidate,) = of
         self._lowering.report(
             "compiling with a plan", candidate.plan.budget_bytes, candidate.step_time_s
         )
         rewritten: list[Module] = []
+        machine = self._lowering.target.machine
         in_runtime = self._lowering.function.options.in_runtime
 
+        def written(module: Module) -> Module:
+            return pipeline.rewrite_module(module, of[-1].plan, machine, in_runtime=in_runtime)
+
         def transform(module: Module) -> Module:
-            machine = self._lowering.target.machine
-            rewritten.append(
-                pipeline.rewrite_module(module, candidate.plan, machine, in_runtime=in_runtime)
-            )
+            try:
+                rewritten.append(written(module))
+            except (PlanMismatchError, LoopMismatchError) as mismatch:
+                if not replans:
+                    raise
+                try:
+                    of.append(self.planner.planned_at(module, candidate, options))
+                except MemoryBudgetError:
+                    raise mismatch from None
+                rewritten.append(written(module))
             return rewritten[-1]
 
+        token = f"{candidate.plan.fingerprint}-{__version__}{'-gates' if in_runtime else ''}"
+        if replans:
+            token += f"-{uuid.uuid4()}"  # What comes of it, no key of jax's cache may stand for.
         if self._lowering.target.machine.has_one_memory:
             # Before compiling: an executable that is loaded from a cache has the calls in it.
             import custom_calls
@@ -472,7 +500,7 @@ class Budgeted:
             executable = inject.compile_with(
                 self._lowering.target.platform,
                 candidate.program.stablehlo,
-                f"{candidate.plan.fingerprint}-{__version__}{'-gates' if in_runtime else ''}",
+                token,
                 transform,
                 candidate.program.compiler(options),
             )

@@ -29,6 +29,8 @@ class Candidate:
       hosting: what lives on the host.
       hosted_bytes: theirs, where XLA sees one memory and counts them with the device's; else 0.
       counts_chip: whether it counts what XLA was seen to hold on the chip.
+      again_s: seconds of its compute that are not in the program as it is written; fewer than none
+        where to compute again takes less than to write and read.
     """
 
     placing: Placing
@@ -37,6 +39,7 @@ class Candidate:
     hosting: Hosting
     hosted_bytes: int
     counts_chip: bool
+    again_s: float = 0.0
 
     @property
     def predicted_bytes(self) -> int:
@@ -61,12 +64,11 @@ class Candidate:
         """Whether its step waits less, as far as counts."""
         return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
 
-    def with_recompute(self, seconds: float) -> Candidate:
-        """The same where so many seconds of its compute are not in the program as it is written;
-        fewer than none where to compute again takes less than to write and read."""
+    def with_again(self, seconds: float) -> Candidate:
+        """The same, its prediction too, with another `again_s`."""
         known = self.plan.prediction
-        prediction = replace(known, recompute_s=known.recompute_s + seconds)
-        return replace(self, plan=replace(self.plan, prediction=prediction))
+        prediction = replace(known, recompute_s=known.recompute_s + seconds - self.again_s)
+        return replace(self, plan=replace(self.plan, prediction=prediction), again_s=seconds)
 
     @property
     def has_edits(self) -> bool:

@@ -330,7 +330,7 @@ class Planner:
                 continue
             if candidate is None:
                 continue
-            candidate = candidate.with_recompute(again_s) if again_s else candidate
+            candidate = candidate.with_again(again_s) if again_s else candidate
             _log.info("planning%s: a step of %.3g ms", how, candidate.step_time_s * 1e3)
             found.append(candidate)
             yield candidate
@@ -406,6 +406,21 @@ class Planner:
         assert plan.preparation is not None
         hosting = Hosting.of(plan.preparation)
         return self._as_candidate(self._placing.placed(hosting), plan, hosting)
+
+    def planned_at(
+        self, module: Module, candidate: Candidate, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        """A plan like a candidate's, for what XLA schedules of its program now.
+
+        Raises:
+          MemoryBudgetError: when there is none.
+        """
+        planner, hosting = self._planner_of(candidate), candidate.hosting
+        shown = dict.fromkeys((False, True), module)
+        planner._captured[hosting, _options_key(options)] = candidate.program, shown
+        self._known.counts_chip = candidate.counts_chip
+        found = planner._plan_with(hosting, candidate.plan.budget_bytes, options)
+        return found.with_again(candidate.again_s)
 
     def learn_from(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, and what it holds

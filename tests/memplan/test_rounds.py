@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import memplan.api as memplan
@@ -16,6 +17,7 @@ import memplan.executable as executable
 import memplan.planner as planner
 import memplan.rounds as rounds
 from hlo_passes.errors import MemoryBudgetError, PlanMismatchError
+from hlo_passes.ir import Module
 from hlo_passes.rewrite import inject
 from memplan.candidates import Candidate
 from tests.memplan.chains import HALF, activations, chain, weights, xla_total
@@ -51,11 +53,11 @@ def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pyte
         planned.append(plan(self, *args, **options))
         return planned[-1]
 
-    def refuses_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
-        tried.append(candidate)
+    def refuses_once(self: budgeted.Budgeted, of: list[Candidate], *rest: Any) -> Any:
+        tried.extend(of)
         if len(tried) == 1:
             raise PlanMismatchError("module", "one", "another")
-        return compile_planned(self, candidate, options)
+        return compile_planned(self, of, *rest)
 
     monkeypatch.setattr(planner.Planner, "plan", watched)
     monkeypatch.setattr(budgeted.Budgeted, "_compile_planned", refuses_once)
@@ -63,6 +65,42 @@ def test_a_module_that_xla_schedules_otherwise_is_planned_anew(monkeypatch: pyte
     assert [id(c) for c in tried] == [id(c) for c in planned]
     assert len(tried) == 2
     assert compiled.plan is planned[1].plan
+
+
+@pytest.mark.parametrize("replans", [False, True])
+def test_what_xla_never_schedules_in_the_same_way_is_planned_at_hand(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replans: bool
+):
+    """Each capture shows an instruction with another name than the compilation has."""
+    capture, planned_at = inject.capture, planner.Planner.planned_at
+    at_hand: list[Candidate] = []
+
+    def otherwise(platform: str, stablehlo: Any, compiler: Any) -> Module:
+        proto = capture(platform, stablehlo, compiler).to_proto()
+        (entry,) = (c for c in proto.computations if c.id == proto.entry_computation_id)
+        entry.instructions[-1].name += ".otherwise"
+        return Module(proto)
+
+    def planned(self: planner.Planner, *args: Any) -> Candidate:
+        if not replans:
+            raise no_plan(HALF, HALF + 1)
+        at_hand.append(planned_at(self, *args))
+        return at_hand[-1]
+
+    monkeypatch.setattr(inject, "capture", otherwise)
+    monkeypatch.setattr(planner.Planner, "planned_at", planned)
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    if not replans:
+        with pytest.raises(PlanMismatchError):
+            lowered.compile()
+        return
+    with caplog.at_level("INFO", "memplan"):
+        compiled = lowered.compile()
+    assert "XLA scheduled the module otherwise than before" in caplog.messages
+    assert compiled.plan is at_hand[-1].plan
+    assert compiled.device_bytes <= HALF
+    args = jax.device_get((weights(), activations()))
+    np.testing.assert_array_equal(compiled(*args), jax.jit(chain)(*args))
 
 
 def test_only_what_xla_schedules_otherwise_it_shows_anew(monkeypatch: pytest.MonkeyPatch):
@@ -74,12 +112,12 @@ def test_only_what_xla_schedules_otherwise_it_shows_anew(monkeypatch: pytest.Mon
         shown.append(str(stablehlo))
         return capture(platform, stablehlo, compiler)
 
-    def refuses_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
+    def refuses_once(self: budgeted.Budgeted, of: list[Candidate], *rest: Any) -> Any:
         counts.append(len(shown))
         if len(counts) == 1:
-            assert candidate.placing.splits
+            assert of[0].placing.splits
             raise PlanMismatchError("module", "one", "another")
-        return compile_planned(self, candidate, options)
+        return compile_planned(self, of, *rest)
 
     def function(x: Any) -> Any:
         return jnp.sort(jnp.exp(x[:, None] * x), 1)[:, 0]
@@ -98,11 +136,11 @@ def test_what_does_not_fit_the_device_takes_another_round(monkeypatch: pytest.Mo
     compile_planned = budgeted.Budgeted._compile_planned
     tried: list[Candidate] = []
 
-    def exhausted_once(self: budgeted.Budgeted, candidate: Candidate, options: Any) -> Any:
-        tried.append(candidate)
+    def exhausted_once(self: budgeted.Budgeted, of: list[Candidate], *rest: Any) -> Any:
+        tried.extend(of)
         if len(tried) == 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm.")
-        return compile_planned(self, candidate, options)
+        return compile_planned(self, of, *rest)
 
     monkeypatch.setattr(budgeted.Budgeted, "_compile_planned", exhausted_once)
     monkeypatch.setattr(budgeted, "_IDLE", 1.0)
