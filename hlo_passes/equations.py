@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax._src.flattree import nones, pack
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, no_effects, primitives
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, no_effects, primitives
 from jax.sharding import Sharding
 
 Path = tuple[int, ...]
@@ -567,8 +567,18 @@ def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
     if "branches" in eqn.params:
         return _with(eqn, branches=tuple(jaxprs))
     (jaxpr,) = jaxprs
-    key = next(k for k in ("jaxpr", "body_jaxpr", "call_jaxpr") if k in eqn.params)
-    return _with(eqn, **{key: jaxpr})
+    match decode(eqn):
+        case While(condition, _, asked, constants):
+            carried = zip(condition.invars[asked:], jaxpr.invars[constants:], strict=True)
+            read = {a for e in condition.eqns for a in e.invars if isinstance(a, Var)}
+            read.update(a for a in condition.outvars if isinstance(a, Var))
+            # The body may say another shape of what the condition does not read.
+            given = [v if v in read else Var(new.aval) for v, new in carried]
+            condition = condition.replace(invars=[*condition.invars[:asked], *given])
+            return _with(eqn, cond_jaxpr=condition, body_jaxpr=jaxpr)
+        case _:
+            key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+            return _with(eqn, **{key: jaxpr})
 
 
 def with_axes(reduction: JaxprEqn, axes: Sequence[int]) -> JaxprEqn:

@@ -16,7 +16,8 @@ _SLOW = 1.5
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
 
-# As many programs with smaller chunks may be no faster, while they still move anything.
+# As many programs with smaller chunks may be no faster, while they still move anything; and as many
+# may need no less than the program without chunks.
 _PATIENCE = 3
 
 
@@ -94,12 +95,16 @@ class FinerChunks:
     Attributes:
       best: the fastest of them; `slower`: how many came after it.
       least: the fewest bytes that were needed; `of_least`: the aim that this was with.
+      without: the fewest bytes that were needed without chunks, where that was refused; `vain`: how
+        many programs with chunks needed no less.
     """
 
     best: Candidate | None = None
     slower: int = 0
     least: float = math.inf
     of_least: int = 0
+    without: float = math.inf
+    vain: int = 0
 
     def is_over(self, aim: int, candidate: Candidate | None, needs: float) -> bool:
         """After a program with another aim, and what came of it.
@@ -112,7 +117,8 @@ class FinerChunks:
         elif candidate is None and aim < self.of_least / 2:
             return True  # They do not need less, as XLA has them.
         if candidate is None:
-            return False
+            self.vain += needs >= self.without
+            return self.vain == _PATIENCE
         if self.best is None or candidate.is_faster_than(self.best):
             self.best, self.slower = candidate, 0
             return False

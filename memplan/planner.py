@@ -258,12 +258,14 @@ class Planner:
                     best, rest = candidate, in_turn
                 if best is not None and best.is_hidden:
                     break
+            refusals = [e.least for e in failed[before:] if isinstance(e, MemoryBudgetError)]
+            needs = min(refusals, default=math.inf)
             if planner._placing.splits:
-                refusals = [e.least for e in failed[before:] if isinstance(e, MemoryBudgetError)]
-                needs = min(refusals, default=math.inf)
                 if finer.is_over(planner._placing.aim or 0, candidate, needs):
                     break
-            elif best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
+                continue
+            finer.without = min(finer.without, needs)
+            if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
                 break
         for candidate in rest:
             best = candidate if best is None or candidate.is_faster_than(best) else best

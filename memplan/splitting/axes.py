@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 from jax.core import Atom
@@ -26,6 +25,7 @@ from hlo_passes.equations import (
     Along,
     BroadcastInDim,
     Concatenate,
+    Cond,
     Convolution,
     DotGeneral,
     DynamicSlice,
@@ -43,10 +43,12 @@ from hlo_passes.equations import (
     Stack,
     Transpose,
     Unstack,
+    While,
     decode,
     is_elementwise,
     is_sum,
     name,
+    programs,
     says_where,
 )
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -61,18 +63,22 @@ class Axis:
     Attributes:
       operands, results: which dimension of each is cut; None for one that every chunk has whole.
       combines: none where every result has one; else of each, what becomes of two chunks' results:
-        ``"sum"``, ``"max"``, ``"min"``, ``"prod"``, ``"and"``, ``"or"``, ``"xor"``; ``"fold"``: the
-        first operand is what the chunk before has made of it; None where all chunks have the same.
-      inside: how the equations of the program inside are cut, by their numbers; all others of it
-        are the same in every chunk.
-      within: the greatest common divisor of all sizes that are cut in there; 0 where none is.
+        ``"sum"``, ``"max"``, ``"min"``, ``"prod"``, ``"and"``, ``"or"``, ``"xor"``; ``"fold"``: an
+        operand is what the chunk before has made of it; None where all chunks have the same.
+      folds: of each result that is folded, which operand that is.
+      inside: how the programs inside are cut (as of `equations.programs`).
     """
 
     operands: tuple[Dimension, ...]
     results: tuple[Dimension, ...]
     combines: tuple[str | None, ...] = ()
-    inside: Mapping[int, Axis] = field(default_factory=dict["int", "Axis"])
-    within: int = 0
+    folds: Mapping[int, int] = field(default_factory=dict[int, int])
+    inside: tuple[Inside, ...] = ()
+
+    @property
+    def within(self) -> int:
+        """The greatest common divisor of all sizes that are cut inside; 0 where none is."""
+        return math.gcd(*(inside.rows for inside in self.inside))
 
     def combine(self, k: int) -> str | None:
         """What becomes of two chunks' parts of a result that has no dimension that is cut."""
@@ -93,6 +99,25 @@ class Axis:
     def is_map(self) -> bool:
         """Whether each chunk has a part of every result."""
         return all(d is not None for d in self.results)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How a program inside an equation is cut.
+
+    Attributes:
+      axes: of its equations, by their numbers; all others are the same in every chunk.
+      cut: the dimension of each array that is cut.
+    """
+
+    axes: Mapping[int, Axis]
+    cut: Mapping[Var, int]
+
+    @property
+    def rows(self) -> int:
+        """The greatest common divisor of all sizes that are cut."""
+        sizes = (shape_of(v)[d] for v, d in self.cut.items())
+        return math.gcd(*sizes, *(axis.within for axis in self.axes.values()))
 
 
 @functools.lru_cache(1 << 16)
@@ -150,7 +175,7 @@ def _axes(eqn: JaxprEqn) -> Iterator[Axis]:
             yield from _along(operands, results, (dimension,))
         case DynamicSlice() | DynamicUpdateSlice():
             yield from _along(operands, results, ())
-        case Scan(body=body) | Remat(body=body) if not body.consts:
+        case Scan() | While() | Cond() | Remat():
             yield from _around(eqn)
         case _ if is_elementwise(eqn):
             yield from _elementwise(operands, results)
@@ -255,7 +280,7 @@ def _scatter(scatter: Scatter, operands: Sequence[Sequence[int]], *, folds: bool
         if d in together:
             yield Axis((together[d], d, k), (together[d],))
         elif folds:
-            yield Axis((None, d, k), (None,), ("fold",))
+            yield Axis((None, d, k), (None,), ("fold",), {0: 0})
     kept = [d for d in range(len(array)) if d not in {*scatter.inserted, *scatter.batches[0]}]
     for d, k in zip(kept, scatter.window, strict=True):
         if updates[k] == array[d]:
@@ -265,65 +290,118 @@ def _scatter(scatter: Scatter, operands: Sequence[Sequence[int]], *, folds: bool
 # --- programs inside ------------------------------------------------------------------------
 
 
-def _around(eqn: JaxprEqn) -> Iterator[Axis]:
-    """The axes of a loop, or of what is computed again: those along which all of its program can be
-    cut. Of what a loop takes apart, and of what it stacks, the program has one dimension fewer."""
+@dataclass(frozen=True)
+class _Nest:
+    """An equation with programs inside.
+
+    Attributes:
+      bodies: the programs.
+      given, made: which operand the first input of each is, and which result its first one.
+      again: of what a loop carries, the result of a trip and the input of the next one.
+      first_stack, first_stacked: the first operand, and result, of which the program has one
+        dimension fewer.
+      whole: inputs on which depends how often a loop runs.
+    """
+
+    bodies: tuple[Jaxpr, ...]
+    given: int
+    again: tuple[tuple[Atom, Var], ...] = ()
+    first_stack: float = math.inf
+    first_stacked: float = math.inf
+    whole: frozenset[Var] = frozenset()
+
+    @property
+    def alike(self) -> Iterator[tuple[Atom, Atom]]:
+        """Arrays of two programs that are one for who gives them, or takes them."""
+        first, *others = self.bodies
+        for other in others:
+            yield from zip(first.invars, other.invars, strict=True)
+            yield from zip(first.outvars, other.outvars, strict=True)
+
+
+def _nest(eqn: JaxprEqn) -> _Nest:
+    inside = programs(eqn)
+    bodies, given = tuple(program.jaxpr for program in inside), inside[0].first
     match decode(eqn):
-        case Scan(body, constants, carried):
-            first_stack, first_stacked = constants + carried, carried
-            again = [*zip(body.outvars[:carried], body.invars[constants:first_stack], strict=True)]
-        case Remat(body):
-            first_stack, first_stacked, again = len(eqn.invars), len(eqn.outvars), []
+        case Scan(body, constants, carried) as scan:
+            carries = body.invars[constants : scan.first_stack]
+            again = tuple(zip(body.outvars[:carried], carries, strict=True))
+            return _Nest(bodies, given, again, scan.first_stack, carried)
+        case While(condition, body, asked, constants):
+            asks = zip(condition.invars[asked:], body.invars[constants:], strict=True)
+            read = {a for e in condition.eqns for a in e.invars if isinstance(a, Var)}
+            read.update(a for a in condition.outvars if isinstance(a, Var))
+            whole = frozenset(carried for a, carried in asks if a in read)
+            again = zip(body.outvars, body.invars[constants:], strict=True)
+            return _Nest(bodies, given, tuple(again), whole=whole)
         case _:
-            raise AssertionError(eqn)
+            return _Nest(bodies, given)
+
+
+def _around(eqn: JaxprEqn) -> Iterator[Axis]:
+    """The axes of loops and branches, and of what is computed again: those along which all of their
+    programs can be cut. What a loop adds up in what it carries, chunks add to one another's."""
+    nest = _nest(eqn)
+    if any(body.consts for body in nest.bodies):
+        return
+    cutting, body = _Cutting(nest), nest.bodies[0]
+    before = [None] * nest.given
     seen = list[Mapping[Var, int]]()
     for v in [*body.invars, *body.outvars]:
         for d in range(len(_shape(v))):
             if not isinstance(v, Var) or any(known.get(v) == d for known in seen):
                 continue
-            found = _Inside(body, again).cut_from(v, d)
+            found = cutting.cut_from(v, d)
             if found is None:
                 continue
-            cut, inside, combines = found
+            inside, combines = found
+            cut = inside[0].cut
             seen.append(cut)
             operands = [cut.get(v) for v in body.invars]
             results = [cut.get(v) if isinstance(v, Var) else None for v in body.outvars]
+            combined = [combines.get(v) if isinstance(v, Var) else None for v in body.outvars]
             yield Axis(
-                tuple(d if d is None else d + (k >= first_stack) for k, d in enumerate(operands)),
-                tuple(d if d is None else d + (k >= first_stacked) for k, d in enumerate(results)),
-                tuple(combines.get(v) if isinstance(v, Var) else None for v in body.outvars),
+                (*before, *_with_stacks(operands, nest.first_stack)),
+                _with_stacks(results, nest.first_stacked),
+                tuple(combined),
+                {
+                    k: nest.given + body.invars.index(given)
+                    for k, (_, given) in enumerate(nest.again)
+                    if combined[k] == "fold"
+                },
                 inside,
-                math.gcd(
-                    *(shape_of(v)[d] for v, d in cut.items()), *(a.within for a in inside.values())
-                ),
             )
 
 
-class _Inside:
-    """A program whose arrays are cut together with one of them."""
+def _with_stacks(dims: Sequence[Dimension], first_stack: float) -> tuple[Dimension, ...]:
+    return tuple(d if d is None else d + (k >= first_stack) for k, d in enumerate(dims))
 
-    def __init__(self, body: Jaxpr, again: Sequence[tuple[Any, Var]]) -> None:
-        """
-        Args:
-          again: the results that become inputs of the next trip, with those.
-        """
-        self.body, self.again = body, again
-        self.tied = dict[Any, list[Any]]()
-        for result, given in again:
-            if isinstance(result, Var):
-                self.tied.setdefault(result, []).append(given)
-                self.tied.setdefault(given, []).append(result)
-        self.around = dict[Var, list[int]]()
-        for n, eqn in enumerate(body.eqns):
+
+class _Cutting:
+    """Programs whose arrays are cut together with one of them."""
+
+    def __init__(self, nest: _Nest) -> None:
+        self.nest = nest
+        self.tied = dict[Var, list[Var]]()
+        for a, b in (*nest.again, *nest.alike):
+            if isinstance(a, Var) and isinstance(b, Var):
+                self.tied.setdefault(a, []).append(b)
+                self.tied.setdefault(b, []).append(a)
+        self.around = dict[Var, list[tuple[int, int]]]()
+        for body, n, eqn in self._equations():
             for v in dict.fromkeys(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)):
-                self.around.setdefault(v, []).append(n)
+                self.around.setdefault(v, []).append((body, n))
 
-    def cut_from(
-        self, v: Var, d: int
-    ) -> tuple[Mapping[Var, int], Mapping[int, Axis], Mapping[Var, str]] | None:
-        """The dimensions of all arrays that have to be cut, how the equations are, and which
-        results are combined; None where something cannot be."""
-        cut, axes, combines = {v: d}, dict[int, Axis](), dict[Var, str]()
+    def _equations(self) -> Iterator[tuple[int, int, JaxprEqn]]:
+        for k, body in enumerate(self.nest.bodies):
+            for n, eqn in enumerate(body.eqns):
+                yield k, n, eqn
+
+    def cut_from(self, v: Var, d: int) -> tuple[tuple[Inside, ...], Mapping[Var, str]] | None:
+        """How the programs are cut, and which results are combined; None where something cannot
+        be."""
+        cut, combines = {v: d}, dict[Var, str]()
+        axes = [dict[int, Axis]() for _ in self.nest.bodies]
         pending = [v]
         while pending:
             v = pending.pop()
@@ -331,14 +409,14 @@ class _Inside:
                 if tied not in cut:
                     cut[tied] = cut[v]
                     pending.append(tied)
-            for n in self.around.get(v, ()):
-                if n in axes:
+            for body, n in self.around.get(v, ()):
+                if n in axes[body]:
                     continue
-                axis = _agreeing(self.body.eqns[n], cut)
+                eqn = self.nest.bodies[body].eqns[n]
+                axis = _agreeing(eqn, cut)
                 if axis is None:
                     return None
-                axes[n] = axis
-                eqn = self.body.eqns[n]
+                axes[body][n] = axis
                 for a, own in axis.pairs(eqn):
                     if isinstance(a, Var) and own is not None and a not in cut:
                         cut[a] = own
@@ -346,28 +424,88 @@ class _Inside:
                 for k, result in enumerate(eqn.outvars):
                     if (combine := axis.combine(k)) is not None:
                         combines[result] = combine
-        return (cut, axes, combines) if self._holds(cut, axes, combines) else None
+        if not self._is_cut_everywhere(cut, axes) or self.nest.whole & cut.keys():
+            return None
+        known = self._combined(axes, combines)
+        return None if known is None else (tuple(Inside(own, cut) for own in axes), known)
 
-    def _holds(
-        self, cut: Mapping[Var, int], axes: Mapping[int, Axis], combines: dict[Var, str]
+    def _is_cut_everywhere(
+        self, cut: Mapping[Var, int], axes: Sequence[Mapping[int, Axis]]
     ) -> bool:
-        """Whether what is cut is so wherever it is read, and what is combined is a result only, or
-        becomes one by what may as well be done to the parts; such results are added."""
-        for n, eqn in enumerate(self.body.eqns):
-            axis = axes.get(n)
-            dims = (None,) * len(eqn.invars) if axis is None else axis.operands
-            read = [(a, d) for a, d in zip(eqn.invars, dims, strict=True) if isinstance(a, Var)]
-            made = zip(eqn.outvars, axis.results, strict=True) if axis is not None else ()
-            if any(cut.get(a) != d for a, d in (*read, *made)):
+        """Whether what is cut is so wherever it is read."""
+
+        def along(a: Atom) -> Dimension:
+            return cut.get(a) if isinstance(a, Var) else None
+
+        for body, n, eqn in self._equations():
+            axis = axes[body].get(n) or whole_in(eqn)
+            if any(along(a) != d for a, d in axis.pairs(eqn)):
                 return False
-            if any(a in combines for a, _ in read):
-                if axis is not None or not sums_alike(eqn, combines):
-                    return False
-                combines |= dict.fromkeys(eqn.outvars, "sum")
-        if any(v in self.tied or combine == "fold" for v, combine in combines.items()):
-            return False
-        ends = ((cut.get(v) if isinstance(v, Var) else None, cut.get(g)) for v, g in self.again)
-        return all(end == begin for end, begin in ends)
+        return all(along(a) == along(b) for a, b in (*self.nest.again, *self.nest.alike))
+
+    def _combined(
+        self, axes: Sequence[Mapping[int, Axis]], combines: Mapping[Var, str]
+    ) -> Mapping[Var, str] | None:
+        """What is combined; None where that is no result, and does not become one by what may as
+        well be done to the parts: such results are added."""
+        carried = ((r, g) for r, g in self.nest.again if g not in self.nest.whole)
+        sums = [found for r, g in carried if (found := self._added_up(r, g)) is not None]
+        adding = {n for s in sums for n in s.adding}
+        known = dict(combines)
+        for body, n, eqn in self._equations():
+            read = any(a in known for a in eqn.invars if isinstance(a, Var))
+            if not read or (body, n) in adding:
+                continue
+            if n in axes[body] or not sums_alike(eqn, known):
+                return None
+            known |= dict.fromkeys(eqn.outvars, "sum")
+        if "fold" in known.values() or any(a in known for a in self.tied):
+            return None
+        for s in sums:
+            combined = [isinstance(a, Var) and known.get(a) == "sum" for a in s.added]
+            if any(combined):
+                if not all(combined):
+                    return None
+                known[s.result] = "fold"
+        return known
+
+    def _added_up(self, result: Atom, given: Var) -> _AddedUp | None:
+        """What a loop adds to what it carries, if it does nothing else with that."""
+        (body,) = self.nest.bodies
+        added, adding = list[Atom](), set[tuple[int, int]]()
+        v = given
+        while v is not result:
+            readers = self.around.get(v, [])
+            readers = [at for at in readers if v in body.eqns[at[1]].invars]
+            if len(readers) != 1 or v in body.outvars:
+                return None
+            (at,) = readers
+            eqn = body.eqns[at[1]]
+            others = [a for a in eqn.invars if a is not v]
+            if not is_sum(eqn) or len(others) != 1:
+                return None
+            adding.add(at)
+            added += others
+            (v,) = eqn.outvars
+        is_read = any(v in body.eqns[n].invars for _, n in self.around.get(v, []))
+        if is_read or sum(r is v for r in body.outvars) != 1:
+            return None
+        return _AddedUp(v, added, adding)
+
+
+@dataclass(frozen=True)
+class _AddedUp:
+    """What a loop carries and only adds to: the result of a trip, what is added, and by which
+    equations (program, number)."""
+
+    result: Var
+    added: Sequence[Atom]
+    adding: Collection[tuple[int, int]]
+
+
+def whole_in(eqn: JaxprEqn) -> Axis:
+    """An equation that every chunk does as it is."""
+    return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
 
 
 def sums_alike(eqn: JaxprEqn, combines: Mapping[Var, str]) -> bool:

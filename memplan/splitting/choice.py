@@ -21,7 +21,16 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hlo_passes.equations import Remat, Scan, decode, name, programs, with_programs
+from hlo_passes.equations import (
+    Cond,
+    Remat,
+    Scan,
+    While,
+    decode,
+    name,
+    programs,
+    with_programs,
+)
 from hlo_passes.plan import Split
 from memplan.splitting.again import kept_for_late, made_again
 from memplan.splitting.live import (
@@ -221,7 +230,7 @@ class _Splitting:
 
     def _inside(self, eqn: JaxprEqn, aim: int) -> tuple[JaxprEqn, _Splitting] | None:
         """An equation with less live in what is inside it, and the splitting of that."""
-        if not isinstance(decode(eqn), Scan | Remat):
+        if not isinstance(decode(eqn), Scan | While | Cond | Remat):
             return None
         inside = _Splitting(aim, self.patterns, self.shards, self._best)
         new = with_programs(eqn, [inside.run(program.jaxpr)[0] for program in programs(eqn)])

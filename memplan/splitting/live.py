@@ -23,6 +23,7 @@ from hlo_passes.equations import (
     Scan,
     Squeeze,
     Transpose,
+    While,
     decode,
     is_elementwise,
     is_sum,
@@ -167,18 +168,17 @@ def _within_chunk(eqn: JaxprEqn, axis: Axis, chunks: Chunks, shards: Shards) -> 
     """Bytes that are live inside an equation on a chunk, beyond what it is given."""
     if not axis.inside:
         return within(eqn, shards)
-    (program,) = programs(eqn)
-    body = program.jaxpr
-    pairs = (pair for n, own in axis.inside.items() for pair in own.pairs(body.eqns[n]))
-    cut = {v: d for v, d in pairs if isinstance(v, Var) and d is not None}
-    for v in body.invars:
-        cut.pop(v, None)
-    eqns = ((e, axis.inside.get(n)) for n, e in enumerate(body.eqns))
-    results = results_of(body)
-    readers = readers_in(body.eqns)
-    return live_in_chunk(
-        eqns, chunks, shards, cut=cut, readers=readers, leaving=results, results=results
-    )
+    own = 0
+    for program, inside in zip(programs(eqn), axis.inside, strict=True):
+        body = program.jaxpr
+        cut = {v: d for v, d in inside.cut.items() if v not in body.invars}
+        eqns = ((e, inside.axes.get(n)) for n, e in enumerate(body.eqns))
+        results, readers = results_of(body), readers_in(body.eqns)
+        found = live_in_chunk(
+            eqns, chunks, shards, cut=cut, readers=readers, leaving=results, results=results
+        )
+        own = max(own, found)
+    return own
 
 
 @functools.lru_cache(1 << 16)
@@ -224,13 +224,15 @@ def _carried(eqn: JaxprEqn) -> Iterable[tuple[Var, Atom]]:
             return [(eqn.outvars[0], eqn.invars[0])]
         case Scan() as scan:
             return zip(eqn.outvars, eqn.invars[scan.constants : scan.first_stack], strict=False)
+        case While() as loop:
+            return zip(eqn.outvars, eqn.invars[loop.first_carried :], strict=True)
         case _:
             return ()
 
 
 def _is_in_place(eqn: JaxprEqn) -> bool:
     """Whether what a loop carries takes the place of what it carried."""
-    return isinstance(decode(eqn), DynamicUpdateSlice | Scan) or is_sum(eqn)
+    return isinstance(decode(eqn), DynamicUpdateSlice | Scan | While) or is_sum(eqn)
 
 
 @functools.lru_cache(1 << 16)

@@ -27,7 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from hlo_passes.equations import (
     Iota,
-    Scan,
+    Remat,
     bind,
     decode,
     is_sum,
@@ -37,7 +37,7 @@ from hlo_passes.equations import (
     with_programs,
     with_wide_sum,
 )
-from memplan.splitting.axes import Axis
+from memplan.splitting.axes import Axis, Inside, whole_in
 from memplan.splitting.regions import Chunks, Graph, Region
 from memplan.streams.leading_axis import aval_of, shape_of
 
@@ -120,7 +120,7 @@ class _Loop:
             shape, d = aval.shape, axis.results[k]
             return lax.empty(shape if d is None else in_blocks(shape, d, self.blocks), aval.dtype)
         if combine == "fold":
-            first = eqn.invars[0]
+            first = eqn.invars[axis.folds[k]]
             return first.val if isinstance(first, Literal) else whole[first]
         return jnp.full(aval.shape, _neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
 
@@ -193,17 +193,18 @@ class _Chunk:
             return  # Nothing that anybody could read is left of it.
         with _line_of(eqn), eqn.ctx.manager:
             operands = [self.of(a, d) for a, d in zip(eqn.invars, axis.operands, strict=True)]
-            if axis.combine(0) == "fold":
-                operands[0] = self.folded[eqn.outvars[0]]
+            for k, operand in axis.folds.items():
+                # Where nobody reads what comes of it, each chunk may begin anew.
+                operands[operand] = self.folded.get(eqn.outvars[k], operands[operand])
             results = self._results(eqn, axis, operands)
         for v, d, value in zip(eqn.outvars, axis.results, results, strict=True):
             self.put(v, d, value)
 
     def _results(self, eqn: JaxprEqn, axis: Axis, operands: Sequence[Any]) -> Sequence[Any]:
-        cut = any(d is not None for d in (*axis.operands, *axis.results))
-        if cut and programs(eqn):
-            (program,) = programs(eqn)
-            return bind(with_programs(eqn, [self._inside(program.jaxpr, axis, eqn)]), *operands)
+        if axis.inside:
+            pairs = zip(programs(eqn), axis.inside, strict=True)
+            new = [self._inside(program.jaxpr, inside, axis, eqn) for program, inside in pairs]
+            return bind(with_programs(eqn, new), *operands)
         result = self._shape(eqn.outvars[0], d := axis.results[0])
         if d is not None and decode(eqn) == Iota(d):
             return [self._numbers(aval_of(eqn.outvars[0]), d)]
@@ -229,32 +230,24 @@ class _Chunk:
         """Of a chunk along a dimension."""
         return tuple(self.chunks.of(n) if k == d else n for k, n in enumerate(shape_of(a)))
 
-    def _inside(self, body: Jaxpr, axis: Axis, around: JaxprEqn) -> Jaxpr:
-        """The program inside an equation, on chunks."""
-        cut = dict[Var, int]()
-        for n, own in axis.inside.items():
-            pairs = own.pairs(body.eqns[n])
-            cut |= {v: d for v, d in pairs if isinstance(v, Var) and d is not None}
-        says = decode(around)
-        first_stack = says.first_stack if isinstance(says, Scan) else len(body.invars)
+    def _inside(self, body: Jaxpr, inside: Inside, axis: Axis, around: JaxprEqn) -> Jaxpr:
+        """A program inside an equation, on chunks."""
         shapes = list[jax.ShapeDtypeStruct]()
-        for k, (v, d) in enumerate(zip(body.invars, axis.operands, strict=True)):
-            if d is not None:  # What only passes through has no equation that says so.
-                cut[v] = d - (k >= first_stack)
-            aval, shape = aval_of(v), self._shape(v, cut.get(v))
+        for v in body.invars:
+            aval, shape = aval_of(v), self._shape(v, inside.cut.get(v))
             shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
         def run(*inputs: Any) -> list[Any]:
             chunk = _Chunk(self.chunks, self.blocks, self.row, {})
             for v, value in zip(body.invars, inputs, strict=True):
-                chunk.put(v, cut.get(v), value)
+                chunk.put(v, inside.cut.get(v), value)
             for n, eqn in enumerate(body.eqns):
-                chunk.run(eqn, axis.inside.get(n) or _same(eqn))
+                chunk.run(eqn, inside.axes.get(n) or whole_in(eqn))
             results = [
-                chunk.of(v, cut.get(v) if isinstance(v, Var) else None) for v in body.outvars
+                chunk.of(v, inside.cut.get(v) if isinstance(v, Var) else None) for v in body.outvars
             ]
             types = [aval_of(v).dtype for v in body.outvars]
-            if not isinstance(says, Scan):  # What that carries has one type all along.
+            if isinstance(decode(around), Remat):  # What a loop carries has one type all along.
                 types = [combined_in(axis.combine(k), dtype) for k, dtype in enumerate(types)]
             pairs = zip(results, types, strict=True)
             return [jnp.asarray(value).astype(dtype) for value, dtype in pairs]
@@ -270,16 +263,13 @@ def in_blocks(shape: Sequence[int], d: int, blocks: int) -> tuple[int, ...]:
     return *shape[:d], *whole, *shape[d + 1 :]
 
 
-def _same(eqn: JaxprEqn) -> Axis:
-    """An equation that every chunk does as it is."""
-    return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
-
-
 def _as_wide(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """What is added up, in the type of the widest: of what chunks are summed to, some is float32
     where the program has it narrower."""
+    if not is_sum(eqn):
+        return operands
     types = {operand.dtype for operand in operands}
-    if not is_sum(eqn) or len(types) == 1:
+    if len(types) == 1:
         return operands
     widest = max(types, key=lambda dtype: dtype.itemsize)
     return [operand.astype(widest) for operand in operands]

@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from hlo_passes.equations import Remat, Scan, ShardingConstraint, decode
+from hlo_passes.equations import (
+    Cond,
+    Remat,
+    Scan,
+    ShardingConstraint,
+    While,
+    decode,
+    programs,
+)
 from memplan.splitting.axes import axes_of
 from memplan.streams.fusion import bytes_of
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -63,19 +71,18 @@ class Shards:
         return tuple(found)
 
     def _carry_inside(self, eqn: JaxprEqn) -> None:
-        match decode(eqn):
-            case Scan() as scan:
-                body, first_stack = scan.body, scan.first_stack
-            case Remat(body):
-                first_stack = len(eqn.invars)
-            case _:
-                return
-        given = {
-            v: self._along[a][k >= first_stack :]
-            for k, (a, v) in enumerate(zip(eqn.invars, body.invars, strict=True))
-            if isinstance(a, Var) and a in self._along
-        }
-        self.carry_on(body, given)
+        says = decode(eqn)
+        if not isinstance(says, Scan | While | Cond | Remat):
+            return
+        first_stack = says.first_stack if isinstance(says, Scan) else len(eqn.invars)
+        for program in programs(eqn):
+            operands = eqn.invars[program.first : program.first + len(program.jaxpr.invars)]
+            given = {
+                v: self._along[a][k >= first_stack :]
+                for k, (a, v) in enumerate(zip(operands, program.jaxpr.invars, strict=True))
+                if isinstance(a, Var) and a in self._along
+            }
+            self.carry_on(program.jaxpr, given)
 
 
 def is_explicit(jaxpr: Jaxpr) -> bool:

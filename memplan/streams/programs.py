@@ -9,9 +9,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hlo_passes.equations import (
     Call,
+    Cond,
     DevicePut,
     Remat,
     Scan,
+    While,
     decode,
     programs,
     with_programs,
@@ -86,7 +88,7 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def inline_all_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """Replaces each call in a program, and in the bodies of its scans and checkpoints, by what it
+    """Replaces each call in a program, and in its loops, branches and checkpoints, by what it
     calls, but for those with constants of their own, or that say how arrays lie; what else has a
     program inside stays as it is."""
     eqns: list[JaxprEqn] = []
@@ -126,7 +128,7 @@ def _with_calls_inlined(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _with_bodies_inlined(eqn: JaxprEqn) -> JaxprEqn:
-    if not isinstance(decode(eqn), Scan | Remat):
+    if not isinstance(decode(eqn), Scan | While | Cond | Remat):
         return eqn
     return with_programs(eqn, [inline_all_calls(program.jaxpr) for program in programs(eqn)])
 

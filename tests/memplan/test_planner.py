@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -69,10 +70,10 @@ def test_where_xla_does_not_show_what_chunks_are_compared_with_there_are_none(mo
     assert "chunks were dropped: INTERNAL: no schedule" in caplog.text
 
 
-def chunks_tried(series: Sequence[tuple[int, Any]]) -> int:
+def chunks_tried(series: Sequence[tuple[int, Any]], without: float = math.inf) -> int:
     """Of programs with ever smaller chunks, by aim and what came of each, how many are looked at.
-    What came of it is a plan, or the bytes that were needed."""
-    finer = FinerChunks()
+    What came of it is a plan, or the bytes that were needed, where those are so many without."""
+    finer = FinerChunks(without=without)
     for n, (aim, found) in enumerate(series):
         came = (None, found) if isinstance(found, int) else (found, float("inf"))
         if finer.is_over(aim, *came):
@@ -91,6 +92,9 @@ def test_smaller_chunks_are_looked_at_while_they_need_less_or_are_faster():
     # Half as large an aim, and nothing less is needed.
     assert chunks_tried([(64, 100), (32, 90), (24, 95), (16, 95), (12, 95), (8, 95)]) == 5
     assert chunks_tried([(64, 100), (32, 90), (24, 95), (16, 80), (12, 95), (8, 95)]) == 6
+    # Chunks need no less than the program has without them.
+    assert chunks_tried([(64, 100), (48, 99), (36, 98), (30, 97)], without=97) == 3
+    assert chunks_tried([(64, 100), (48, 99), (36, 96), (30, 97)], without=97) == 4
 
 
 REFUSALS = [

@@ -12,6 +12,7 @@ from memplan.splitting.axes import axes_of
 from memplan.splitting.loops import in_chunks
 from memplan.splitting.regions import Chunks, Graph, Region
 from memplan.splitting.shards import WHOLE
+from memplan.streams.leading_axis import shape_of
 from memplan.streams.programs import inline_all_calls
 
 A = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8) % 7 - 3
@@ -64,6 +65,29 @@ EQUATIONS = {
     "entries of rows": (lambda a, i: jnp.take_along_axis(a, i, 1), (A[:, :, 0], PLACES), 2),
     "rows added": (lambda a, i: a.at[i].add(i[..., None] * 0.5), (A[0], PLACES), 3),
     "scanned": (lambda a, b: lax.scan(lambda c, x: (c / 2 + x, (c, x.sum())), b, a), (A, A[0]), 2),
+    "scanned with a truth": (
+        lambda a: lax.scan(lambda c, x: (jnp.logical_or(c, True), x * 2), jnp.array(False), a),
+        (A,), 2,
+    ),
+    "added up": (
+        lambda a, b: lax.scan(lambda c, x: (c + (x * b).sum(0), None), jnp.ones(8), a)[0],
+        (A, A[0]), 2,
+    ),
+    "while": (
+        lambda a: lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]), c[1] + 1), (a, 0)),
+        (A,), 3,
+    ),
+    "while it adds up": (
+        lambda a: lax.while_loop(
+            lambda c: c[2] < 3, lambda c: (jnp.sin(c[0]), c[1] + c[0].sum(0), c[2] + 1),
+            (a, a[0] * 0, 0),
+        ),
+        (A,), 3,
+    ),
+    "one of two": (
+        lambda a, b, k: lax.cond(k > 1, lambda a, b: (a, a * b), lambda a, b: (a - b, a), a, b),
+        (A, A + 1, np.int32(2)), 3,
+    ),
     "computed again": (lambda a: jax.checkpoint(lambda a: jnp.sin(a).sum(0))(a), (A,), 3),
 }  # fmt: skip
 
@@ -108,6 +132,36 @@ def test_what_is_not_known_is_not_cut(function, primitive):
     jaxpr = inline_all_calls(jax.make_jaxpr(function)(A).jaxpr)
     (eqn,) = (eqn for eqn in jaxpr.eqns if name(eqn) == primitive)
     assert not axes_of(eqn)
+
+
+def scanned(trip, *begin):
+    return lambda a: lax.scan(trip, begin, a)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        scanned(lambda c, x: ((c[0] + x.sum(0),), c[0]), B[0, :, 0]),
+        scanned(lambda c, x: ((d := c[0] + x.sum(0),), d), B[0, :, 0]),
+        scanned(lambda c, x: ((c[0] * 2 + x.sum(0),), None), B[0, :, 0]),
+        scanned(lambda c, x: ((c[0] + c[0] + x.sum(0),), None), B[0, :, 0]),
+        scanned(lambda c, x: ((c[0] + x.sum(0) + 1,), None), B[0, :, 0]),
+        scanned(lambda c, x: ((c[0] + x.sum(0), c[1] + c[0]), None), B[0, :, 0], B[0, :, 1]),
+        scanned(lambda c, x: ((jnp.maximum(c[0], x.max(0)),), None), B[0, :, 0]),
+        lambda a: lax.while_loop(lambda c: c[0].sum() < 0, lambda c: (c[0] + 1,), (a[0],)),
+        lambda a: lax.while_loop(
+            lambda c: c[1][0] < 9, lambda c: (c[0], c[1] + c[0].sum(0)), (a[0], a[0, 0])
+        ),
+        lambda a: lax.cond(a[0, 0, 0] > 1, lambda a: a[0].sum(0), lambda a: a[0, 0] * 2, a),
+    ],
+)
+def test_what_becomes_of_a_sum_in_a_loop_decides_whether_it_is_cut(function):
+    """Of six rows some would count what those before them have made twice, or not at all."""
+    jaxpr, n = equation_of(function, (A,))
+    for eqn in jaxpr.eqns[: n + 1]:
+        if name(eqn) in ("scan", "while", "cond"):
+            cut = [axis.pairs(eqn) for axis in axes_of(eqn)]
+            assert not any(d is not None and shape_of(a)[d] == 6 for axis in cut for a, d in axis)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

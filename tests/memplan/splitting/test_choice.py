@@ -361,6 +361,42 @@ def test_what_a_loop_carries_is_in_chunks_where_those_inside_of_it_are_not_enoug
     np.testing.assert_allclose(expected, found, rtol=1e-11)
 
 
+def test_a_recurrence_is_cut_along_its_batch_with_what_it_adds_up():
+    def loss(w, u, xs):
+        def cell(h, x):
+            h = jnp.tanh(h @ w + x @ u)
+            return h, h
+
+        return (jax.lax.scan(cell, jnp.zeros((xs.shape[1], 16)), xs)[1] ** 2).mean()
+
+    args = drawn(0, 16, 16) / 4, drawn(1, 8, 16), drawn(2, 32, 64, 8)
+    jaxpr = traced(jax.value_and_grad(loss, argnums=(0, 1)), *args)
+    new, (cut, *_) = split(jaxpr, live_bytes(jaxpr) // 10)
+    assert cut.parts >= 8
+    assert live_bytes(new) < live_bytes(jaxpr) / 6
+    expected, found = (jaxpr_as_fun(j)(*args) for j in (jaxpr, new))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_a_loop_that_asks_and_its_branches_are_cut_together():
+    def function(x):
+        def body(c):
+            i, y = c
+            y = jax.lax.cond(i % 2 == 0, lambda y: jnp.sort(jnp.sin(y), 1), lambda y: y * y, y)
+            return i + 1, y
+
+        return jax.lax.while_loop(lambda c: c[0] < 5, body, (0, jnp.exp(x)))[1].sum(1)
+
+    x = drawn(0, 256, 64)
+    jaxpr = traced(function, x)
+    new, (cut,) = split(jaxpr, live_bytes(jaxpr) // 10)
+    assert cut.parts >= 8
+    assert live_bytes(new) < live_bytes(jaxpr) / 6
+    expected, found = (jaxpr_as_fun(j)(x) for j in (jaxpr, new))
+    np.testing.assert_allclose(*expected, *found, rtol=1e-11)
+
+
 def test_chunks_are_no_finer_for_what_is_live_around_them():
     def function(a, x, w):
         kept = jax.lax.linalg.lu(a)[0]  # Nobody cuts that.
@@ -410,7 +446,7 @@ def random_program(seed):
 
 
 def _applied(chosen, a, b, w):
-    kind, more = chosen % 12, chosen // 12
+    kind, more = chosen % 17, chosen // 17
     match kind:
         case 0:
             return jnp.tanh(a) * 1.5
@@ -436,6 +472,21 @@ def _applied(chosen, a, b, w):
             return jnp.concatenate([a, jnp.flip(a, more % a.ndim)], more // 4 % a.ndim)[..., :24]
         case 11:
             return jnp.cumsum(a, more % a.ndim)
+        case 12:
+            return jax.lax.scan(lambda c, x: (jnp.tanh(c + x), c * x), a[0], a)[1]
+        case 13 if a.ndim > 1 and a.shape[-1] == w.shape[0]:
+            return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w @ w.T / 9 + x), c), a[0], a)[1]
+        case 14:
+            odd = more % 2 == 1
+            return jax.lax.cond((a.sum() > 0) ^ odd, jnp.sin, lambda a: a * a + 1, a)
+        case 15:
+            return jax.lax.fori_loop(0, 3, lambda i, v: jnp.cos(v) + a * i, a)
+        case 16 if a.ndim > 1:
+            c = jax.lax.stop_gradient(a), jnp.zeros(a.shape[1:]), 0
+            c = jax.lax.while_loop(
+                lambda c: c[2] < 3, lambda c: (jnp.cos(c[0]), c[1] + c[0].mean(0), c[2] + 1), c
+            )
+            return a * c[0] + c[1]
         case _:
             return jnp.cos(a) + a
 
