@@ -101,6 +101,13 @@ class While:
         """The number of that operand."""
         return self.condition_constants + self.body_constants
 
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """Whether the condition reads it, of each array of the carry."""
+        read = {a for eqn in self.condition.eqns for a in eqn.invars if isinstance(a, Var)}
+        read.update(a for a in self.condition.outvars if isinstance(a, Var))
+        return tuple(v in read for v in self.condition.invars[self.condition_constants :])
+
 
 @dataclass(frozen=True)
 class Cond:
@@ -568,13 +575,15 @@ def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
         return _with(eqn, branches=tuple(jaxprs))
     (jaxpr,) = jaxprs
     match decode(eqn):
-        case While(condition, _, asked, constants):
-            carried = zip(condition.invars[asked:], jaxpr.invars[constants:], strict=True)
-            read = {a for e in condition.eqns for a in e.invars if isinstance(a, Var)}
-            read.update(a for a in condition.outvars if isinstance(a, Var))
+        case While(condition, _, constants, first) as loop:
             # The body may say another shape of what the condition does not read.
-            given = [v if v in read else Var(new.aval) for v, new in carried]
-            condition = condition.replace(invars=[*condition.invars[:asked], *given])
+            given = [
+                v if asked else Var(new.aval)
+                for v, new, asked in zip(
+                    condition.invars[constants:], jaxpr.invars[first:], loop.asked, strict=True
+                )
+            ]
+            condition = condition.replace(invars=[*condition.invars[:constants], *given])
             return _with(eqn, cond_jaxpr=condition, body_jaxpr=jaxpr)
         case _:
             key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"

@@ -327,13 +327,11 @@ def _nest(eqn: JaxprEqn) -> _Nest:
             carries = body.invars[constants : scan.first_stack]
             again = tuple(zip(body.outvars[:carried], carries, strict=True))
             return _Nest(bodies, given, again, scan.first_stack, carried)
-        case While(condition, body, asked, constants):
-            asks = zip(condition.invars[asked:], body.invars[constants:], strict=True)
-            read = {a for e in condition.eqns for a in e.invars if isinstance(a, Var)}
-            read.update(a for a in condition.outvars if isinstance(a, Var))
-            whole = frozenset(carried for a, carried in asks if a in read)
-            again = zip(body.outvars, body.invars[constants:], strict=True)
-            return _Nest(bodies, given, tuple(again), whole=whole)
+        case While(body=body, body_constants=constants) as loop:
+            carries = body.invars[constants:]
+            again = tuple(zip(body.outvars, carries, strict=True))
+            whole = frozenset(v for v, asked in zip(carries, loop.asked, strict=True) if asked)
+            return _Nest(bodies, given, again, whole=whole)
         case _:
             return _Nest(bodies, given)
 
