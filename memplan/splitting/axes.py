@@ -47,6 +47,7 @@ from hlo_passes.equations import (
     decode,
     is_elementwise,
     is_sum,
+    is_unchanged,
     name,
     programs,
     says_where,
@@ -480,7 +481,7 @@ class _Cutting:
             (at,) = readers
             eqn = body.eqns[at[1]]
             others = [a for a in eqn.invars if a is not v]
-            if not is_sum(eqn) or len(others) != 1:
+            if not is_unchanged(eqn) and not (is_sum(eqn) and len(others) == 1):
                 return None
             adding.add(at)
             added += others
@@ -511,14 +512,14 @@ def sums_alike(eqn: JaxprEqn, combines: Mapping[Var, str]) -> bool:
     if not all(isinstance(a, Var) and combines.get(a) == "sum" for a in eqn.invars):
         return False
     match decode(eqn):
-        case Reshape() | Squeeze() | Transpose():
+        case Reshape() | Squeeze() | Transpose() | BroadcastInDim() | Reduction(kind="sum"):
             return True
         case _ if name(eqn) == "convert_element_type":
             before, after = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
             floats = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
             return floats and after.itemsize >= before.itemsize
         case _:
-            return is_sum(eqn) or name(eqn) == "neg"
+            return is_sum(eqn) or name(eqn) in ("neg", "slice", "split", "rev")
 
 
 def _counts(eqn: JaxprEqn, axis: Axis) -> bool:

@@ -246,7 +246,10 @@ class _Growing:
             if v in results or len(readers) != 1:
                 continue
             eqn = self.graph.eqns[readers[0]]
-            if len(eqn.invars) == 1 and sums_alike(eqn, combines):
+            if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+                continue
+            size = self.graph.shards.bytes
+            if size(eqn.outvars[0]) <= size(v) and sums_alike(eqn, combines):
                 self.axes[readers[0]] = Axis((None,), (None,), ("sum",))
                 combines[eqn.outvars[0]] = "sum"
                 pending.append(eqn.outvars[0])

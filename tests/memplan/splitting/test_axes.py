@@ -73,6 +73,16 @@ EQUATIONS = {
         lambda a, b: lax.scan(lambda c, x: (c + (x * b).sum(0), None), jnp.ones(8), a)[0],
         (A, A[0]), 2,
     ),
+    "added up twice": (
+        lambda a: lax.scan(lambda c, x: (c + x.sum(0).sum(), None), jnp.array(0.5), a)[0], (A,), 2,
+    ),
+    "added up in parts": (
+        lambda a, b: lax.scan(
+            lambda c, x: ([*map(jnp.add, c, jnp.split((x * b).sum(0), 2))], None),
+            [jnp.ones(4)] * 2, a,
+        )[0],
+        (A, A[0]), 1,
+    ),
     "while": (
         lambda a: lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]), c[1] + 1), (a, 0)),
         (A,), 3,
