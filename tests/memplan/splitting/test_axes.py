@@ -153,6 +153,8 @@ def scanned(trip, *begin):
     [
         scanned(lambda c, x: ((c[0] + x.sum(0),), c[0]), B[0, :, 0]),
         scanned(lambda c, x: ((d := c[0] + x.sum(0),), d), B[0, :, 0]),
+        scanned(lambda c, x: ((d := c[0] + x.sum(0),), jnp.sin(d)), B[0, :, 0]),
+        scanned(lambda c, x: ((x.sum(0),), jnp.sin(c[0])), B[0, :, 0]),
         scanned(lambda c, x: ((c[0] * 2 + x.sum(0),), None), B[0, :, 0]),
         scanned(lambda c, x: ((c[0] + c[0] + x.sum(0),), None), B[0, :, 0]),
         scanned(lambda c, x: ((c[0] + x.sum(0) + 1,), None), B[0, :, 0]),
