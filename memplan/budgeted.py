@@ -64,6 +64,9 @@ _IDLE_ROUNDS = 2
 # On TPU, how many plans are compiled with chunks that are larger than what is known fits.
 _LARGER_ROUNDS = 2
 
+# On TPU, how many plans are compiled with chunks that are smaller, as long as they are better.
+_FINER_ROUNDS = 2
+
 # How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
 
@@ -118,7 +121,8 @@ class Budgeted:
         room = self._room(budget)
         with self._lock, self._telling(budget, options):
             kept = self._replanned_with_estimates(self._executable_within(room, options), room)
-            kept = self._with_chunks_on_chip(kept, room)
+            kept = self._with_larger_chunks(kept, room)
+            kept = self._with_finer_chunks(kept, room)
             kept = self._with_idle_used(kept, room)
             return self._compiled(kept, budget)
 
@@ -211,17 +215,24 @@ class Budgeted:
             return self._or_finer(options, lambda tried: self._compile_with(room, tried))
         except MemoryBudgetError as error:
             refusal = error
-        least = max(refusal.least, room + 1)
+        least, step = max(refusal.least, room + 1), NEAR
         most = self._own_bytes(least, options) or sys.maxsize
-        was_refused = self._tries == before
-        if was_refused and least < most and least - room <= self._slack(room):
+        if self._tries > before:
+            raise refusal.asked_for(room, min(most, least))
+        aim = least
+        while aim < most and aim - room <= self._slack(room):
             try:
-                kept = self._or_finer(options, lambda tried: self._compile_with(least, tried))
+                compiled = partial(self._compile_with, aim)
+                kept = self._or_finer(options, compiled)
             except MemoryBudgetError as error:
-                raise refusal.asked_for(room, min(most, max(least, error.least))) from None
+                least = max(least, error.least)
+                aim, step = max(error.least, int(aim * (1 + step))), 2 * step
+                continue
+            kept = self._with_finer_chunks(kept, room)
             if kept.total <= room:
                 return kept
             least = kept.total
+            break
         raise refusal.asked_for(room, min(most, least))
 
     def _slack(self, room: int) -> int:
@@ -338,7 +349,7 @@ class Budgeted:
             return kept
         if candidate.plan.prediction.slowdown <= WAITS:
             return kept
-        step_s = self.planner.seconds(kept.executable)
+        step_s = self._seconds(kept)
         if step_s <= WAITS * candidate.step_time_s:
             return kept
         self.planner.learn_from(kept.executable)
@@ -351,11 +362,11 @@ class Budgeted:
         if tried is None:
             return kept
         better = tried.kept(room, kept.seen, options)
-        if better is not None and self.planner.seconds(better.executable) < step_s:
+        if better is not None and self._seconds(better) < step_s:
             return better
         return replace(kept, seen=(*kept.seen, tried.seen))
 
-    def _with_chunks_on_chip(self, kept: _Kept, room: int) -> _Kept:
+    def _with_larger_chunks(self, kept: _Kept, room: int) -> _Kept:
         """What comes of larger chunks, which are within the room if XLA:TPU holds enough of them on
         the chip: what it holds there of those that it has not compiled, the planner does not know.
         """
@@ -371,10 +382,41 @@ class Budgeted:
             tried = self._try_beside(faster, kept.options)
             if tried is None:
                 break
-            if (better := tried.kept(room, kept.seen, kept.options)) is not None:
+            better = tried.kept(room, kept.seen, kept.options)
+            if better is not None and self._seconds(better) < self._seconds(kept):
                 return better
             kept = replace(kept, seen=(*kept.seen, tried.seen))
         return kept
+
+    def _with_finer_chunks(self, kept: _Kept, room: int) -> _Kept:
+        """What comes of ever smaller chunks where nothing moves, as long as they are faster; and of
+        those that take more than the room, as long as they take less. XLA:TPU may hold more of them
+        on the chip, which only their executables say."""
+        chip = self._lowering.target.machine.on_chip_memory
+        if chip is None:
+            return kept
+        for _ in range(_FINER_ROUNDS):
+            if kept.candidate is None or not kept.candidate.placing.splits:
+                break
+            if kept.total <= room and kept.candidate.has_edits:
+                break
+            aim = kept.candidate.plan.budget_bytes + chip.capacity_bytes
+            finer = partial(self.planner.finer, kept.candidate, aim, kept.options)
+            tried = self._try_beside(finer, kept.options)
+            if tried is None:
+                break
+            better = tried.kept(max(room, kept.total - 1), kept.seen, kept.options)
+            if better is None or (
+                kept.total <= room and self._seconds(kept) < WAITS * self._seconds(better)
+            ):
+                kept = replace(kept, seen=(*kept.seen, tried.seen))
+                break
+            kept = better
+        return kept
+
+    def _seconds(self, kept: _Kept) -> float:
+        """What a step takes by the schedule of its executable."""
+        return self.planner.seconds(kept.executable)
 
     def _with_idle_used(self, kept: _Kept, room: int) -> _Kept:
         """What comes of the bytes that XLA left of the room, if that is faster and within it."""

@@ -190,6 +190,23 @@ class Planner:
         for placing in placings[max(n - 1, 0) : n + 2]:
             yield self if placing is self._placing else self._of(placing)
 
+    def finer(
+        self, candidate: Candidate, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate | None:
+        """A plan of the same kind for a program in smaller chunks, the first in which half as much
+        is live; None where there is no such program.
+
+        Raises:
+          MemoryBudgetError: when there is no plan.
+        """
+        live = next(live for live, (f, _) in self._chunks.items() if candidate.placing in f)
+        most = (candidate.placing.aim or 0) / 2
+        for placing in self._in_chunks(live):
+            if (placing.aim or 0) <= most:
+                self._known.counts_chip = candidate.counts_chip
+                return self._fastest((self._of(placing),), budget, options)
+        return None
+
     def plan(
         self,
         budget: int,

@@ -75,6 +75,11 @@ _TRIP = 1 << 18
 a device's memory."""
 
 
+_LINE, _SECTOR = 512, 64
+"""Bytes that lie one after another: so many are read or written as fast as any, a row of a TPU's
+tiles or some sectors of a GPU's memory; and fewer than those, no chunk has of a large array."""
+
+
 @dataclass(frozen=True)
 class _Found:
     """A program with one more region in chunks.
@@ -322,7 +327,13 @@ class _Splitting:
                 makes.append((v, size))
         loop = Step(graph.given(region), makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
-        possible = _chunkings(region.rows, is_even=self.shards is not WHOLE)
+        possible = [
+            chunks
+            for chunks in _chunkings(region.rows, is_even=self.shards is not WHOLE)
+            if all(run >= _SECTOR or size < _SMALLEST for size, run in _runs(graph, region, chunks))
+        ]
+        if not possible:
+            return None
         within_chunk = functools.partial(
             live_in_chunk,
             eqns,
@@ -343,6 +354,8 @@ class _Splitting:
         if gain <= 0 or max(new.loads) > max(now.live.loads):
             return None
         cost = _moved(graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
+        runs = _runs(graph, region, chunks)
+        cost += sum(int(size * max(_LINE / run - 1, 0)) for size, run in runs)
         return _Found(graph, seed, region, chunks, share, gain, cost, rest + own <= self.aim)
 
     def _over(self, loads: Iterable[int]) -> int:
@@ -424,3 +437,12 @@ def _moved(graph: Graph, region: Region, parts: int) -> int:
                 (summed if v in graph.eqns[n].outvars else whole).add(v)
     size = graph.shards.bytes
     return (parts - 1) * (sum(map(size, whole)) + 2 * sum(map(size, summed)))
+
+
+def _runs(graph: Graph, region: Region, chunks: Chunks) -> Iterator[tuple[int, int]]:
+    """The bytes of each array that a region takes or makes in chunks, and how many of a chunk's lie
+    one after another."""
+    for v in {*graph.given(region), *graph.leaving(region)} & region.cut.keys():
+        d, shape = region.cut[v], shape_of(v)
+        run = chunks.of(shape[d]) * math.prod(shape[d + 1 :]) * aval_of(v).dtype.itemsize
+        yield graph.shards.bytes(v), run
