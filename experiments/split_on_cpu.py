@@ -37,7 +37,7 @@ from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 
 _PARTS = (4, 16)
-_REPEATS = 7
+_REPEATS = 5
 _TIMEOUT_S = 900.0
 _SETTLE_S = 0.3
 _UNLIMITED = "512GiB"
@@ -119,7 +119,8 @@ def _arrays(shapes: Any) -> Any:
 def _compared(plain: Lowered, other: Lowered, args: Any) -> Row:
     """Both, step by step in turn."""
     ways = {"plain": plain.compile(), "other": other.compile()}
-    placed = {way: step.place(args) for way, step in ways.items()}
+    leaves, tree = jax.tree.flatten(args)
+    placed = {way: jax.tree.unflatten(tree, step.place(leaves)) for way, step in ways.items()}
     results = {way: step(*placed[way]) for way, step in ways.items()}
     differs = _difference(results["plain"], results["other"])
     del results

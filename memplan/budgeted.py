@@ -64,8 +64,10 @@ _IDLE_ROUNDS = 2
 # On TPU, how many plans are compiled with chunks that are larger than what is known fits.
 _LARGER_ROUNDS = 2
 
-# On TPU, how many plans are compiled with chunks that are smaller, as long as they are better.
+# On TPU, how many plans are compiled with chunks that are smaller, as long as there is more than
+# this part of what the chip has beside it.
 _FINER_ROUNDS = 2
+_LITTLE = 1 / 8
 
 # How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.
 _LEAST_ROUNDS = 8
@@ -389,29 +391,35 @@ class Budgeted:
         return kept
 
     def _with_finer_chunks(self, kept: _Kept, room: int) -> _Kept:
-        """What comes of ever smaller chunks where nothing moves, as long as they are faster; and of
-        those that take more than the room, as long as they take less. XLA:TPU may hold more of them
-        on the chip, which only their executables say."""
+        """What comes of ever smaller chunks where nothing moves, if that is faster; or takes less,
+        where that is more than the room. XLA:TPU may hold more of them on the chip, which only
+        their executables say; those with next to nothing beside it cannot be faster by that.
+        """
         chip = self._lowering.target.machine.on_chip_memory
-        if chip is None:
-            return kept
+        coarser = kept
         for _ in range(_FINER_ROUNDS):
-            if kept.candidate is None or not kept.candidate.placing.splits:
+            if chip is None or coarser.candidate is None or not coarser.candidate.placing.splits:
                 break
-            if kept.total <= room and kept.candidate.has_edits:
-                break
-            aim = kept.candidate.plan.budget_bytes + chip.capacity_bytes
-            finer = partial(self.planner.finer, kept.candidate, aim, kept.options)
-            tried = self._try_beside(finer, kept.options)
-            if tried is None:
-                break
-            better = tried.kept(max(room, kept.total - 1), kept.seen, kept.options)
-            if better is None or (
-                kept.total <= room and self._seconds(kept) < WAITS * self._seconds(better)
+            memory = coarser.executable.memory_analysis()
+            if kept.total <= room and (
+                coarser.candidate.has_edits
+                or memory.temp_size_in_bytes <= chip.capacity_bytes * _LITTLE
             ):
-                kept = replace(kept, seen=(*kept.seen, tried.seen))
                 break
-            kept = better
+            aim = coarser.candidate.plan.budget_bytes + chip.capacity_bytes
+            finer = partial(self.planner.finer, coarser.candidate, aim, kept.options)
+            tried = self._try_beside(finer, kept.options)
+            if tried is None or tried.executable is None:
+                break
+            found = tried.kept(tried.total, kept.seen, kept.options)
+            assert found is not None
+            coarser = found
+            is_less = found.total <= max(room, kept.total - 1)
+            is_faster = WAITS * self._seconds(found) <= self._seconds(kept)
+            if is_less and (is_faster or kept.total > room):
+                kept = found
+            else:
+                kept = replace(kept, seen=found.seen)
         return kept
 
     def _seconds(self, kept: _Kept) -> float:

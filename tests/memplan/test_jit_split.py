@@ -128,6 +128,22 @@ def test_a_chunk_that_the_chip_holds_takes_no_room():
     assert max(s.parts for s in within.splits) <= max(s.parts for s in compiled.splits)
 
 
+def attention(q, k, v):
+    scores = jnp.einsum("nqd,nkd->nqk", q, k).astype(jnp.float32)
+    return jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+def test_chunks_get_finer_while_the_chip_holds_more_of_them_and_that_is_faster():
+    shape = jax.ShapeDtypeStruct((2048, 512, 64), jnp.bfloat16)
+    lowered = memplan.jit(attention, hbm="1100MiB", machine="v5e").lower(shape, shape, shape)
+    compiled = lowered.compile()
+    chip = topology("v5e").machine.on_chip_memory
+    assert chip is not None
+    largest = shape.size * 512 // 64 * 4
+    assert largest // min(s.parts for s in compiled.splits) <= chip.capacity_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < chip.capacity_bytes // 8
+
+
 def test_on_several_devices_each_has_a_part_of_every_chunk():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     by_rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))

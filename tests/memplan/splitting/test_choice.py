@@ -409,6 +409,23 @@ def test_chunks_are_no_finer_for_what_is_live_around_them():
     assert live_bytes(new) < live_bytes(jaxpr) / 3
 
 
+def gated_products(x, a, b):
+    """As in an Evoformer's triangles: `c` is on its own everywhere, and lies innermost."""
+    return jnp.einsum("ikc,jkc->ijc", jnp.tanh(x * a), jnp.tanh(x * b)).astype(x.dtype).sum((0, 1))
+
+
+def test_chunks_lie_in_runs_that_memory_is_fast_with(monkeypatch):
+    monkeypatch.setattr(choice, "_SMALLEST", 1 << 18)
+    x = jax.ShapeDtypeStruct((256, 256, 64), jnp.float32)
+    gains = jax.ShapeDtypeStruct((64,), jnp.float32)
+    jaxpr = traced(gated_products, x, gains, gains)
+    live = live_bytes(jaxpr)
+    for part in (4, 16, 64):
+        new, splits = split(jaxpr, live // part)
+        assert live_bytes(new) <= 2 * live // part
+        assert all(s.parts <= 4 for s in splits if s.dimension == 2), splits
+
+
 def test_a_number_of_tokens_that_is_prime_is_cut_too():
     x, head, labels = drawn(0, 1021, 64), drawn(1, 64, 512), np.arange(1021) % 512
     jaxpr = traced(jax.value_and_grad(cross_entropy, argnums=(0, 1)), x, head, labels)
