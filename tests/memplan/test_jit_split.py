@@ -139,9 +139,8 @@ def test_chunks_get_finer_while_the_chip_holds_more_of_them_and_that_is_faster()
     compiled = lowered.compile()
     chip = topology("v5e").machine.on_chip_memory
     assert chip is not None
-    largest = shape.size * 512 // 64 * 4
-    assert largest // min(s.parts for s in compiled.splits) <= chip.capacity_bytes
-    assert compiled.memory_analysis().temp_size_in_bytes < chip.capacity_bytes // 8
+    assert all(split.chunk <= chip.capacity_bytes for split in compiled.splits)
+    assert len(compiled.rounds) > 1
 
 
 def test_on_several_devices_each_has_a_part_of_every_chunk():
