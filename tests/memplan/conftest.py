@@ -7,7 +7,7 @@ import pytest
 
 import memplan.budgeted as budgeted
 import memplan.cli as cli
-import memplan.planner as planner
+import memplan.known as known
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.reading.reader import read_module
 from memplan.placing import Placing
@@ -70,7 +70,7 @@ def refused(capsys):
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for the budget that is asked for, whatever XLA leaves of it, or holds elsewhere."""
     monkeypatch.setattr(budgeted, "_IDLE", 1.0)
-    monkeypatch.setattr(planner, "held_on_chip", lambda _: {})
+    monkeypatch.setattr(known, "held_on_chip", lambda _: {})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import memplan.api as memplan
 import memplan.candidates as candidates
-import memplan.planner as planner
+import memplan.written as written
 from hlo_passes.errors import MemoryBudgetError
 from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
@@ -374,7 +374,7 @@ def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
     def refuse(*_: Any) -> None:
         raise refused.value
 
-    monkeypatch.setattr(planner.Planner, "_plan_with_rings", refuse)
+    monkeypatch.setattr(written.Written, "_plan_with_rings", refuse)
     step = memplan.jit(both, hbm=budget)
     compiled = step.lower(*args).compile()
     assert compiled.device_bytes <= budget
@@ -392,13 +392,13 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
 
     args = jnp.stack(weights(1)), weights(6), activations()
     ringed: list[int] = []
-    with_rings = planner.Planner._plan_with_rings
+    with_rings = written.Written._plan_with_rings
 
-    def watched(self: planner.Planner, everything: Hosting, *rest: Any) -> Candidate | None:
+    def watched(self: written.Written, everything: Hosting, *rest: Any) -> Candidate | None:
         ringed.append(everything.depth)
         return with_rings(self, everything, *rest)
 
-    monkeypatch.setattr(planner.Planner, "_plan_with_rings", watched)
+    monkeypatch.setattr(written.Written, "_plan_with_rings", watched)
     monkeypatch.setattr(candidates, "_SLOW", slow)
     budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
     assert budget >= 2 * WEIGHT_BYTES
@@ -411,20 +411,20 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
 def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
     monkeypatch: pytest.MonkeyPatch, rings: tuple[int, ...], planned: set[int]
 ):
-    def least(_self: planner.Planner, _module: Any, _program: Any, hosting: Hosting) -> int:
+    def least(_self: written.Written, _module: Any, _program: Any, hosting: Hosting) -> int:
         return 0 if hosting.depth == 1 else 1 << 60
 
-    plan_placed, found = planner.Planner._plan_placed, set[int]()
+    plan_placed, found = written.Written._plan_placed, set[int]()
 
-    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> Candidate:
+    def watched(self: written.Written, hosting: Hosting, *rest: Any) -> Candidate:
         found.add(hosting.depth)
         return plan_placed(self, hosting, *rest)
 
-    monkeypatch.setattr(planner, "_RINGS", tuple((slots, 1.0) for slots in rings))
-    monkeypatch.setattr(planner, "_SMALL_STACKS", 0.0)
+    monkeypatch.setattr(written, "_RINGS", tuple((slots, 1.0) for slots in rings))
+    monkeypatch.setattr(written, "_SMALL_STACKS", 0.0)
     monkeypatch.setattr(Candidate, "is_hidden", False)
-    monkeypatch.setattr(planner.Planner, "_least", least)
-    monkeypatch.setattr(planner.Planner, "_plan_placed", watched)
+    monkeypatch.setattr(written.Written, "_least", least)
+    monkeypatch.setattr(written.Written, "_plan_placed", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=xla_total(forward, *args)).lower(*args).plan()
     assert found == planned
@@ -433,25 +433,25 @@ def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
 def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    planned: list[tuple[planner.Planner, Hosting]] = []
-    plan_with_fewer = planner.Planner._plan_with_fewer
+    planned: list[tuple[written.Written, Hosting]] = []
+    plan_with_fewer = written.Written._plan_with_fewer
 
-    def watched(self: planner.Planner, hosting: Hosting, *rest: Any) -> Candidate:
+    def watched(self: written.Written, hosting: Hosting, *rest: Any) -> Candidate:
         planned.append((self, hosting))
         return plan_with_fewer(self, hosting, *rest)
 
     def kept(_: Any, everything: Hosting, *_rest: Any) -> frozenset[Any]:
         return everything.arguments | everything.results
 
-    monkeypatch.setattr(planner, "choose_kept", kept)
+    monkeypatch.setattr(written, "choose_kept", kept)
     monkeypatch.setattr(candidates, "_SLOW", 0.0)
     monkeypatch.setattr(Candidate, "is_hidden", False)
-    monkeypatch.setattr(planner.Planner, "_plan_with_fewer", watched)
+    monkeypatch.setattr(written.Written, "_plan_with_fewer", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=2 * xla_total(forward, *args)).lower(*args).plan()
     assert planned
     assert len(set(planned)) == len(planned)
-    assert {hosting.depth for _, hosting in planned} == {planner._RINGS[0][0]}
+    assert {hosting.depth for _, hosting in planned} == {written._RINGS[0][0]}
 
 
 @pytest.mark.gpu

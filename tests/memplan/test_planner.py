@@ -13,7 +13,9 @@ import jax
 import pytest
 
 import memplan.api as memplan
+import memplan.known as known
 import memplan.planner as planner
+import memplan.written as written
 from hlo_passes.errors import MemoryBudgetError, VerificationError
 from memplan.candidates import Candidate, FinerChunks
 from memplan.streams.hosting import Hosting
@@ -44,8 +46,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) 
             raise found
         return found
 
-    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
-    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: tuple(seen))
+    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     return lowered._budgeted.planner.plan(HALF, None)
 
@@ -123,13 +125,13 @@ def test_where_all_are_refused_the_first_error_is_raised(monkeypatch: pytest.Mon
 def test_a_plan_is_made_once_for_a_budget_while_nothing_is_learnt(monkeypatch: pytest.MonkeyPatch):
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     of, made = lowered._budgeted.planner, list[int]()
-    plan_with = planner.Planner._plan_with
+    plan_with = written.Written.plan_with
 
     def counted(self: Any, hosting: Any, budget: int, options: Any) -> Candidate:
         made.append(budget)
         return plan_with(self, hosting, budget, options)
 
-    monkeypatch.setattr(planner.Planner, "_plan_with", counted)
+    monkeypatch.setattr(written.Written, "plan_with", counted)
     first, once = of.plan(HALF, None), len(made)
     assert once
     assert of.plan(HALF, None).plan == first.plan
@@ -151,24 +153,23 @@ def test_near_a_plan_only_programs_like_its_own_are_looked_at(
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     of = lowered._budgeted.planner
     near = of.plan(HALF, None)
-    programs = [of, *(planner.Planner(copy.copy(lowered.placing)) for _ in range(4))]
-    monkeypatch.setattr(of, "_recomputing", tuple(p._placing for p in programs[1:]))
-    monkeypatch.setattr(
-        of, "_of", lambda placing: next(p for p in programs if p._placing is placing)
-    )
+    placings = [lowered.placing, *(copy.copy(lowered.placing) for _ in range(4))]
+    programs = [written.Written(placing, of._known) for placing in placings]
+    monkeypatch.setattr(of, "_recomputing", tuple(placings[1:]))
+    monkeypatch.setattr(of, "_of", lambda placing: programs[placings.index(placing)])
     tried: list[list[int]] = []
 
-    def fastest(_self: Any, planners: Iterable[planner.Planner], *_: Any) -> Candidate:
-        tried.append([programs.index(p) for p in planners])
+    def fastest(_self: Any, ways: Iterable[written.Written], *_: Any) -> Candidate:
+        tried.append([programs.index(way) for way in ways])
         if refused and len(tried) == 1:
             raise refusal(HALF)
         return near
 
     monkeypatch.setattr(planner.Planner, "_fastest", fastest)
-    monkeypatch.setattr(planner.Planner, "_planners", lambda *_: iter(programs))
+    monkeypatch.setattr(planner.Planner, "_ways", lambda *_: iter(programs))
     everything = [[0, 1, 2, 3, 4]] * refused
     for n, beside in enumerate([[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]):
-        of.plan(HALF, None, near=replace(near, placing=programs[n]._placing))
+        of.plan(HALF, None, near=replace(near, placing=placings[n]))
         assert tried == [beside, *everything]
         tried.clear()
 
@@ -176,22 +177,21 @@ def test_near_a_plan_only_programs_like_its_own_are_looked_at(
 def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.MonkeyPatch):
     """One that computes again what scans leave is faster; of the other one ring was looked at."""
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
-    written, again = lowered._budgeted.planner, planner.Planner(lowered.placing)
-    seen = {written: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
+    of = lowered._budgeted.planner
+    first, again = of._as_written, written.Written(lowered.placing, of._known)
+    seen = {first: Seen(2, 0.9, 0.7), again: Seen(2, 0.8, 0.7)}
     looked: list[Any] = []
 
     def plan(self: Any, everything: Any, *_: Any) -> Any:
         looked.append((self, everything.depth, everything.share))
         return seen[self]
 
-    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
-    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
-    monkeypatch.setattr(planner.Planner, "_compute_s", lambda *_: 1.0)
-    monkeypatch.setattr(planner.Planner, "_planners", lambda *_: (written, again))
-    assert written.plan(HALF, None) is seen[again]
-    first, *others = looked
-    assert first == (written, 2, 1.0)
-    assert others == [(again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
+    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
+    monkeypatch.setattr(written.Written, "compute_s", lambda *_: 1.0)
+    monkeypatch.setattr(planner.Planner, "_ways", lambda *_: (first, again))
+    assert of.plan(HALF, None) is seen[again]
+    assert looked == [(first, 2, 1.0), (again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
 
 
 def refusal(budget: int, more: int = 1) -> MemoryBudgetError:
@@ -215,9 +215,9 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
         tried.append((everything.depth, everything.share))
         raise refusal(HALF)
 
-    monkeypatch.setattr(planner.Planner, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
     monkeypatch.setattr(
-        planner.Planner, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+        written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
     )
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
@@ -237,8 +237,8 @@ def test_rings_are_not_tried_where_not_even_the_host_has_room_enough(
         raise refusal(HALF, more)
 
     for way in ("_plan_placed", "_plan_with_rings"):
-        monkeypatch.setattr(planner.Planner, way, refuse)
-    monkeypatch.setattr(planner.Planner, "_rings", lambda *_: (None, (2, 1.0), (1, 1.0)))
+        monkeypatch.setattr(written.Written, way, refuse)
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: (None, (2, 1.0), (1, 1.0)))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
         lowered._budgeted.planner.plan(HALF, None)
@@ -278,8 +278,8 @@ def looked_at(
         found.hosting = hosting
         return found
 
-    monkeypatch.setattr(planner.Planner, "_stay", stay)
-    monkeypatch.setattr(planner.Planner, "_plan_with", plan_with)
+    monkeypatch.setattr(written.Written, "_stay", stay)
+    monkeypatch.setattr(written.Written, "plan_with", plan_with)
     lowered = memplan.jit(chain, hbm=1 << 20).lower(weights(), activations())
     assert len(lowered.placing.candidates) == LAYERS + 1
     return lowered._budgeted.planner.plan(1 << 20, None)
@@ -343,10 +343,10 @@ ENTRY e {
     first, second, third = ({(n,)} for n in range(3))
     held = iter([{"a": first | second, "b": first}, {"a": second | third, "c": third}])
     monkeypatch.setattr(planner, "read_module", lambda _: final)
-    monkeypatch.setattr(planner, "held_on_chip", lambda _: next(held))
+    monkeypatch.setattr(known, "held_on_chip", lambda _: next(held))
     found = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
     found._budgeted.planner.learn_from(None)
     found._budgeted.planner.learn_from(None)
-    known = found._budgeted.planner._known
-    assert known.on_chip == {"a": second, "b": first, "c": third}
-    assert known.table_bytes == 0
+    of = found._budgeted.planner._known
+    assert of.on_chip == {"a": second, "b": first, "c": third}
+    assert of.table_bytes == 0

@@ -1,0 +1,470 @@
+"""A program as it is written in one way, and its plans.
+
+A module is captured twice: first with everything on the host that may be there, to choose what
+stays on the device; then so placed, to plan each transfer. A capture ends XLA's work at its
+scheduler, early in the compilation. Programs with loops over stacks are captured with rings of
+different depth, and the fastest plan is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from hlo_passes import pipeline
+from hlo_passes.equations import Path
+from hlo_passes.errors import MemoryBudgetError, MemplanError
+from hlo_passes.ir import Learned, Module
+from hlo_passes.plan import Plan
+from hlo_passes.rewrite import inject
+from hlo_passes.simulator import cost
+from memplan.candidates import Candidate
+from memplan.executable import Program
+from memplan.known import Known
+from memplan.placing import Placing
+from memplan.streams.choice import choose_kept, ring_seconds
+from memplan.streams.hosting import Hosting
+from memplan.streams.records import record_streams
+
+# The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
+# many (see `Stream`). Where all layers take equally long, two slots are enough: one is filled
+# while the other is computed with. With less, more stacks have room on the device, which is
+# better where the link is the bottleneck anyway.
+_RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+
+# Where stacks take no more than this share of the budget, they are left on the device at first;
+# and rings are tried only where a step then is slow (`Candidate.is_slow`). What rings save is
+# little there, and each has to be captured two or three times.
+_SMALL_STACKS = 0.5
+
+# Where a plan came out slower than had been expected, another choice of arguments that stay is
+# tried if that is expected to take no more than this part of its step.
+_PROMISING = 0.8
+
+# Budgets: where so much is needed beyond the stacks, rings of them are not tried. With rings XLA
+# may also copy less of what else a loop carries.
+_HOPELESS = 2
+
+_log = logging.getLogger("memplan")
+
+
+def _layers(ring: tuple[int, float]) -> float:
+    """How many layers a ring has room for."""
+    slots, share = ring
+    return 1 + (slots - 1) * share
+
+
+def _worded(ring: tuple[int, float] | None) -> str:
+    """What the log calls the way in which a program's loops are streamed."""
+    if ring is None:
+        return "no rings"
+    slots, share = ring
+    return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
+
+
+class Written:
+    """Plans a program that is written in one way; what XLA has shown once is kept.
+
+    Attributes:
+      placing: the program, and what of it may be where.
+      known: what executables said, of this and the other ways.
+    """
+
+    def __init__(self, placing: Placing, known: Known) -> None:
+        self.placing, self.known = placing, known
+        self._lowering = placing.lowering
+        # The module as it was shown last, with what is on the chip counted and left out.
+        self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
+        self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
+        self._planned_for: Hashable = None  # What that depends on besides.
+
+    def forget(self) -> None:
+        """Has XLA show the program anew."""
+        self._captured.clear()
+        self._planned.clear()
+
+    def show(
+        self,
+        hosting: Hosting,
+        options: Mapping[str, Any] | None,
+        program: Program,
+        module: Module,
+    ) -> None:
+        """Takes note of what XLA schedules now of the program so placed."""
+        shown = dict.fromkeys((False, True), module)
+        self._captured[hosting, _options_key(options)] = program, shown
+
+    def plan_for(self, budget: int, options: Mapping[str, Any] | None) -> None:
+        """Forgets what was planned for another budget, or when less was known."""
+        key = budget, _options_key(options), self.known.counts_chip, self.known.seen
+        if key != self._planned_for:
+            self._planned.clear()
+            self._planned_for = key
+
+    def in_turn(
+        self,
+        inside: frozenset[int],
+        nested: bool,
+        budget: int,
+        options: Mapping[str, Any] | None,
+        again_s: float,
+        found: list[Candidate],
+        failed: list[Exception],
+    ) -> Iterator[Candidate]:
+        """Yields plans with one ring after another, as long as the next may be faster, and has no
+        more layers than one that was refused.
+
+        Args:
+          inside: what loops bring whole.
+          again_s: seconds of compute that the program as it is written does not have.
+          found, failed: what came of each ring is added to one of them.
+        """
+        best: Candidate | None = None
+        refused = math.inf
+        for ring in self._rings(budget):
+            if ring is not None and _layers(ring) > refused:
+                continue
+            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
+                return  # One slot more was no better.
+            what = self.named(ring)
+            how = f" with {what}" if what else ""
+            fastest_s = min((candidate.step_time_s for candidate in found), default=None)
+            self._lowering.report("planning", budget, fastest_s, way=what)
+            everything = self._everything(ring, inside, nested)
+            try:
+                if ring is None:
+                    # Where a ring's slots and loops take more than they save, the entry's own
+                    # temporaries can still be evicted and recomputed.
+                    candidate = self._plan_placed(everything, budget, options)
+                else:
+                    candidate = self._plan_with_rings(everything, budget, options, best)
+            except MemoryBudgetError as error:
+                _log.info("planning%s: need %d bytes", how, error.least)
+                failed.append(error)
+                if ring is not None:
+                    refused = min(refused, _layers(ring))
+                elif error.least - self._stack_bytes > _HOPELESS * budget:
+                    return  # Nor would it fit with all stacks on the host.
+                continue
+            except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                _log.warning("a plan%s was dropped: %s", how, error)
+                failed.append(error)
+                continue
+            if candidate is None:
+                continue
+            candidate = candidate.with_again(again_s) if again_s else candidate
+            _log.info("planning%s: a step of %.3g ms", how, candidate.step_time_s * 1e3)
+            found.append(candidate)
+            yield candidate
+            best = candidate if best is None or candidate.is_faster_than(best) else best
+            if best.is_hidden or (ring is None and not best.is_slow):
+                return
+
+    def named(self, ring: tuple[int, float] | None) -> str:
+        """In what way the program's loops are written, for a person; nothing where it has none that
+        could be."""
+        parts: list[str] = []
+        if self.placing.recomputed != "nothing":
+            parts.append(f"{self.placing.recomputed} recomputed")
+        if self.placing.splits:
+            parts.append(f"{len(self.placing.splits)} in chunks")
+        if self.placing.streams.rings(self.placing.everything(*_RINGS[0])):
+            parts.append(_worded(ring))
+        return ", ".join(parts)
+
+    def look_without_rings(self, budget: int) -> Hosting | None:
+        """What is on the host when this program is planned first; None where that has rings, whose
+        transfers would be taken for compute."""
+        ring = self._rings(budget)[0]
+        everything = self._everything(ring, *next(self.inside(budget)))
+        return None if self.placing.streams.rings(everything) else everything
+
+    def _everything(
+        self, ring: tuple[int, float] | None, inside: frozenset[int], nested: bool
+    ) -> Hosting:
+        """All that may live on the host does; stacks only if there is a ring."""
+        everything = self.placing.everything(*(ring or _RINGS[0]))
+        everything = replace(everything, inside=inside, nested=nested)
+        return everything if ring else everything.without(self.placing.streams.stacks)
+
+    def compute_s(self, hosting: Hosting, options: Mapping[str, Any] | None) -> float:
+        """Seconds of compute, all by the machine model: of this program XLA may have said how long
+        kernels take that those of another are compared with."""
+        _, module = self.capture(hosting, options)
+        return cost.step_seconds(module.with_learned(Learned()), self._lowering.target.machine)
+
+    def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
+        """The rings to try, and None for none: one of them, if there is nothing to stream."""
+        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0])
+        if not streams.rings(everything):
+            return _RINGS[:1]
+        slots = self._lowering.function.options.slots
+        # More chunks are there to be tried instead.
+        rings = _RINGS[:1] if self.placing.splits else _RINGS
+        rings = tuple(ring for ring in rings if slots is None or ring[0] <= slots)
+        is_small = self._stack_bytes <= _SMALL_STACKS * budget
+        return (None, *rings) if is_small else (*rings, None)
+
+    @functools.cached_property
+    def _stack_bytes(self) -> int:
+        """Of all stacks that may be on the host."""
+        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0])
+        hosted = (*everything.arguments, *everything.results)
+        return sum(self.placing.stack_size(s) for s in hosted if s in streams.stacks)
+
+    def inside(self, budget: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """The arguments that loops are to bring in each iteration, and whether also loops inside
+        loops: at first none, then outermost loops, where what a loop reads may be there for all of
+        it; then all that can."""
+        found = self.placing.streams.read_by_loops
+        inside = frozenset(found) & self.placing.candidates
+        if self._lowering.target.machine.has_one_memory:
+            # XLA:CPU drops a copy that is not a call of memplan's.
+            inside = frozenset[int]()
+        read = Counter[Path](), Counter[Path]()
+        for n in inside:
+            for of, begin in zip(read, (0, 1), strict=True):
+                loops = {loop for nest in found[n] for loop in nest[begin:]}
+                of.update(dict.fromkeys(loops, self._lowering.sizes[n]))
+        largest, largest_nested = (max(of.values(), default=0) for of in read)
+        if not inside or largest < budget:
+            yield frozenset(), False
+        if inside and (largest_nested < budget or not largest_nested):
+            yield inside, False
+        if inside and largest_nested:
+            yield inside, True
+
+    def _plan_with_rings(
+        self,
+        everything: Hosting,
+        budget: int,
+        options: Mapping[str, Any] | None,
+        best: Candidate | None,
+    ) -> Candidate | None:
+        """Plans with such rings, and as many stacks on the device as are worth it.
+
+        What a stack on the device takes is known beforehand but for packing, so that it may be
+        more than there is room for. Rings that need more than the budget with nothing there are
+        not planned with where there is a plan already: it would take long, and be slow or fail.
+        """
+        program, module = self.capture(everything, options)
+        if not self.placing.streams.rings(everything):
+            return self._plan_placed(everything, budget, options)
+        room = budget - self._least(module, program, everything)
+        if room < 0 and best is not None:
+            return None
+        seconds = ring_seconds(module, self._lowering.target.machine)
+        while True:
+            kept = choose_kept(
+                self.placing.streams,
+                everything,
+                seconds,
+                self._lowering.target.machine,
+                room,
+                self.placing.stack_size,
+            )
+            try:
+                return self._plan_placed(everything.without(kept), budget, options)
+            except MemoryBudgetError as error:
+                if not kept:
+                    raise
+                room -= max(error.least - budget, room // 8)
+
+    def _plan_placed(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        """Plans with these stacks on the host; of the other arguments as many as must be, or none
+        where a step waits long for them and is faster so. Where no stack is there, all rings are
+        one: that is planned once."""
+        if not self.placing.streams.rings(hosting):
+            hosting = replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
+        return self._once("placed", hosting, lambda: self._faster_placed(hosting, budget, options))
+
+    def _once(self, what: str, hosting: Hosting, make: Callable[[], Candidate]) -> Candidate:
+        """What is planned with that on the host, or the error that it ends with, made once."""
+        key = what, hosting
+        if key not in self._planned:
+            try:
+                self._planned[key] = make()
+            except MemoryBudgetError as error:
+                self._planned[key] = error.with_traceback(None)  # That holds modules.
+        found = self._planned[key]
+        if isinstance(found, MemoryBudgetError):
+            raise found
+        return found
+
+    def _faster_placed(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        candidate = self._plan_with_fewer(hosting, budget, options)
+        unmoved = hosting.without(hosting.arguments - self.placing.streams.stacks.keys())
+        fits = sum(self._lowering.sizes) - self._bytes(unmoved.arguments) <= budget
+        if not candidate.is_slow or not fits:
+            return candidate
+        try:
+            other = self._plan_once(unmoved, budget, options)
+        except MemoryBudgetError:
+            return candidate
+        return other if other.is_faster_than(candidate) else candidate
+
+    def _bytes(self, arguments: Collection[int]) -> int:
+        return sum(self._lowering.sizes[n] for n in arguments)
+
+    def _plan_with_fewer(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        """Plans with these stacks on the host; of the other arguments as many as must be.
+
+        What an argument that stays takes is known beforehand but for packing, and for what XLA
+        schedules otherwise then: where there is no plan, fewer stay, and at last none.
+        """
+        room = budget
+        failures: list[MemoryBudgetError] = []
+        tried: set[frozenset[int]] = set()
+        while True:
+            try:
+                choices = self._stay(hosting, room, options)
+            except MemoryBudgetError:
+                if not failures:
+                    raise
+                choices = ((frozenset[int](), math.inf),)
+            best: Candidate | None = None
+            for stay, expected_s in choices:
+                if stay in tried:
+                    continue
+                if best is not None and expected_s > _PROMISING * best.step_time_s:
+                    break
+                tried.add(stay)
+                try:
+                    candidate = self._plan_once(hosting.without(stay), budget, options)
+                except MemoryBudgetError as error:
+                    failures.append(error)
+                else:
+                    best = candidate if best is None or candidate.is_faster_than(best) else best
+            if best is not None:
+                return best
+            if not choices[0][0]:
+                raise min(failures, key=lambda e: e.least)
+            room -= max(failures[-1].least - budget, room // 8)
+
+    def _stay(
+        self, hosting: Hosting, room: int, options: Mapping[str, Any] | None
+    ) -> tuple[tuple[frozenset[int], float], ...]:
+        """The arguments, by flat number, that so many bytes leave on the device, and the seconds
+        that a step probably takes then: a few choices, the fastest first."""
+        program, module = self.capture(hosting, options)
+        numbers = program.arguments.parameters
+        host_parameters, sliced = self.placing.on_host(program, hosting)
+        choices = pipeline.choose_stay(
+            module,
+            self._lowering.target.machine,
+            room,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=self._lowering.function.options.slots,
+        )
+        return tuple(
+            (frozenset(n for n in hosting.arguments if numbers[n] in stay), seconds)
+            for stay, seconds in choices
+        )
+
+    def _plan_once(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        return self._once("whole", hosting, lambda: self.plan_with(hosting, budget, options))
+
+    def plan_with(
+        self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Candidate:
+        """Plans with all of that on the host."""
+        machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
+        program, module = self.capture(hosting, options)
+        numbers, paths = program.arguments.parameters, self._lowering.paths
+        host_parameters, sliced = self.placing.on_host(program, hosting)
+        named = {number: paths[n] for n, number in numbers.items()}
+        plan = pipeline.plan_module(
+            module,
+            machine,
+            budget,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=slots,
+            labels={
+                p.name: named[p.parameter_number]
+                for p in module.entry.parameters
+                if p.parameter_number in named
+            },
+        )
+        plan = replace(
+            plan,
+            preparation=self.placing.prepared(hosting),
+            splits=self.placing.splits,
+            streams=record_streams(self.placing.streams, hosting, paths, self.placing.stack_size),
+            left_alone=self.placing.left_alone,
+            compiler_options={
+                **(
+                    self.placing.ring_options
+                    if self.placing.has_transfers_in_loops(hosting)
+                    else {}
+                ),
+                **{k: str(v) for k, v in (options or {}).items()},
+            },
+        )
+        return self.as_candidate(program, plan, hosting)
+
+    def as_candidate(self, program: Program, plan: Plan, hosting: Hosting) -> Candidate:
+        numbers = program.arguments.parameters
+        # Whose place is taken on the host, XLA:CPU knows to be there.
+        known = {numbers[n] for n in self.placing.stored(hosting).values()}
+        away = sum(
+            p.size
+            for p in plan.placements
+            if p.tier != plan.device_tier and p.parameter not in known
+        )
+        return Candidate(
+            self.placing,
+            program,
+            plan,
+            hosting,
+            hosted_bytes=away if self._lowering.target.machine.has_one_memory else 0,
+            counts_chip=self.known.counts_chip,
+        )
+
+    def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
+        """The least budget of a program so placed."""
+        host_parameters, sliced = self.placing.on_host(program, hosting)
+        return pipeline.least_budget(
+            module,
+            self._lowering.target.machine,
+            host_parameters=host_parameters,
+            sliced_parameters=sliced,
+            slots=self._lowering.function.options.slots,
+        )
+
+    def capture(
+        self, hosting: Hosting, options: Mapping[str, Any] | None
+    ) -> tuple[Program, Module]:
+        """The program so placed, and its module as XLA schedules it."""
+        key = hosting, _options_key(options)
+        if key not in self._captured:
+            program = self.placing.placed(hosting)
+            module = inject.capture(
+                self._lowering.target.platform, program.stablehlo, program.compiler(options)
+            )
+            self.show(hosting, options, program, module)
+        program, shown = self._captured[key]
+        # The same one as before, if nothing was learnt since: what was found of it is kept with it.
+        counts_chip = self.known.counts_chip and self.known.has_chip
+        module = shown[counts_chip] = self.known.said_of(shown[counts_chip])
+        return program, module
+
+
+def _options_key(options: Mapping[str, Any] | None) -> Hashable:
+    return tuple((options or {}).items())
