@@ -174,8 +174,9 @@ def _resident_bytes(what: str) -> int:
 
 
 def _difference(these: Any, those: Any) -> float:
+    tiny = float(jnp.finfo(jnp.float32).tiny)  # Where all of a result is nothing.
     pairs = zip(jax.tree.leaves(these), jax.tree.leaves(those), strict=True)
-    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a))) for a, b in pairs)
+    return max(float(jnp.max(jnp.abs(a - b)) / (jnp.max(jnp.abs(a)) + tiny)) for a, b in pairs)
 
 
 # --- tables ---------------------------------------------------------------------------------

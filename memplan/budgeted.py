@@ -66,7 +66,7 @@ _LARGER_ROUNDS = 2
 
 # On TPU, how many plans are compiled with chunks that are smaller, as long as there is more than
 # this part of what the chip has beside it.
-_FINER_ROUNDS = 2
+_FINER_ROUNDS = 4
 _LITTLE = 1 / 8
 
 # How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.
@@ -393,33 +393,32 @@ class Budgeted:
     def _with_finer_chunks(self, kept: _Kept, room: int) -> _Kept:
         """What comes of ever smaller chunks where nothing moves, if that is faster; or takes less,
         where that is more than the room. XLA:TPU may hold more of them on the chip, which only
-        their executables say; those with next to nothing beside it cannot be faster by that.
+        their executables say; those with next to nothing beside it cannot be faster by that. A
+        fourth is tried at a time, and where that is no better, at last a half.
         """
         chip = self._lowering.target.machine.on_chip_memory
-        coarser = kept
+        part = 4
         for _ in range(_FINER_ROUNDS):
-            if chip is None or coarser.candidate is None or not coarser.candidate.placing.splits:
+            if chip is None or kept.candidate is None or not kept.candidate.placing.splits:
                 break
-            memory = coarser.executable.memory_analysis()
-            if kept.total <= room and (
-                coarser.candidate.has_edits
-                or memory.temp_size_in_bytes <= chip.capacity_bytes * _LITTLE
-            ):
+            temporary = kept.executable.memory_analysis().temp_size_in_bytes
+            is_small = temporary <= chip.capacity_bytes * _LITTLE
+            if kept.total <= room and (kept.candidate.has_edits or is_small):
                 break
-            aim = coarser.candidate.plan.budget_bytes + chip.capacity_bytes
-            finer = partial(self.planner.finer, coarser.candidate, aim, kept.options)
+            aim = kept.candidate.plan.budget_bytes + chip.capacity_bytes
+            finer = partial(self.planner.finer, kept.candidate, part, aim, kept.options)
             tried = self._try_beside(finer, kept.options)
-            if tried is None or tried.executable is None:
-                break
-            found = tried.kept(tried.total, kept.seen, kept.options)
-            assert found is not None
-            coarser = found
-            is_less = found.total <= max(room, kept.total - 1)
-            is_faster = WAITS * self._seconds(found) <= self._seconds(kept)
-            if is_less and (is_faster or kept.total > room):
-                kept = found
-            else:
-                kept = replace(kept, seen=found.seen)
+            before = kept
+            if tried is not None:
+                kept = replace(kept, seen=(*kept.seen, tried.seen))
+                found = tried.kept(max(room, kept.total - 1), before.seen, kept.options)
+                is_needed = kept.total > room
+                if found and (is_needed or WAITS * self._seconds(found) <= self._seconds(kept)):
+                    kept = found
+            if kept.executable is before.executable:
+                if part == 2:
+                    break
+                part = 2
         return kept
 
     def _seconds(self, kept: _Kept) -> float:

@@ -124,16 +124,16 @@ class Planner:
         yield from map(self._of, placings[max(n - 1, 0) : n + 2])
 
     def finer(
-        self, candidate: Candidate, budget: int, options: Mapping[str, Any] | None
+        self, candidate: Candidate, part: int, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate | None:
-        """A plan of the same kind for a program in smaller chunks, the first in which half as much
-        is live; None where there is no such program.
+        """A plan of the same kind for a program in smaller chunks, the first in which no more than
+        that part is live; None where there is no such program.
 
         Raises:
           MemoryBudgetError: when there is no plan.
         """
         live = next(live for live, (f, _) in self._chunks.items() if candidate.placing in f)
-        most = (candidate.placing.aim or 0) / 2
+        most = (candidate.placing.aim or 0) / part
         for placing in self._in_chunks(live):
             if (placing.aim or 0) <= most:
                 self._known.counts_chip = candidate.counts_chip
