@@ -633,6 +633,16 @@ def with_wide_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[JaxprEqn, Seq
     return eqn, operands
 
 
+def with_last_features(convolution: JaxprEqn) -> JaxprEqn:
+    """A convolution of operands that have batch, space and features in this order, and space,
+    features of the first and of the result; its result has them as the first."""
+    numbers = convolution.params["dimension_numbers"]
+    last = len(numbers.lhs_spec) - 1
+    space = range(1, last)
+    images, window = (0, last, *space), (last, last - 1, *range(last - 1))
+    return _with(convolution, dimension_numbers=type(numbers)(images, window, images))
+
+
 def with_puts(eqn: JaxprEqn, which: Sequence[int]) -> JaxprEqn:
     """A device_put of some of its operands only."""
     invars, outvars = [eqn.invars[n] for n in which], [eqn.outvars[n] for n in which]

@@ -66,7 +66,7 @@ _LARGER_ROUNDS = 2
 
 # On TPU, how many plans are compiled with chunks that are smaller, as long as there is more than
 # this part of what the chip has beside it.
-_FINER_ROUNDS = 4
+_FINER_ROUNDS = 2
 _LITTLE = 1 / 8
 
 # How often a least budget that does not work is raised, at first by `NEAR`, then by twice as much.

@@ -26,6 +26,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from hlo_passes.equations import (
+    Convolution,
     Iota,
     Remat,
     bind,
@@ -34,6 +35,7 @@ from hlo_passes.equations import (
     of_type,
     programs,
     with_chunks,
+    with_last_features,
     with_programs,
     with_wide_sum,
 )
@@ -212,6 +214,8 @@ class _Chunk:
         chunk, operands = with_chunks(eqn, operand, result), _as_wide(eqn, operands)
         if axis.combine(0) == "sum":
             chunk, operands = with_wide_sum(chunk, operands)
+        if isinstance(says := decode(chunk), Convolution):
+            return [_convolved(chunk, says, operands)]
         return bind(chunk, *operands)
 
     def _numbers(self, whole: Any, d: int) -> Any:
@@ -261,6 +265,21 @@ def in_blocks(shape: Sequence[int], d: int, blocks: int) -> tuple[int, ...]:
     """A shape with one of its dimensions as blocks of it."""
     whole = (shape[d],) if blocks == 1 else (blocks, shape[d] // blocks)
     return *shape[:d], *whole, *shape[d + 1 :]
+
+
+def _convolved(eqn: JaxprEqn, says: Convolution, operands: Sequence[Any]) -> Any:
+    """A convolution with its dimensions in the order for which XLA:CPU has a library, batch, space,
+    features. In the entry it puts them so itself (``ConvCanonicalization``), in loops it does not:
+    gradients of weights take twenty times as long there.
+    """
+    (batch, feature, *space), (out, in_, *window) = says.left, says.right
+    left, right = (batch, *space, feature), (*window, in_, out)
+    batch, feature, *space = says.result
+    result = (batch, *space, feature)
+    pairs = zip(operands, (left, right), strict=True)
+    turned = [lax.transpose(operand, order) for operand, order in pairs]
+    (made,) = bind(with_last_features(eqn), *turned)
+    return lax.transpose(made, tuple(map(result.index, range(len(result)))))
 
 
 def _as_wide(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
