@@ -174,13 +174,14 @@ class Convolution:
     the second operand, the features of the result and of the first.
 
     Attributes:
-      grouped: features, or batches, are convolved in groups.
+      in_feature_groups, in_batch_groups: those of the first operand are convolved in groups.
     """
 
     left: tuple[int, ...]
     right: tuple[int, ...]
     result: tuple[int, ...]
-    grouped: bool
+    in_feature_groups: bool
+    in_batch_groups: bool
 
 
 @dataclass(frozen=True)
@@ -423,9 +424,12 @@ def _scatter(params: _Parameters, replaces: bool = False) -> Scatter:
 
 def _convolution(params: _Parameters) -> Convolution:
     numbers = params["dimension_numbers"]
-    grouped = params["feature_group_count"] * params["batch_group_count"] > 1
     return Convolution(
-        tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec), grouped
+        tuple(numbers.lhs_spec),
+        tuple(numbers.rhs_spec),
+        tuple(numbers.out_spec),
+        params["feature_group_count"] > 1,
+        params["batch_group_count"] > 1,
     )
 
 

@@ -224,8 +224,7 @@ class Budgeted:
         aim = least
         while aim < most and aim - room <= self._slack(room):
             try:
-                compiled = partial(self._compile_with, aim)
-                kept = self._or_finer(options, compiled)
+                kept = self._or_finer(options, partial(self._compile_with, aim))
             except MemoryBudgetError as error:
                 least = max(least, error.least)
                 aim, step = max(error.least, int(aim * (1 + step))), 2 * step

@@ -135,10 +135,12 @@ def _axes(eqn: JaxprEqn) -> Iterator[Axis]:
     match decode(eqn):
         case DotGeneral((left, right), (left_batch, right_batch)):
             yield from _product(operands, left, right, left_batch, right_batch)
-        case Convolution(left, right, result, grouped):
-            if not grouped:
+        case Convolution(left, right, result, in_feature_groups, in_batch_groups):
+            if not in_batch_groups:
                 yield Axis((left[0], None), (result[0],))
+            if not (in_feature_groups or in_batch_groups):
                 yield Axis((None, right[0]), (result[1],))
+            if not in_feature_groups:
                 yield Axis((left[1], right[1]), (None,), ("sum",))
         case Reduction(axes, kind):
             kept = [d for d in range(len(operands[0])) if d not in axes]

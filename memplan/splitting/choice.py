@@ -73,8 +73,6 @@ later, or moved. Next to nothing in a loop is the finest chunks, which are slow.
 _TRIP = 1 << 18
 """Bytes: what an equation costs in each trip besides what it moves, some tenths of a microsecond of
 a device's memory."""
-
-
 _LINE, _SECTOR = 512, 64
 """Bytes that lie one after another: so many are read or written as fast as any, a row of a TPU's
 tiles or some sectors of a GPU's memory; and fewer than those, no chunk has of a large array."""
@@ -325,12 +323,14 @@ class _Splitting:
                 makes.append((v, size // dtype.itemsize * np.dtype(wide).itemsize))
             elif v not in results:
                 makes.append((v, size))
-        loop = Step(graph.given(region), makes)
+        given = graph.given(region)
+        loop = Step(given, makes)
         rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
+        edges = {v: self.shards.bytes(v) for v in (*given, *leaving) if v in region.cut}
         possible = [
             chunks
             for chunks in _chunkings(region.rows, is_even=self.shards is not WHOLE)
-            if all(run >= _SECTOR or size < _SMALLEST for size, run in _runs(graph, region, chunks))
+            if all(n < _SMALLEST or _run(region, chunks, v) >= _SECTOR for v, n in edges.items())
         ]
         if not possible:
             return None
@@ -354,8 +354,8 @@ class _Splitting:
         if gain <= 0 or max(new.loads) > max(now.live.loads):
             return None
         cost = _moved(graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
-        runs = _runs(graph, region, chunks)
-        cost += sum(int(size * max(_LINE / run - 1, 0)) for size, run in runs)
+        for v, size in edges.items():
+            cost += int(size * max(_LINE / _run(region, chunks, v) - 1, 0))
         return _Found(graph, seed, region, chunks, share, gain, cost, rest + own <= self.aim)
 
     def _over(self, loads: Iterable[int]) -> int:
@@ -439,10 +439,7 @@ def _moved(graph: Graph, region: Region, parts: int) -> int:
     return (parts - 1) * (sum(map(size, whole)) + 2 * sum(map(size, summed)))
 
 
-def _runs(graph: Graph, region: Region, chunks: Chunks) -> Iterator[tuple[int, int]]:
-    """The bytes of each array that a region takes or makes in chunks, and how many of a chunk's lie
-    one after another."""
-    for v in {*graph.given(region), *graph.leaving(region)} & region.cut.keys():
-        d, shape = region.cut[v], shape_of(v)
-        run = chunks.of(shape[d]) * math.prod(shape[d + 1 :]) * aval_of(v).dtype.itemsize
-        yield graph.shards.bytes(v), run
+def _run(region: Region, chunks: Chunks, v: Var) -> int:
+    """The bytes that a chunk has of an array which lie one after another there."""
+    d, shape = region.cut[v], shape_of(v)
+    return chunks.of(shape[d]) * math.prod(shape[d + 1 :]) * aval_of(v).dtype.itemsize

@@ -543,21 +543,29 @@ def test_where_no_step_waits_there_is_no_other_round(monkeypatch: pytest.MonkeyP
     assert len(reporting(monkeypatch, 0.6).rounds) == 1
 
 
-def refusing(monkeypatch: pytest.MonkeyPatch, part: float) -> None:
-    """The planner refuses less than HALF, and XLA reports this part of what it is."""
+def refusing(monkeypatch: pytest.MonkeyPatch, part: float, named: int = HALF) -> None:
+    """The planner refuses less than HALF, and XLA reports this part of what it is.
+
+    Args:
+      named: the least that refusals name, at least.
+    """
     plan, exact = planner.Planner.plan, executable.device_bytes
 
     def fails(self: planner.Planner, budget: int, options: Any, **_: Any) -> Candidate:
         if budget < HALF:
-            raise no_plan(budget, HALF)
+            raise no_plan(budget, max(budget + 1, named))
         return marked(plan(self, budget, options))
 
     monkeypatch.setattr(planner.Planner, "plan", fails)
     monkeypatch.setattr(budgeted, "device_bytes", lambda *of: int(exact(*of) * part))
 
 
-def test_what_the_planner_refuses_is_kept_where_xla_takes_less(monkeypatch: pytest.MonkeyPatch):
-    refusing(monkeypatch, 0.6)
+@pytest.mark.parametrize("named", [HALF, HALF * 7 // 8])
+def test_what_the_planner_refuses_is_kept_where_xla_takes_less(
+    monkeypatch: pytest.MonkeyPatch, named: int
+):
+    """Also where the planner refuses the least that it names."""
+    refusing(monkeypatch, 0.6, named)
     monkeypatch.setattr(budgeted.Budgeted, "_slack", lambda *_: HALF)
     budget = int(HALF * 0.7)
     compiled = memplan.jit(chain, hbm=budget).lower(weights(), activations()).compile()

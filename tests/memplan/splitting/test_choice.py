@@ -433,6 +433,39 @@ def test_convolutions_in_loops_have_the_order_for_which_cpus_have_a_library():
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("orders", "options"),
+    [
+        (("NCHW", "OIHW", "NCHW"), {"padding": "VALID"}),
+        (("HWCN", "IOHW", "CNWH"), {"padding": ((2, 1), (0, 3)), "rhs_dilation": (1, 2)}),
+        (("NHWC", "HWOI", "HNWC"), {"padding": "SAME", "window_strides": (2, 1)}),
+        (("NCHW", "OIHW", "NHWC"), {"padding": "SAME", "feature_group_count": 2}),
+    ],
+)
+def test_convolutions_of_any_order_are_the_same_in_chunks(orders, options):
+    sizes = {
+        "N": 8,
+        "H": 12,
+        "W": 10,
+        "C": 4,
+        "O": 6,
+        "I": 4 // options.get("feature_group_count", 1),
+    }
+    window = sizes | {"H": 3, "W": 2}
+    args = drawn(0, *map(sizes.get, orders[0])), drawn(1, *map(window.get, orders[1]))
+
+    def convolved(images, weights):
+        how = {"window_strides": (1, 1), **options, "dimension_numbers": orders}
+        return jnp.sum(jnp.tanh(jax.lax.conv_general_dilated(images, weights, **how)) ** 2)
+
+    gradients = jax.grad(convolved, (0, 1))
+    jaxpr = traced(gradients, *args)
+    new, splits = split(jaxpr, live_bytes(jaxpr) // 4)
+    assert splits
+    for a, b in zip(jaxpr_as_fun(new)(*args), gradients(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
 def gated_products(x, a, b):
     """As in an Evoformer's triangles: `c` is on its own everywhere, and lies innermost."""
     return jnp.einsum("ikc,jkc->ijc", jnp.tanh(x * a), jnp.tanh(x * b)).astype(x.dtype).sum((0, 1))
