@@ -752,3 +752,74 @@ def test_a_report_is_aimed_at_by_those_of_plans_of_the_kind():
     assert rounds.aimed_at(1000, seen, counts_chip=True) == 975 + 100 - 120
     assert rounds.aimed_at(1000, seen, counts_chip=False) == 975 + 100 - 200
     assert rounds.aimed_at(1000, [], counts_chip=True) == 975
+
+
+def kept_of(name: str, total: int, moves: bool = False) -> budgeted._Kept:
+    """An executable of a program in chunks: a plan that waits, and more than the chip beside it."""
+    memory = SimpleNamespace(temp_size_in_bytes=1 << 40)
+    executable: Any = SimpleNamespace(name=name, memory_analysis=lambda: memory)
+    candidate: Any = SimpleNamespace(
+        name=name,
+        placing=SimpleNamespace(splits=("chunks",)),
+        plan=SimpleNamespace(budget_bytes=HALF, prediction=SimpleNamespace(slowdown=2.0)),
+        has_edits=moves,
+        predicted_bytes=total,
+    )
+    return budgeted._Kept(executable, candidate, total, (), {})
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("way", "tried", "seconds", "is_kept"),
+    [
+        # By executable: bytes, and seconds of a step; what is there takes HALF, and 1 s.
+        ("larger", [HALF], [0.9], "0"),
+        ("larger", [HALF], [1.1], "kept"),
+        ("larger", [HALF + 1, HALF], [0.5, 0.9], "1"),
+        ("finer", [HALF], [0.9], "0"),
+        ("finer", [HALF, HALF], [0.9, 0.8], "1"),
+        ("finer", [HALF, HALF], [0.99, 0.9], "1"),
+        ("finer", [HALF, HALF], [1.1, 1.2], "kept"),
+        ("finer", [HALF + 1, HALF], [0.5, 0.9], "1"),
+    ],
+)
+def test_other_chunks_are_kept_where_their_executable_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    tried: list[int],
+    seconds: list[float],
+    is_kept: str,
+):
+    lowered = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
+    of, kept = lowered._budgeted, kept_of("kept", HALF)
+    takes = {"kept": 1.0} | dict(zip(map(str, range(9)), seconds, strict=False))
+    found = (kept_of(str(n), total) for n, total in enumerate(tried))
+
+    def beside(*_: Any) -> budgeted._Tried | None:
+        other = next(found, None)
+        if other is None:
+            return None
+        assert other.candidate is not None
+        return budgeted._Tried(other.candidate, other.executable, other.total, None, None)
+
+    monkeypatch.setattr(of, "_try_beside", beside)
+    monkeypatch.setattr(of, "_seconds", lambda kept: takes[kept.executable.name])
+    after: Any = getattr(of, f"_with_{way}_chunks")(kept, HALF)
+    assert after.executable.name == is_kept
+
+
+@pytest.mark.tpu
+def test_finer_chunks_of_what_is_too_large_are_taken_while_they_take_less(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lowered = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
+    of, found = lowered._budgeted, iter([kept_of("0", HALF + 1, moves=True), kept_of("1", HALF)])
+
+    def beside(*_: Any) -> Any:
+        other: Any = next(found)
+        return budgeted._Tried(other.candidate, other.executable, other.total, None, None)
+
+    monkeypatch.setattr(of, "_try_beside", beside)
+    monkeypatch.setattr(of, "_seconds", lambda _: 1.0)
+    after: Any = of._with_finer_chunks(kept_of("kept", HALF + 2), HALF)
+    assert (after.executable.name, after.total) == ("1", HALF)

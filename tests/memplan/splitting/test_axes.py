@@ -21,9 +21,9 @@ IMAGE, KERNEL = A.reshape(2, 4, 4, 6), np.ones((3, 3, 6, 2), np.float32)
 PLACES = np.array([[0, 3], [2, 1], [5, 5], [4, 0]])
 
 
-def conv(x, w):
+def conv(x, w, **groups):
     return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups
     )
 
 
@@ -61,6 +61,12 @@ EQUATIONS = {
     "dynamic slice": (lambda a, k: lax.dynamic_slice(a, (0, k, 0), (4, 2, 8)), (A, np.int32(3)), 2),
     "update": (lambda a, k: lax.dynamic_update_slice(a, a[:, :2], (0, k, 0)), (A, np.int32(3)), 2),
     "convolution": (conv, (IMAGE, KERNEL), 3),
+    "features in groups": (
+        lambda x, w: conv(x, w, feature_group_count=2), (IMAGE, KERNEL[:, :, :3]), 1,
+    ),
+    "batches in groups": (
+        lambda x, w: conv(x, w, batch_group_count=2), (IMAGE, KERNEL), 1,
+    ),
     "rows": (lambda a, i: a[i], (A[0], PLACES), 3),
     "entries of rows": (lambda a, i: jnp.take_along_axis(a, i, 1), (A[:, :, 0], PLACES), 2),
     "rows added": (lambda a, i: a.at[i].add(i[..., None] * 0.5), (A[0], PLACES), 3),
