@@ -813,7 +813,8 @@ def test_finer_chunks_of_what_is_too_large_are_taken_while_they_take_less(
     monkeypatch: pytest.MonkeyPatch,
 ):
     lowered = memplan.jit(chain, hbm=HALF, machine="v5e").lower(weights(), activations())
-    of, found = lowered._budgeted, iter([kept_of("0", HALF + 1, moves=True), kept_of("1", HALF)])
+    others = kept_of("0", HALF + 1, moves=True), kept_of("1", HALF + 3)
+    of, found = lowered._budgeted, iter(others)
 
     def beside(*_: Any) -> Any:
         other: Any = next(found)
@@ -822,4 +823,4 @@ def test_finer_chunks_of_what_is_too_large_are_taken_while_they_take_less(
     monkeypatch.setattr(of, "_try_beside", beside)
     monkeypatch.setattr(of, "_seconds", lambda _: 1.0)
     after: Any = of._with_finer_chunks(kept_of("kept", HALF + 2), HALF)
-    assert (after.executable.name, after.total) == ("1", HALF)
+    assert (after.executable.name, after.total) == ("0", HALF + 1)
