@@ -126,6 +126,26 @@ setup(
             **STABLE_ABI,
             extra_compile_args=FLAGS,
         ),
+        Extension(
+            "memplan.kv._prefix_cache",
+            sources=[
+                "memplan/kv/module.cc",
+                "memplan/kv/prefix_cache.cc",
+                "memplan/kv/history.cc",
+                "memplan/kv/reuse.cc",
+                "memplan/kv/trie.cc",
+            ],
+            depends=[
+                "hlo_passes/extension.h",
+                "memplan/kv/prefix_cache.h",
+                "memplan/kv/history.h",
+                "memplan/kv/reuse.h",
+                "memplan/kv/trie.h",
+            ],
+            language="c++",
+            **STABLE_ABI,
+            extra_compile_args=FLAGS,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp312"}},
 )

@@ -33,7 +33,7 @@ bool Caught(Body&& body) {
   return false;
 }
 
-// An array's elements, int64 or float64, while they are looked at or written.
+// An array's elements, int32, int64 or float64, while they are looked at or written.
 template <typename Element>
 class Array {
  public:
@@ -47,12 +47,14 @@ class Array {
   // Whether `object` has such; false with an error set.
   bool Of(PyObject* object, bool written) {
     constexpr bool kIsFloat = std::is_same_v<Element, double>;
+    constexpr const char* kName =
+        kIsFloat ? "float64" : std::is_same_v<Element, int32_t> ? "int32" : "int64";
     const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (written ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object, &buffer_, flags) < 0) return false;
     const char kind = buffer_.format == nullptr ? 'B' : buffer_.format[0];
-    const bool is_kind = kIsFloat ? kind == 'd' : kind == 'l' || kind == 'q';
+    const bool is_kind = kIsFloat ? kind == 'd' : kind == 'i' || kind == 'l' || kind == 'q';
     if (buffer_.ndim == 1 && buffer_.itemsize == sizeof(Element) && is_kind) return true;
-    PyErr_Format(PyExc_TypeError, "expected an array %s[n]", kIsFloat ? "float64" : "int64");
+    PyErr_Format(PyExc_TypeError, "expected an array %s[n]", kName);
     return false;
   }
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from memplan import __version__
+from memplan.cli.caching import run_kv_replay
 from memplan.cli.diffing import run_diff
 from memplan.cli.inspecting import run_inspect
 from memplan.cli.listing import run_demo, run_machines, run_passes
@@ -152,6 +153,34 @@ def make_parser() -> argparse.ArgumentParser:
     )
     repack.add_argument("file", type=Path, metavar="FILE", help="which is replaced when all is in")
     repack.set_defaults(run=run_repack)
+
+    kv = commands.add_parser("kv", help="caches of keys and values")
+    of_kv = kv.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    replay = of_kv.add_parser(
+        "replay", help="how many of a trace's tokens a cache would have had, by policy and size"
+    )
+    replay.add_argument("trace", type=Path, metavar="TRACE.npz", help="requests: see docs/kv.md")
+    replay.add_argument(
+        "--capacity", type=int, required=True, metavar="BLOCKS", help="blocks that are held"
+    )
+    replay.add_argument(
+        "--policy",
+        choices=("lru", "belady", "learned", "hints"),
+        default="hints",
+        help="which stay: belady knows what comes; hints has what sessions say (the default)",
+    )
+    replay.add_argument(
+        "--spread",
+        type=float,
+        default=0.5,
+        help="of hints: declared returns are off by a lognormal factor of this spread",
+    )
+    replay.add_argument(
+        "--ends", type=float, default=0.9, help="of hints: the share of ends that are declared"
+    )
+    replay.add_argument("--seed", type=int, default=0, help="of what is drawn for hints")
+    _add_json(replay)
+    replay.set_defaults(run=run_kv_replay)
 
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)

@@ -1,0 +1,23 @@
+"""Keys and values of prefixes, kept where they are worth most."""
+
+from memplan.kv.cache import Found, Move, Place, Policy, PrefixCache, Request
+from memplan.kv.errors import KvSettingError, NoPagesError, TraceError
+from memplan.kv.replay import Hints, Replayed, declared, replay
+from memplan.kv.trace import Trace
+
+__all__ = [
+    "Found",
+    "Hints",
+    "KvSettingError",
+    "Move",
+    "NoPagesError",
+    "Place",
+    "Policy",
+    "PrefixCache",
+    "Replayed",
+    "Request",
+    "Trace",
+    "TraceError",
+    "declared",
+    "replay",
+]

@@ -1,0 +1,32 @@
+"""What of caches of keys and values cannot be."""
+
+from __future__ import annotations
+
+from hlo_passes.errors import MemplanError
+
+
+class KvSettingError(MemplanError, ValueError):
+    """A setting that makes no cache."""
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(f"{name}={found!r}: expected {expected}.")
+
+
+class NoPagesError(MemplanError):
+    """Requests have all pages of the device."""
+
+    def __init__(self, asked: int, held: int) -> None:
+        super().__init__(
+            f"no {asked} pages on the device: requests have the {held} blocks that it holds, and "
+            "all else. Release one of them first, or make the cache larger (device=)."
+        )
+
+
+class TraceError(MemplanError, ValueError):
+    """A file that is no trace of requests."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(
+            f"{path}: {problem}. Expected a trace in NumPy's .npz: time, n_in, last and plen of "
+            "requests, parent of blocks, and meta, whose first number is the tokens of a block."
+        )

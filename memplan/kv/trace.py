@@ -1,0 +1,123 @@
+"""Traces of requests: when, and for which prefix.
+
+A trace is a ``.npz`` of arrays, for N requests and B blocks:
+
+    time    float64[N]  seconds; does not fall
+    n_in    int[N]      tokens of the prompt
+    last    int[N]      the last whole block of the prompt, -1 if it has none
+    plen    int[N]      whole blocks of the prompt
+    parent  int[B]      how much less the number of the block before is; -1 for none before
+    session int[N]      optional: who asks; -1 unknown
+    meta    int[>=1]    tokens of a block, and whatever follows
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.kv.errors import TraceError
+
+type _Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Attributes:
+      time: float64[N], seconds.
+      n_in: int32[N], tokens of prompts.
+      paths: for each request int32[blocks], the blocks of its prompt from the first on. A block is
+        a number for all the tokens up to its end.
+      session: int32[N], who asks; -1 unknown.
+      block_tokens: tokens of a block.
+      blocks: how many there are.
+    """
+
+    time: npt.NDArray[np.float64]
+    n_in: _Ints
+    paths: tuple[_Ints, ...]
+    session: _Ints
+    block_tokens: int
+    blocks: int
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a trace.
+
+        Raises:
+          TraceError: for a file that is none.
+          OSError: for one that cannot be read.
+        """
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise TraceError(path, "no archive of arrays")
+            file.seek(0)
+            try:
+                with np.load(file) as archive:
+                    arrays = {name: archive[name] for name in archive.files}
+            except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+                raise TraceError(path, f"its arrays cannot be read ({error})") from error
+        return cls.of(arrays, path)
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]], path: object = "trace") -> Self:
+        """Makes a trace of a file's arrays; raises as `load` does, `path` is the file's name."""
+        for name in ("time", "n_in", "last", "plen", "parent", "meta"):
+            if name not in arrays:
+                raise TraceError(path, f"no array {name!r} in it")
+        time = np.asarray(arrays["time"], np.float64)
+        n_in, last, plen = (np.asarray(arrays[name], np.int32) for name in ("n_in", "last", "plen"))
+        parent = np.asarray(arrays["parent"], np.int64)
+        session = np.asarray(arrays.get("session", np.full(time.shape, -1)), np.int32)
+        requests, blocks = time.size, parent.size
+        for name, array in (("n_in", n_in), ("last", last), ("plen", plen), ("session", session)):
+            if array.shape != (requests,):
+                raise TraceError(path, f"{name} is of shape {array.shape}, of time {time.shape}")
+        if (np.diff(time) < 0).any():
+            raise TraceError(path, "time falls")
+        before = np.arange(blocks) - parent
+        if ((before < -1) | (before >= np.arange(blocks))).any():
+            raise TraceError(path, "a block's parent does not come before it")
+        if ((last < -1) | (last >= blocks) | ((last == -1) != (plen == 0))).any():
+            raise TraceError(path, "last is no block, or plen is not 0 where there is none")
+        paths = tuple(_path(before, int(last[k]), int(plen[k]), path) for k in range(requests))
+        block_tokens = int(np.ravel(arrays["meta"])[0])
+        return cls(time, n_in, paths, session, block_tokens, blocks)
+
+    @cached_property
+    def returns(self) -> _Ints:
+        """int32[N]: the request that goes on from each, -1 if none does: the session's next one, or
+        where no session is known the next one for all of its blocks."""
+        following = np.full(len(self.paths), -1, np.int32)
+        next_of_block = np.full(self.blocks, -1, np.int32)
+        next_of_session: dict[int, int] = {}
+        for request in reversed(range(len(self.paths))):
+            path, session = self.paths[request], int(self.session[request])
+            if session >= 0:
+                following[request] = next_of_session.get(session, -1)
+                next_of_session[session] = request
+            elif path.size:
+                following[request] = next_of_block[path[-1]]
+            next_of_block[path] = request
+        return following
+
+
+def _path(before: npt.NDArray[np.int64], last: int, blocks: int, file: object) -> _Ints:
+    path = np.empty(blocks, np.int32)
+    for at in reversed(range(blocks)):
+        if last < 0:
+            raise TraceError(file, f"a path of {blocks} blocks begins {at + 1} blocks too late")
+        path[at] = last
+        last = before[last]
+    if blocks and last != -1:
+        raise TraceError(file, f"a path of {blocks} blocks has others before it")
+    return path
