@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BUILT_FROM := pyproject.toml constraints.txt \
-  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h custom_calls/*/*.cc custom_calls/*/*.h hlo_passes/*.h hlo_passes/*/*.cc hlo_passes/*/*.h)
+  $(wildcard setup.py custom_calls/*.cc custom_calls/*.h custom_calls/*/*.cc custom_calls/*/*.h hlo_passes/*.h hlo_passes/*/*.cc hlo_passes/*/*.h memplan/*/*.cc memplan/*/*.h)
 
 export PYTHON
 

@@ -1,7 +1,8 @@
 """Keys and values of prefixes, kept where they are worth most."""
 
 from memplan.kv.cache import Found, Move, Place, Policy, PrefixCache, Request
-from memplan.kv.errors import KvSettingError, NoPagesError, TraceError
+from memplan.kv.errors import KvSettingError, NoPagesError, PageError, TraceError
+from memplan.kv.pages import PageStore
 from memplan.kv.replay import Hints, Replayed, declared, replay
 from memplan.kv.trace import Trace
 
@@ -11,6 +12,8 @@ __all__ = [
     "KvSettingError",
     "Move",
     "NoPagesError",
+    "PageError",
+    "PageStore",
     "Place",
     "Policy",
     "PrefixCache",

@@ -63,6 +63,13 @@ class PrefixCache:
         so long ago that it is forgotten, nothing happens."""
 
     def end(self, request: int, /) -> None: ...
+    def lose(self, page: int, /) -> None:
+        """Forgets the block that has a page of the device, and all behind it. O(blocks).
+
+        Raises:
+          ValueError: where a request has one of them.
+        """
+
     def take_moves(self) -> list[tuple[_Place, _Place]]:
         """Copies from (tier, page) to (tier, page) that are due, in order; they are forgotten."""
 

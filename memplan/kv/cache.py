@@ -71,6 +71,10 @@ class PrefixCache:
       history: requests that are remembered beyond those whose blocks are held; 100 bytes each.
       keep: blocks that may stay on the device when no request has them; by default all it has.
 
+    Attributes:
+      block_tokens: as given.
+      pages: of the device, the host, and the disk.
+
     Raises:
       KvSettingError: for settings that make no cache.
     """
@@ -99,9 +103,9 @@ class PrefixCache:
             if not least <= value < 1 << 31:
                 raise KvSettingError(name, value, f"an int of {least} to 2^31 - 1")
         self.block_tokens = block_tokens
+        self.pages = (device, host, disk)
         keep = device if keep is None else keep
-        pages = (device, host, disk)
-        self._core = _Core(block_tokens, pages, keep, history, _POLICIES.index(policy))
+        self._core = _Core(block_tokens, self.pages, keep, history, _POLICIES.index(policy))
         self._most_sessions = history
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -161,6 +165,15 @@ class PrefixCache:
         """Copies that are due before any page that was given out since the last call is read or
         written; in this order."""
         return [Move(Place(*source), Place(*target)) for source, target in self._core.take_moves()]
+
+    def lose(self, page: int) -> None:
+        """The bytes of a page on the device are lost: its block and all behind it are forgotten.
+        O(blocks).
+
+        Raises:
+          ValueError: where a request has one of them: release that first.
+        """
+        self._core.lose(page)
 
     def held(self) -> dict[str, int]:
         """Blocks that each tier holds, pinned ones among them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hlo_passes.errors import MemplanError
 
 
@@ -19,6 +21,23 @@ class NoPagesError(MemplanError):
         super().__init__(
             f"no {asked} pages on the device: requests have the {held} blocks that it holds, and "
             "all else. Release one of them first, or make the cache larger (device=)."
+        )
+
+
+class PageError(MemplanError):
+    """Bytes of pages that are not those that were written.
+
+    Attributes:
+      pages: on the device, that were to have them.
+    """
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self.pages = tuple(pages)
+        shown = ", ".join(map(str, self.pages))
+        super().__init__(
+            f"pages {shown} of the device were to come from slower memory, and their checksums are "
+            "not those of what was written. Release the requests that have them, call "
+            "PrefixCache.lose for each page, and pin again."
         )
 
 

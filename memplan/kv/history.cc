@@ -127,16 +127,9 @@ VisitId History::Arrive(const std::vector<uint64_t>& keys, const std::vector<Blo
 }
 
 void History::Touch(VisitId visit, const std::vector<BlockId>& path) {
-  const auto waits = [&](VisitId of) {
-    return of != kNone && seen_[of].kind == Hint::kReturns && !seen_[of].is_over;
-  };
   const size_t blocks = path.size();
   for (size_t k = 0; k < blocks; ++k) {
     Block& block = (*trie_)[path[k]];
-    if (!waits(block.earlier) ||
-        (waits(block.visit) && seen_[block.visit].due < seen_[block.earlier].due)) {
-      Take(waits(block.visit) ? block.visit : kNone, &block.earlier);
-    }
     if (block.visit != kNone && !seen_[block.visit].is_over) ++use_[k].others;
     ++use_[k].times;
     Take(visit, &block.visit);
@@ -170,9 +163,7 @@ void History::Say(VisitId id, const Hint& hint) {
   Visit& visit = seen_[id];
   visit.kind = hint.kind;
   if (hint.kind != Hint::kReturns) return;
-  const double seconds = std::max(hint.seconds, 1e-3);
-  visit.unit = seconds / kUnits;
-  visit.due = visit.at + seconds;
+  visit.unit = std::max(hint.seconds, 1e-3) / kUnits;
   visit.spread = hint.spread < 0.35 ? 0 : hint.spread < 0.75 ? 1 : 2;
 }
 
@@ -186,7 +177,6 @@ void History::Forget(BlockId id) {
     ghost_order_.emplace_back(block.key, block.last);
   }
   Let(&block.visit);
-  Let(&block.earlier);
   trie_->Remove(id);
   Trim();
 }
@@ -253,18 +243,12 @@ double History::Index(Policy policy, const Block& block) const {
   const Visit& visit = seen_[block.visit];
   const double age = now_ - block.last;
   if (policy == Policy::kLearned) return plain_.Index(PlainKind(block.use, visit), age);
-  // Others may come back to it, and who asked last for it, and who did before.
-  double index = 0;
-  if (block.use.others > 0 || visit.kind != Hint::kReturns) {
-    index = hinted_.Index(HintKind(block.use, visit), age);
-  }
-  for (const VisitId id : {block.visit, block.earlier}) {
-    if (id == kNone || seen_[id].kind != Hint::kReturns) continue;
-    const Visit& of = seen_[id];
-    const Kind kind{kReturning + of.spread, {}};
-    index = std::max(index, hinted_.Index(kind, (now_ - of.at) / of.unit) / of.unit);
-  }
-  return index;
+  // Others may come back to it, or who asked last for it.
+  const double of_others =
+      block.use.others > 0 ? hinted_.Index(PlainKind(block.use, visit), age) : 0;
+  const Kind kind = HintKind({block.use.times, 0}, visit);
+  const double unit = kind.of >= kReturning ? visit.unit : 1;
+  return std::max(of_others, hinted_.Index(kind, age / unit) / unit);
 }
 
 }  // namespace memplan

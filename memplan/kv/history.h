@@ -57,7 +57,6 @@ class History {
     bool is_over = false;  // Its last block was asked for again.
     int32_t references = 0;
     uint64_t end = 0;  // The key of its last block.
-    double due = 0;    // When it is expected back.
   };
 
   // What is left of an end that left the trie.

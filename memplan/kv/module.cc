@@ -133,6 +133,12 @@ PyObject* PyEnd(PyObject* self, PyObject* id) {
   Py_RETURN_NONE;
 }
 
+PyObject* PyLose(PyObject* self, PyObject* page) {
+  const long of = PyLong_AsLong(page);
+  if (PyErr_Occurred() || !Caught([&] { Of(self).Lose(static_cast<Page>(of)); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
 PyObject* PyTakeMoves(PyObject* self, PyObject*) {
   const std::vector<PrefixCache::Move> moves = Of(self).TakeMoves();
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(moves.size()));
@@ -179,6 +185,7 @@ PyMethodDef methods[] = {
     {"commit", PyCommit, METH_VARARGS, nullptr},
     {"say", PySay, METH_VARARGS, nullptr},
     {"end", PyEnd, METH_O, nullptr},
+    {"lose", PyLose, METH_O, nullptr},
     {"take_moves", PyTakeMoves, METH_NOARGS, nullptr},
     {"held", PyHeld, METH_NOARGS, nullptr},
     {"remembered", PyRemembered, METH_NOARGS, nullptr},

@@ -13,9 +13,6 @@ namespace {
 constexpr double kRequests = 1000;
 constexpr double kMargin = 1.02;
 
-// Below every index.
-constexpr double kFirst = 1e18;
-
 }  // namespace
 
 PrefixCache::PrefixCache(const Settings& settings)
@@ -60,11 +57,9 @@ int PrefixCache::TierOf(const Block& block) const {
 
 // --- leaves ----------------------------------------------------------------------------------
 
-// Tiers follow the best policy: first goes what that does not hold.
+// Tiers follow the best policy.
 double PrefixCache::Index(int holder, const Block& block) const {
-  if (holder >= kTiers) return history_.Index(holders_[holder].policy, block);
-  const double index = history_.Index(holders_[best_].policy, block);
-  return best_ == 0 || block.holders >> best_ & 1 ? index : index - kFirst;
+  return history_.Index(holders_[holder < kTiers ? best_ : holder].policy, block);
 }
 
 bool PrefixCache::IsLeaf(int holder, BlockId id) const {
@@ -122,10 +117,7 @@ void PrefixCache::Drop(int holder, BlockId id) {
   block.holders &= ~(1 << holder);
   --holders_[holder].held;
   if (block.parent == kNone) return;
-  Block& parent = trie_[block.parent];
-  if (--parent.kids[holder] > 0) return;
-  // Of a tier's leaf also faster ones may be the parent's.
-  for (int tier = holder < kTiers ? 0 : holder; tier <= holder; ++tier) Offer(tier, block.parent);
+  if (--trie_[block.parent].kids[holder] == 0) Offer(holder, block.parent);
 }
 
 // --- policies that are followed --------------------------------------------------------------
@@ -395,6 +387,36 @@ void PrefixCache::End(RequestId id) {
     ended_order_.pop_front();
   }
   Shrink();
+}
+
+void PrefixCache::Lose(Page page) {
+  BlockId first = kNone;
+  for (const auto& [key, id] : trie_.known()) {
+    if (TierOf(trie_[id]) == 0 && trie_[id].page == page) first = id;
+  }
+  if (first == kNone) return;
+  // Those behind it, each after who is behind that.
+  std::vector<std::pair<int, BlockId>> behind;
+  for (const auto& [key, id] : trie_.known()) {
+    int depth = 0;
+    BlockId at = id;
+    while (at != kNone && at != first) {
+      at = trie_[at].parent;
+      ++depth;
+    }
+    if (at == kNone) continue;
+    if (trie_[id].pins > 0) throw std::invalid_argument("a request has that page: it must end first");
+    behind.emplace_back(-depth, id);
+  }
+  std::sort(behind.begin(), behind.end());
+  for (const auto& [depth, id] : behind) {
+    const int tier = TierOf(trie_[id]);
+    if (tier < kTiers) FreePage(tier, std::exchange(trie_[id].page, kNone));
+    for (int holder = 0; holder < static_cast<int>(holders_.size()); ++holder) {
+      if (trie_[id].holders >> holder & 1) Drop(holder, id);
+    }
+    Release(id);
+  }
 }
 
 std::vector<PrefixCache::Move> PrefixCache::TakeMoves() { return std::exchange(moves_, {}); }

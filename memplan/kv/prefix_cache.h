@@ -69,6 +69,10 @@ class PrefixCache {
 
   void End(RequestId id);
 
+  // The bytes of a page on the device are lost: its block, and all behind that, are forgotten. No
+  // request may have them.
+  void Lose(Page page);
+
   // What is to be copied, in this order, before pages that were given since are written or read.
   std::vector<Move> TakeMoves();
 

@@ -38,8 +38,7 @@ struct Block {
   Use use;
   double last = 0;          // When it was asked for,
   int64_t order = 0;        // by which request,
-  VisitId visit = kNone;    // with what hint;
-  VisitId earlier = kNone;  // and who is still to come back to it besides.
+  VisitId visit = kNone;  // with what hint.
 };
 
 class Trie {

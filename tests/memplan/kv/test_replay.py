@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from memplan.cli import REFUSED, main
-from memplan.kv import Hints, KvSettingError, Trace, TraceError, declared, replay
+from memplan.kv import Hints, KvSettingError, PrefixCache, Trace, TraceError, declared, replay
 
 BLOCK_TOKENS = 16
 
@@ -158,6 +158,76 @@ class TestPolicies:
         trace = trace_of(paths)
         for policy in ("lru", "learned", "hints"):
             assert replay(trace, 16, policy).hit_rate == pytest.approx(2 / 3, abs=0.01)
+
+    def test_hints_that_hit_less_are_no_longer_followed(self, talk: Trace) -> None:
+        cache = PrefixCache(block_tokens=1, device=250, keep=50)
+        followed = Counter[str]()
+        for number, path in enumerate(talk.paths):
+            with cache.pin(path, session=0, now=float(talk.time[number])) as request:
+                hit = request.hit_tokens
+                request.extend(path.size - hit)
+                request.commit(path[hit:])
+                # Who returns says that it does not, and who does not, that it does at once.
+                returns = talk.returns[number] >= 0
+                cache.hint(0, return_in=None if returns else 1.0, spread=0.1, ends=bool(returns))
+            followed[cache.followed] += 1
+        assert followed["learned"] > followed["hints"]
+
+    def test_what_was_learned_and_is_no_longer_so_is_left(self) -> None:
+        # In the first quarter what is asked for again is so after a hundred requests, then at once.
+        random = np.random.default_rng(0)
+        paths = [[str(k % 100)] if k % 2 else [f"once {k}"] for k in range(2000)]
+        while len(paths) < 8000:
+            again = random.random() < 0.5
+            paths.append(paths[-1] if again else [f"then {len(paths)}"])
+        trace = trace_of(paths)
+        lru, learned = (replay(trace, 40, policy).hit_rate for policy in ("lru", "learned"))
+        assert learned > lru - 0.02
+
+    def test_who_ends_leaves_what_others_share(self) -> None:
+        # Every ten seconds a session ends that began as those before it did; each second one ends
+        # that did not, and one returns after half a minute.
+        events = list[tuple[float, list[str], bool]]()
+        for k in range(1200):
+            events += [(k + wait, [f"back {k}"], True) for wait in (0.0, 30.0)]
+            events.append((k + 0.3, [f"once {k}"], False))
+            if k % 10 == 0:
+                events.append((k + 0.6, [*(f"shared {j}" for j in range(8)), f"own {k}"], False))
+        events.sort()
+        trace = trace_of([path for _, path, _ in events], [at for at, *_ in events])
+        returns = np.array([is_back for *_, is_back in events]) & (trace.returns >= 0)
+        hints = Hints(np.where(returns, 30.0, np.nan), ~returns, 0.25)
+        found = replay(trace, 30, "hints", hints).hit_rate
+        assert found > 0.9 * replay(trace, 30, "belady").hit_rate
+
+    def test_many_blocks_of_one_request_are_one_that_came_back(self) -> None:
+        # One block that comes back in three cases of five, or twenty in one of five.
+        random = np.random.default_rng(0)
+        events = list[tuple[float, list[str]]]()
+        for k in range(2000):
+            for name, blocks, share in (("short", 1, 0.6), ("long", 20, 0.2)):
+                path = [f"{name} {k}.{j}" for j in range(blocks)]
+                events += [(float(k), path), *[(k + 10.0, path)] * (random.random() < share)]
+        events.sort(key=lambda event: event[0])
+        trace = trace_of([path for _, path in events], [at for at, _ in events])
+        found = replay(trace, 40, "learned").hit_rate
+        assert found * 25.6 > 1.05, "hits a second; with none but long ones 0.8"
+
+    def test_who_may_come_back_soon_is_kept_until_then(self) -> None:
+        # A third comes back after ten seconds, or never; others say that they do, in 200 seconds.
+        random = np.random.default_rng(0)
+        events = list[tuple[float, str, bool]]()
+        for k in range(3000):
+            events.append((k * 1.0, f"soon {k}", False))
+            if random.random() < 1 / 3:
+                events.append((k * 1.0 + 10, f"soon {k}", False))
+            events += [(k * 1.0 + wait, f"late {k}", True) for wait in (0.5, 200.5)]
+        events.sort()
+        trace = trace_of([[name] for _, name, _ in events], [at for at, *_ in events])
+        returns = np.array([is_late for *_, is_late in events]) & (trace.returns >= 0)
+        hints = Hints(np.where(returns, 200.0, np.nan), np.zeros(len(events), bool), 0.25)
+        found = replay(trace, 24, "hints", hints).hit_rate
+        assert found > 0.82 * replay(trace, 24, "belady").hit_rate
 
     def test_a_short_memory_is_enough_to_go_on(self, talk: Trace) -> None:
         assert replay(talk, self.CAPACITY, "hints", history=8).hit_rate > 0
