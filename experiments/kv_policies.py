@@ -1,6 +1,6 @@
 """Which blocks of keys and values should stay? Policies on traces of requests.
 
-    python -m experiments.kv_policies TRACE.npz [--capacity 1000 2000] [--json FILE
+    python -m experiments.kv_policies TRACE [--capacity 1000 2000] [--json FILE
         [--resume | --show]] [--plot kv.svg]
 
 For each capacity, in blocks, the share of all prompts' tokens that were held (`memplan.kv.replay`):
@@ -150,7 +150,7 @@ def _plot(rows: Sequence[Row]) -> Any:
     return figure
 
 
-EXPERIMENT = Experiment(_rows, _tables, _define, _plot, words=("TRACE.npz",))
+EXPERIMENT = Experiment(_rows, _tables, _define, _plot, words=("TRACE",))
 
 if __name__ == "__main__":
     EXPERIMENT.main()

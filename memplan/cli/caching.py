@@ -12,7 +12,7 @@ def run_kv_replay(options: argparse.Namespace) -> None:
     from memplan.report.tables import Column, Table
 
     with progress(f"Replaying {options.trace}"):
-        trace = Trace.load(options.trace)
+        trace = Trace.load(options.trace, options.block_tokens)
         hints = declared(trace, options.spread, options.ends, options.seed)
         found = replay(trace, options.capacity, options.policy, hints)
     if options.json:

@@ -159,7 +159,18 @@ def make_parser() -> argparse.ArgumentParser:
     replay = of_kv.add_parser(
         "replay", help="how many of a trace's tokens a cache would have had, by policy and size"
     )
-    replay.add_argument("trace", type=Path, metavar="TRACE.npz", help="requests: see docs/kv.md")
+    replay.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a .npz (memplan.kv.Trace says of what), or lines of JSON as Mooncake has published",
+    )
+    replay.add_argument(
+        "--block-tokens",
+        type=int,
+        default=512,
+        help="tokens of a block, where the trace does not say it",
+    )
     replay.add_argument(
         "--capacity", type=int, required=True, metavar="BLOCKS", help="blocks that are held"
     )

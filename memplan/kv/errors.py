@@ -46,6 +46,7 @@ class TraceError(MemplanError, ValueError):
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(
-            f"{path}: {problem}. Expected a trace in NumPy's .npz: time, n_in, last and plen of "
-            "requests, parent of blocks, and meta, whose first number is the tokens of a block."
+            f"{path}: {problem}. Expected a trace: a .npz of time, n_in, last and plen of "
+            "requests, parent of blocks, and meta; or lines of JSON with timestamp, "
+            "input_length and hash_ids."
         )

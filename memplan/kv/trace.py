@@ -9,12 +9,17 @@ A trace is a ``.npz`` of arrays, for N requests and B blocks:
     parent  int[B]      how much less the number of the block before is; -1 for none before
     session int[N]      optional: who asks; -1 unknown
     meta    int[>=1]    tokens of a block, and whatever follows
+
+or a ``.jsonl`` as Mooncake has published them, and others replay: a line for each request, with
+``timestamp`` in milliseconds, ``input_length`` in tokens, and ``hash_ids``, a number for each block
+of the prompt (the last one need not be whole) that stands for all tokens up to its end.
 """
 
 from __future__ import annotations
 
+import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from memplan.kv.errors import TraceError
+from memplan.kv.errors import KvSettingError, TraceError
 
 type _Ints = npt.NDArray[np.int32]
 
@@ -50,16 +55,22 @@ class Trace:
     blocks: int
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, block_tokens: int = 512) -> Self:
         """Reads a trace.
+
+        Args:
+          path: of a ``.npz``, or of lines of JSON.
+          block_tokens: of the latter, which do not say it.
 
         Raises:
           TraceError: for a file that is none.
+          KvSettingError: for blocks of no tokens.
           OSError: for one that cannot be read.
         """
         with path.open("rb") as file:
             if not zipfile.is_zipfile(file):
-                raise TraceError(path, "no archive of arrays")
+                file.seek(0)
+                return cls.of(_arrays_of_lines(file, path, block_tokens), path)
             file.seek(0)
             try:
                 with np.load(file) as archive:
@@ -109,6 +120,47 @@ class Trace:
                 following[request] = next_of_block[path[-1]]
             next_of_block[path] = request
         return following
+
+
+def _arrays_of_lines(
+    lines: Iterable[bytes], path: object, block_tokens: int
+) -> dict[str, npt.NDArray[Any]]:
+    if block_tokens < 1:
+        raise KvSettingError("block_tokens", block_tokens, "at least 1")
+    times, tokens, lasts, lengths = [], [], [], []
+    numbers: dict[int, int] = {}
+    parents = list[int]()
+    for number, line in enumerate(lines, 1):
+        try:
+            request = json.loads(line)
+            time, n_in = float(request["timestamp"]) / 1e3, int(request["input_length"])
+            ids = [int(one) for one in request["hash_ids"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(path, f"line {number} is no request ({error!r})") from error
+        if len(ids) not in (n_in // block_tokens, -(-n_in // block_tokens)):
+            raise TraceError(
+                path,
+                f"line {number} has {len(ids)} hash_ids for {n_in} tokens in blocks of "
+                f"{block_tokens}; say how many tokens a block has",
+            )
+        before = -1
+        for one in ids[: n_in // block_tokens]:
+            block = numbers.setdefault(one, len(parents))
+            if block == len(parents):
+                parents.append(block - before)
+            elif block - parents[block] != before:
+                raise TraceError(path, f"line {number}: hash id {one} stands behind two others")
+            before = block
+        times.append(time)
+        tokens.append(n_in)
+        lasts.append(before)
+        lengths.append(n_in // block_tokens)
+    arrays = {"n_in": tokens, "last": lasts, "plen": lengths, "parent": parents}
+    return {
+        "time": np.array(times, np.float64),
+        "meta": np.array([block_tokens]),
+        **{name: np.array(values, np.int64) for name, values in arrays.items()},
+    }
 
 
 def _path(before: npt.NDArray[np.int64], last: int, blocks: int, file: object) -> _Ints:

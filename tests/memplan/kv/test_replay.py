@@ -262,6 +262,25 @@ class TestTrace:
         with pytest.raises(TraceError, match=problem):
             Trace.of({**arrays, name: value})
 
+    def test_lines_of_json(self, tmp_path: Path) -> None:
+        path = tmp_path / "mooncake.jsonl"
+        lines = [
+            {"timestamp": 0, "input_length": 33, "output_length": 1, "hash_ids": [7, 8, 9]},
+            {"timestamp": 3000, "input_length": 32, "output_length": 1, "hash_ids": [7, 8]},
+            {"timestamp": 3000, "input_length": 3, "output_length": 1, "hash_ids": [5]},
+        ]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        trace = Trace.load(path, block_tokens=16)
+        assert [blocks.tolist() for blocks in trace.paths] == [[0, 1], [0, 1], []]
+        assert trace.time.tolist() == [0.0, 3.0, 3.0]
+        assert trace.n_in.tolist() == [33, 32, 3]
+        with pytest.raises(TraceError, match=r"line 1 has 3 hash_ids for 33 tokens in blocks of 8"):
+            Trace.load(path, block_tokens=8)
+        lines[2].update(input_length=32, hash_ids=[5, 8])
+        path.write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(TraceError, match=r"line 3: hash id 8 stands behind two others"):
+            Trace.load(path, block_tokens=16)
+
     def test_a_missing_array(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "t.npz", time=np.zeros(1))
         with pytest.raises(TraceError, match=r"t\.npz: no array 'n_in' in it"):
@@ -292,7 +311,7 @@ class TestCommand:
     ) -> None:
         (tmp_path / "no.npz").write_text("no")
         assert main(["kv", "replay", str(tmp_path / "no.npz"), "--capacity", "1"]) == REFUSED
-        assert "no.npz: no archive of arrays. Expected a trace" in capsys.readouterr().err
+        assert "no.npz: line 1 is no request" in capsys.readouterr().err
 
     def test_settings_out_of_range(self) -> None:
         with pytest.raises(KvSettingError, match=r"capacity=0: expected at least one block"):
