@@ -154,6 +154,35 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
             limit,
             lambda pairs: f"%{pairs[0].producer.instruction}",
         )
+    if findings.pages:
+        yield _limited(
+            "pools that are read page by page",
+            (
+                Column("pool"),
+                Column("array"),
+                Column("a page", right=True),
+                Column("tokens", right=True),
+                Column("sequences", right=True),
+                Column("pages of each", right=True),
+                Column("dead behind", right=True),
+                Column("times", right=True),
+                Column("read by"),
+            ),
+            findings.pages,
+            lambda p: (
+                p.pool,
+                p.shape,
+                format_bytes(p.page_bytes),
+                str(p.page_tokens),
+                str(p.sequences),
+                f"up to {p.pages}",
+                "never" if p.window is None else f"{p.window} tokens",
+                str(p.reads),
+                str(p.step),
+            ),
+            limit,
+            lambda p: f"%{p.step.instruction}",
+        )
     if findings.launches is not None:
         yield from _launch_tables(findings.launches, limit)
 

@@ -199,6 +199,32 @@ class PairView:
     conversion: str
 
 
+@dataclass(frozen=True, slots=True)
+class PagesView:
+    """A pool of pages that operations declare to read.
+
+    Attributes:
+      pool: the user's name for it, or the instruction that makes it.
+      shape: of it, whose first dimension counts pages.
+      page_bytes, page_tokens: of a page.
+      sequences: whose pages are read at once.
+      pages: of a sequence, at most.
+      window: tokens behind which pages are never read again; None where all are.
+      reads: how often in a step.
+      step: the first who reads.
+    """
+
+    pool: str
+    shape: str
+    page_bytes: int
+    page_tokens: int
+    sequences: int
+    pages: int
+    window: int | None
+    reads: int
+    step: Step
+
+
 @dataclass(frozen=True)
 class Findings:
     """What there is to say of one program; each list with the most first.
@@ -210,6 +236,7 @@ class Findings:
       saved_by_layouts: bytes that a step reads and writes for these.
       hbm: bytes to and from device memory, without fusions, as it is, and at the least.
       launches: of a step on a GPU, where the dump says what its executable does.
+      pages: pools that are read page by page, in the order of who reads first.
     """
 
     held: Mapping[GroupedBy, tuple[Group, ...]]
@@ -223,3 +250,4 @@ class Findings:
     hbm: FusionTraffic
     pairs: tuple[PairView, ...]
     launches: Launches | None
+    pages: tuple[PagesView, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from hlo_passes.analysis.dataflow import Value, analyze_dataflow
 from hlo_passes.analysis.donation import donations
 from hlo_passes.analysis.launches import count_launches
 from hlo_passes.analysis.live_ranges import compute_live_ranges
+from hlo_passes.analysis.page_reads import PageReads, page_reads
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.edits.idle import idle_temporaries
@@ -36,6 +38,7 @@ from memplan.report.findings import (
     IdleView,
     KernelView,
     LayoutView,
+    PagesView,
     PairView,
     RelayoutView,
 )
@@ -94,6 +97,7 @@ class Inspector:
             launches=count_launches(self.module, thunks)
             if (thunks := self.module.thunks)
             else None,
+            pages=tuple(self._pages()),
         )
 
     @cached_property
@@ -239,6 +243,43 @@ class Inspector:
                     size * nest.executions,
                     None if seconds is None else seconds * nest.executions,
                 )
+
+    def _pages(self) -> Iterator[PagesView]:
+        loops = nests(self.module)
+        found: dict[tuple[int, PageReads], list[tuple[Instruction, Instruction]]] = {}
+        for reader, pool, reads in page_reads(self.module):
+            if reader.computation_id in loops:
+                buffer = self._ranges.dataflow.buffer_at(pool)
+                found.setdefault((buffer.instruction.id, reads), []).append((reader, pool))
+        for (_, reads), pairs in found.items():
+            shape = pairs[0][1].shape
+            yield PagesView(
+                self._pool_name(pairs[0][1], reads),
+                str(shape),
+                shape.byte_size // math.prod(shape.dimensions[: -len(reads.pool) + 1]),
+                reads.tokens,
+                reads.sequences,
+                reads.pages,
+                reads.window,
+                sum(loops[reader.computation_id].executions for reader, _ in pairs),
+                self.names.step(pairs[0][0]),
+            )
+
+    def _pool_name(self, pool: Instruction, reads: PageReads) -> str:
+        if name := self._argument(pool):
+            return f"{name}[i]" if reads.is_stack(pool) else name
+        maker = self._ranges.dataflow.buffer_at(pool).instruction
+        for operand in map(self.module.instructions.__getitem__, maker.operand_ids):
+            if reads.is_stack(operand) and (name := self._argument(operand)):
+                return f"a copy of {name}[i]"
+        return f"%{maker.name}"
+
+    def _argument(self, i: Instruction) -> str:
+        """The user's name of the argument in whose bytes an array is; empty if it is in none."""
+        values = self._ranges.dataflow.buffer_at(i).values
+        arguments = {p.id for p in self.module.entry.parameters}
+        of = next((v.instruction for v in values if v.instruction.id in arguments), None)
+        return "" if of is None else self.names.label(of)
 
     def _pairs(self) -> Iterator[PairView]:
         for p in fusion_pairs(self.module):

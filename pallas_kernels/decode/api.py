@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
+from jax.experimental.xla_metadata import set_xla_metadata
 
+from hlo_passes.analysis.page_reads import PAGE_READS_ATTRIBUTE, PageReads
 from pallas_kernels.arguments import (
     as_int32,
     check_filled,
@@ -202,7 +204,8 @@ def _batched(
 
     @custom_vmap
     def call(q: jax.Array, cache: Cache) -> Any:
-        return run(problem, target, q, cache)
+        with set_xla_metadata(**{PAGE_READS_ATTRIBUTE: _page_reads(problem).to_attribute()}):
+            return run(problem, target, q, cache)
 
     @call.def_vmap
     def _(size: int, mapped: Any, q: jax.Array, cache: Cache) -> tuple[Any, Any]:
@@ -234,6 +237,15 @@ def _batched(
         return apart, jax.tree.map(lambda _: True, apart)
 
     return call
+
+
+def _page_reads(problem: Problem) -> PageReads:
+    """What the compiled program says of its reads, to whoever looks at it (``memplan inspect``)."""
+    p = problem
+    return PageReads(
+        (p.num_pages, p.kv_heads, p.page_size, p.head_dim),
+        p.page_size, p.batch, p.max_pages, p.q_len, p.window,
+    )  # fmt: skip
 
 
 # --- arguments ----------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from hlo_passes.analysis.sharing import Target
@@ -17,6 +21,7 @@ from memplan.report.finding_tables import advice_table, finding_tables
 from memplan.report.findings import Findings
 from memplan.report.inspecting import Inspector
 from memplan.report.tables import plain_text
+from pallas_kernels.decode import decode_attention
 from tests import corpus
 from tests.conftest import Golden
 from tests.hlo_passes.streamed import entry
@@ -237,3 +242,38 @@ def test_conversions_between_products_are_advised_against_where_xla_can_be_told(
     advice = advise(view_run("x", module, machine), findings)
     told = [a for a in advice if "between products" in a.sentence]
     assert [a.saves_s for a in told] == [moved.seconds] * (target == "tpu")
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_pools_of_pages_by_their_names(is_scanned: bool) -> None:
+    def step(cache: Any, q: jax.Array, lengths: jax.Array, tables: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, pools: tuple) -> tuple[jax.Array, None]:
+            k, v = pools
+            out = decode_attention(x, k, v, lengths, block_tables=tables, window=32)
+            return jnp.tanh(out), None
+
+        if is_scanned:
+            return jax.lax.scan(layer, q, cache)[0]
+        for pools in cache:
+            q, _ = layer(q, pools)
+        return q
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pool = array(*((3,) if is_scanned else ()), 24, 2, 16, 64)
+    cache: Any = (pool, pool) if is_scanned else [(pool, pool)] * 3
+    given = cache, array(4, 1, 8, 64), array(4, dtype=jnp.int32), array(4, 5, dtype=jnp.int32)
+    compiled = jax.jit(step).lower(*given).compile()
+    pages = Inspector(read_module(compiled), "cpu").findings().pages
+    names = [f"cache[{k}][i]" for k in range(2)] if is_scanned else None
+    assert {p.pool for p in pages} == set(
+        names or (f"cache[{layer}][{kind}]" for layer in range(3) for kind in range(2))
+    )
+    for p in pages:
+        assert (p.page_bytes, p.page_tokens) == (2 * 16 * 64 * 4, 16)
+        assert (p.sequences, p.pages, p.window) == (4, 5, 32)
+        assert p.reads == (3 if is_scanned else 1)
+    table = next(t for t in finding_tables(Inspector(read_module(compiled), "cpu").findings(), 9)
+                 if t.title == "pools that are read page by page")  # fmt: skip
+    assert "32 tokens" in plain_text(table)
