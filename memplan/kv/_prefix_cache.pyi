@@ -13,6 +13,7 @@ class PrefixCache:
       keep: blocks that stay on the device while no request has them, at most.
       history: ends of requests' paths that are remembered beyond those of blocks that are held.
       policy: 0 LRU, 1 learned, 2 hints.
+      salt: what keys of prefixes begin with.
 
     Raises:
       ValueError: for numbers out of range.
@@ -25,6 +26,7 @@ class PrefixCache:
         keep: int,
         history: int,
         policy: int,
+        salt: int,
         /,
     ) -> None: ...
     def find(self, tokens: _Tokens, /) -> tuple[int, int, int]:
@@ -64,11 +66,18 @@ class PrefixCache:
 
     def end(self, request: int, /) -> None: ...
     def lose(self, page: int, /) -> None:
-        """Forgets the block that has a page of the device, and all behind it. O(blocks).
+        """Forgets the block that has a page of the device, and all behind it; what requests have
+        of them, when these end. O(blocks).
 
         Raises:
-          ValueError: where a request has one of them.
+          ValueError: for a number of no page.
         """
+
+    def clear(self) -> None:
+        """Forgets all blocks, as `lose` does."""
+
+    def room(self) -> int:
+        """Pages on the device that requests do not have."""
 
     def take_moves(self) -> list[tuple[_Place, _Place]]:
         """Copies from (tier, page) to (tier, page) that are due, in order; they are forgotten."""

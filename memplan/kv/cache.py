@@ -14,9 +14,11 @@ is whole.
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -68,8 +70,11 @@ class PrefixCache:
       policy: ``"lru"``; ``"learned"``: by how soon blocks of their kind were used again, as learned
         from all requests; ``"hints"``: and by what is said of a session. Both follow LRU where that
         was better lately.
-      history: requests that are remembered beyond those whose blocks are held; 100 bytes each.
+      history: requests that are remembered beyond those whose blocks are held; 200 bytes each, and
+        as many for a session.
       keep: blocks that may stay on the device when no request has them; by default all it has.
+      salt: what keys of prefixes begin with, an int of 64 bits. By default it is drawn, so that
+        nobody can make prompts whose keys collide; with one, runs are repeated to the bit.
 
     Attributes:
       block_tokens: as given.
@@ -89,6 +94,7 @@ class PrefixCache:
         policy: Policy = "hints",
         history: int = 1 << 18,
         keep: int | None = None,
+        salt: int | None = None,
     ) -> None:
         if policy not in _POLICIES:
             raise KvSettingError("policy", policy, f"one of {', '.join(_POLICIES)}")
@@ -105,9 +111,12 @@ class PrefixCache:
         self.block_tokens = block_tokens
         self.pages = (device, host, disk)
         keep = device if keep is None else keep
-        self._core = _Core(block_tokens, self.pages, keep, history, _POLICIES.index(policy))
+        salt = secrets.randbits(64) if salt is None else salt
+        policies = _POLICIES.index(policy)
+        self._core = _Core(block_tokens, self.pages, keep, history, policies, salt)
         self._most_sessions = history
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()
+        self._open: set[int] = set()
 
     def lookup(self, tokens: Tokens) -> Found:
         """Says how much of a prefix is held, and touches nothing.
@@ -123,17 +132,37 @@ class PrefixCache:
         request is released.
 
         Args:
-          tokens: int[n], those of its prompt.
+          tokens: int[n], those of its prompt. Where the last one is to be run in any case, for
+            what comes behind it, leave it out.
           session: who asks, by whom `hint` knows the request; None if nobody says anything.
           now: seconds on a clock that does not go back; `time.monotonic` by default.
+
+        Raises:
+          KvSettingError: for tokens that are none, or a time that is none.
         """
-        number = self._core.begin(self._blocks(tokens), time.monotonic() if now is None else now)
+        now = time.monotonic() if now is None else now
+        if not math.isfinite(now):
+            raise KvSettingError("now", now, "seconds")
+        hash(session)  # What is none must not be found out behind the beginning.
+        number = self._core.begin(self._blocks(tokens), now)
+        self._open.add(number)
         if session is not None:
+            self._sessions.pop(session, None)
             self._sessions[session] = number
-            self._sessions.move_to_end(session)
-            while len(self._sessions) > self._most_sessions + 1:
-                self._sessions.popitem(last=False)
-        return Request(self._core, number, self.block_tokens)
+            self._forget_sessions()
+        return Request(self._core, number, self.block_tokens, self._end)
+
+    def _forget_sessions(self) -> None:
+        """The oldest, but for those whose requests are open."""
+        surplus = len(self._sessions) - self._most_sessions - len(self._open)
+        for session, number in [*self._sessions.items()] if surplus > 0 else ():
+            if number not in self._open and surplus > 0:
+                self._sessions.pop(session, None)
+                surplus -= 1
+
+    def _end(self, number: int) -> None:
+        self._core.end(number)
+        self._open.discard(number)
 
     def hint(
         self,
@@ -150,7 +179,16 @@ class PrefixCache:
           return_in: seconds from its request on.
           spread: by how much the logarithm of those is off (standard deviation).
           ends: it does not come back.
+
+        Raises:
+          KvSettingError: for seconds or a spread below 0, or not finite; or for both an end and a
+            return.
         """
+        for name, value in (("return_in", return_in or 0.0), ("spread", spread)):
+            if not 0 <= value < math.inf:
+                raise KvSettingError(name, value, "a finite number of at least 0")
+        if ends and return_in is not None:
+            raise KvSettingError("return_in", return_in, "none of who ends")
         number = self._sessions.get(session)
         if number is None:
             return
@@ -167,13 +205,18 @@ class PrefixCache:
         return [Move(Place(*source), Place(*target)) for source, target in self._core.take_moves()]
 
     def lose(self, page: int) -> None:
-        """The bytes of a page on the device are lost: its block and all behind it are forgotten.
-        O(blocks).
+        """The bytes of a page on the device are lost: its block and all behind it are forgotten,
+        and nobody else gets them. Requests that have them are to be released. O(blocks).
 
         Raises:
-          ValueError: where a request has one of them: release that first.
+          ValueError: for a number of no page.
         """
         self._core.lose(page)
+
+    def clear(self) -> None:
+        """Forgets all blocks, as after a change of the model's weights; what requests have, when
+        these are released. What was learned stays."""
+        self._core.clear()
 
     def held(self) -> dict[str, int]:
         """Blocks that each tier holds, pinned ones among them."""
@@ -189,15 +232,18 @@ class PrefixCache:
         self._core.check()
 
     def _blocks(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        return _whole_blocks(tokens, self.block_tokens)
+        array = _int32(tokens)
+        return array[: array.size - array.size % self.block_tokens]
 
 
 class Request:
     """A request, from `PrefixCache.pin` on until it is released. As a context it is released at the
     end of it."""
 
-    def __init__(self, core: _Core, number: int, block_tokens: int) -> None:
-        self._core, self._number, self._block_tokens = core, number, block_tokens
+    def __init__(
+        self, core: _Core, number: int, block_tokens: int, end: Callable[[int], None]
+    ) -> None:
+        self._core, self._number, self._block_tokens, self._end = core, number, block_tokens, end
         self._is_released = False
 
     @property
@@ -217,25 +263,27 @@ class Request:
           NoPagesError: where requests have all pages; then it has as many as before.
         """
         if not self._core.extend(self._number, blocks):
-            raise NoPagesError(blocks, self._core.held()[0])
+            raise NoPagesError(blocks, self._core.room())
 
     def commit(self, tokens: Tokens) -> None:
         """Blocks behind the hit, or behind those that were committed last, are computed: they
         serve others from now on. Where somebody else was faster, `pages` has his afterwards.
 
         Args:
-          tokens: int[n] of whole blocks; of the prompt, or behind it.
+          tokens: int[n], whole blocks; of the prompt, or behind it.
 
         Raises:
-          ValueError: for more blocks than it has pages, or other tokens than those of the prompt.
+          KvSettingError: for tokens that are none.
+          ValueError: for tokens that are no whole blocks, or others than those of the prompt, or
+            more than it has pages for; then nothing is committed.
         """
-        self._core.commit(self._number, _whole_blocks(tokens, self._block_tokens))
+        self._core.commit(self._number, _int32(tokens))
 
     def release(self) -> None:
         """The request ends. Its blocks may be kept, or not; pages behind the last one are free."""
         if not self._is_released:
             self._is_released = True
-            self._core.end(self._number)
+            self._end(self._number)
 
     def __enter__(self) -> Self:
         return self
@@ -249,6 +297,13 @@ class Request:
         self.release()
 
 
-def _whole_blocks(tokens: Tokens, block_tokens: int) -> npt.NDArray[np.int32]:
-    array = np.ascontiguousarray(tokens, np.int32)
-    return array[: array.size - array.size % block_tokens]
+def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    bounds = np.iinfo(np.int32)
+    is_of_ints = array.ndim == 1 and array.dtype.kind in "iu"
+    if not is_of_ints or array.min() < bounds.min or array.max() > bounds.max:
+        shown = f"{array.dtype}{list(array.shape)}"
+        raise KvSettingError("tokens", shown, "one dimension of ints of 32 bits")
+    return np.ascontiguousarray(array, np.int32)

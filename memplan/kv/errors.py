@@ -17,10 +17,10 @@ class KvSettingError(MemplanError, ValueError):
 class NoPagesError(MemplanError):
     """Requests have all pages of the device."""
 
-    def __init__(self, asked: int, held: int) -> None:
+    def __init__(self, asked: int, room: int) -> None:
         super().__init__(
-            f"no {asked} pages on the device: requests have the {held} blocks that it holds, and "
-            "all else. Release one of them first, or make the cache larger (device=)."
+            f"no {asked} more pages on the device: requests have all of its pages but {room}. "
+            "Release one of them first, or make the cache larger (device=)."
         )
 
 
@@ -36,8 +36,8 @@ class PageError(MemplanError):
         shown = ", ".join(map(str, self.pages))
         super().__init__(
             f"pages {shown} of the device were to come from slower memory, and their checksums are "
-            "not those of what was written. Release the requests that have them, call "
-            "PrefixCache.lose for each page, and pin again."
+            "not those of what was written. Nobody else gets them; release the requests that have "
+            "them, and pin again."
         )
 
 

@@ -38,7 +38,7 @@ std::vector<int> Like(bool has_hints) {
 
 int Power(uint64_t of) {
   int power = 0;
-  while (of >> (power + 1)) ++power;
+  while (power < 63 && of >> (power + 1)) ++power;
   return power;
 }
 
@@ -78,7 +78,7 @@ void History::Let(VisitId* visit) {
 
 VisitId History::Arrive(const std::vector<uint64_t>& keys, const std::vector<BlockId>& path,
                         double now) {
-  now_ = std::max(now_, now);
+  now_ = visits_ == 0 ? now : std::max(now_, now);
   if (++visits_ > next_fit_) Fit();
   if (free_.empty()) {
     free_.push_back(static_cast<VisitId>(seen_.size()));
@@ -87,7 +87,6 @@ VisitId History::Arrive(const std::vector<uint64_t>& keys, const std::vector<Blo
   const VisitId id = free_.back();
   free_.pop_back();
   seen_[id] = {};
-  seen_[id].at = now_;
   seen_[id].references = 1;
   if (keys.empty()) return id;
   seen_[id].end = keys.back();
@@ -146,7 +145,13 @@ void History::Touch(VisitId visit, const std::vector<BlockId>& path) {
 void History::Extend(VisitId visit, BlockId id) {
   Block& block = (*trie_)[id];
   if (block.visit == kNone) {
-    block.use = {1, 0};
+    if (const auto ghost = ghosts_.find(block.key); ghost != ghosts_.end()) {
+      block.use = ghost->second.use;
+      Count(ghost->second, true);
+      Let(&ghost->second.visit);
+      ghosts_.erase(ghost);
+    }
+    ++block.use.times;
     block.last = now_;
     block.order = visits_;
     Take(visit, &block.visit);

@@ -50,7 +50,7 @@ class History {
 
  private:
   struct Visit {
-    double at = 0, unit = 1;  // Seconds; those of an age of its class.
+    double unit = 1;  // Seconds of an age of its class.
     Hint::Kind kind = Hint::kUnknown;
     uint8_t spread = 0;
     std::array<uint8_t, 2> traits{};

@@ -21,9 +21,10 @@ PrefixCache& Of(PyObject* self) { return *reinterpret_cast<PyCache*>(self)->cach
 PyObject* New(PyTypeObject* type, PyObject* args, PyObject*) {
   PrefixCache::Settings settings;
   long long block_tokens, pages[kTiers], keep, history;
+  unsigned long long salt;
   int policy;
-  if (!PyArg_ParseTuple(args, "L(LLL)LLi", &block_tokens, &pages[0], &pages[1], &pages[2], &keep,
-                        &history, &policy)) {
+  if (!PyArg_ParseTuple(args, "L(LLL)LLiK", &block_tokens, &pages[0], &pages[1], &pages[2], &keep,
+                        &history, &policy, &salt)) {
     return nullptr;
   }
   settings.block_tokens = block_tokens;
@@ -31,6 +32,7 @@ PyObject* New(PyTypeObject* type, PyObject* args, PyObject*) {
   settings.keep = keep;
   settings.history = history;
   settings.policy = static_cast<Policy>(policy);
+  settings.salt = salt;
   PyObject* self = PyType_GenericAlloc(type, 0);
   if (self == nullptr) return nullptr;
   PrefixCache*& made = reinterpret_cast<PyCache*>(self)->cache;
@@ -135,9 +137,18 @@ PyObject* PyEnd(PyObject* self, PyObject* id) {
 
 PyObject* PyLose(PyObject* self, PyObject* page) {
   const long of = PyLong_AsLong(page);
-  if (PyErr_Occurred() || !Caught([&] { Of(self).Lose(static_cast<Page>(of)); })) return nullptr;
+  if (PyErr_Occurred()) return nullptr;
+  const Page number = of >= 0 && of <= INT32_MAX ? static_cast<Page>(of) : kNone;
+  if (!Caught([&] { Of(self).Lose(number); })) return nullptr;
   Py_RETURN_NONE;
 }
+
+PyObject* PyClear(PyObject* self, PyObject*) {
+  if (!Caught([&] { Of(self).Clear(); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* PyRoom(PyObject* self, PyObject*) { return PyLong_FromLongLong(Of(self).room()); }
 
 PyObject* PyTakeMoves(PyObject* self, PyObject*) {
   const std::vector<PrefixCache::Move> moves = Of(self).TakeMoves();
@@ -186,6 +197,8 @@ PyMethodDef methods[] = {
     {"say", PySay, METH_VARARGS, nullptr},
     {"end", PyEnd, METH_O, nullptr},
     {"lose", PyLose, METH_O, nullptr},
+    {"clear", PyClear, METH_NOARGS, nullptr},
+    {"room", PyRoom, METH_NOARGS, nullptr},
     {"take_moves", PyTakeMoves, METH_NOARGS, nullptr},
     {"held", PyHeld, METH_NOARGS, nullptr},
     {"remembered", PyRemembered, METH_NOARGS, nullptr},

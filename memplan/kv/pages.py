@@ -7,13 +7,14 @@
     logits, store.pools = step(store.pools, request.pages, ...)
 
 A page is one row of each pool. Off the device its rows are a *record*, one after the other, with a
-CRC-32C that is compared when they come back.
+CRC-32C that is compared when they come back. Threads may settle at the same time.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +60,8 @@ class PageStore:
     ) -> None:
         device, host, disk = cache.pages
         leaves = jax.tree.leaves(pools)
+        if not leaves:
+            raise KvSettingError("pools", pools, "a tree of arrays")
         for leaf in leaves:
             if leaf.ndim < 1 or leaf.shape[0] != device:
                 raise KvSettingError("pools", leaf.shape, f"arrays [{device}, ...]")
@@ -70,14 +73,24 @@ class PageStore:
         self.record_bytes = -(-sum(self._sizes) // _BLOCK) * _BLOCK
         self._host = _records(host, self.record_bytes)
         self._staged = _records(_MOST_AT_ONCE, self.record_bytes)
-        self._sums: dict[tuple[int, int], int] = {}
+        self._sums: dict[tuple[int, int], int | None] = {}
+        self._due: list[Move] = []
+        self._lost: set[int] = set()
+        self._lock = threading.Lock()
+        self._file = None
         if disk:
             self._file = tempfile.NamedTemporaryFile(dir=folder, prefix="memplan-kv-")
             os.posix_fallocate(self._file.fileno(), 0, disk * self.record_bytes)
 
     @property
-    def file(self) -> str:
-        """The path of the file of the disk's pages; they are records, one after the other."""
+    def file(self) -> str | None:
+        """The path of the file of the disk's pages, if there is one; they are records, one after
+        the other."""
+        return None if self._file is None else self._file.name
+
+    @property
+    def _path(self) -> str:
+        assert self._file is not None, "the cache has no disk"
         return self._file.name
 
     def settle(self) -> None:
@@ -85,27 +98,36 @@ class PageStore:
         be read or written.
 
         Raises:
-          PageError: where bytes are not those that were written; all else is done. Release the
-            requests that have its pages, say `PrefixCache.lose`, and ask again.
-          OSError: where the file cannot be read or written.
+          PageError: where bytes are not those that were written: the cache has lost them
+            (`PrefixCache.lose`), and all else is done. Release the requests that have its pages,
+            and pin again.
+          OSError: where the file cannot be read or written. What was not copied is the next time.
         """
-        lost: list[int] = []
-        for moves in _batches(self._cache.take_moves()):
-            self._move(moves, lost)
+        with self._lock:
+            self._due += self._cache.take_moves()
+            for moves in _batches([*self._due]):
+                self._move(moves)
+                del self._due[: len(moves)]
+            lost, self._lost = sorted(self._lost), set()
+            for page in lost:
+                self._cache.lose(page)
         if lost:
             raise PageError(lost)
 
-    def _move(self, moves: Sequence[Move], lost: list[int]) -> None:
+    def _move(self, moves: Sequence[Move]) -> None:
         source, target = moves[0].source.tier, moves[0].target.tier
         come, go = ([move[end].page for move in moves] for end in (0, 1))
         records = self._read(source, come)
-        if source == _DEVICE:
-            sums = [library.load().crc32c(record) for record in records]
+        found = [library.load().crc32c(record) for record in records]
+        if source == _DEVICE:  # What is lost has no sum that could be right.
+            sums = [
+                None if page in self._lost else one for page, one in zip(come, found, strict=True)
+            ]
         else:
             sums = [self._sums[source, page] for page in come]
         if target == _DEVICE:
-            found = (library.load().crc32c(record) for record in records)
-            lost += [page for page, a, b in zip(go, sums, found, strict=True) if a != b]
+            self._lost.difference_update(go)
+            self._lost.update(page for page, a, b in zip(go, sums, found, strict=True) if a != b)
             self.pools = _put(self.pools, self._leaves(records), _padded(go, self._cache.pages[0]))
             return
         self._sums.update(((target, page), one) for page, one in zip(go, sums, strict=True))
@@ -114,7 +136,7 @@ class PageStore:
             return
         for page, record in zip(go, records, strict=True):
             offset = page * self.record_bytes
-            library.load().write_file(self.file, record, offset)
+            library.load().write_file(self._path, record, offset)
 
     def _read(self, tier: int, pages: Sequence[int]) -> _Bytes:
         """uint8[pages, record bytes]."""
@@ -123,7 +145,7 @@ class PageStore:
             records[:] = self._host[pages]
         elif tier == _DISK:
             for page, record in zip(pages, records, strict=True):
-                library.load().read_file(self.file, record, page * self.record_bytes)
+                library.load().read_file(self._path, record, page * self.record_bytes)
         else:
             begin = 0
             rows = _take(self.pools, _padded(pages, 0))

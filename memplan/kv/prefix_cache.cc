@@ -16,7 +16,7 @@ constexpr double kMargin = 1.02;
 }  // namespace
 
 PrefixCache::PrefixCache(const Settings& settings)
-    : trie_(settings.block_tokens),
+    : trie_(settings.block_tokens, settings.salt),
       history_(&trie_, settings.history),
       keep_(settings.keep),
       most_ended_(settings.history) {
@@ -65,8 +65,9 @@ double PrefixCache::Index(int holder, const Block& block) const {
 bool PrefixCache::IsLeaf(int holder, BlockId id) const {
   const Block& block = trie_[id];
   if (!(block.holders >> holder & 1)) return false;
+  if (block.pins > 0) return false;
   if (holder >= kTiers) return block.kids[holder] == 0;
-  uint32_t kids = block.pins;
+  uint32_t kids = 0;
   for (int tier = 0; tier <= holder; ++tier) kids += block.kids[tier];
   return kids == 0;
 }
@@ -74,6 +75,7 @@ bool PrefixCache::IsLeaf(int holder, BlockId id) const {
 void PrefixCache::Offer(int holder, BlockId id) {
   if (!IsLeaf(holder, id)) return;
   std::vector<Candidate>& leaves = holders_[holder].leaves;
+  if (static_cast<int64_t>(leaves.size()) > 64 + 2 * holders_[holder].held) Rank(holder);
   leaves.push_back({Index(holder, trie_[id]), id, trie_[id].touches});
   std::push_heap(leaves.begin(), leaves.end());
 }
@@ -88,6 +90,10 @@ void PrefixCache::Rank(int holder) {
     leaves[kept++] = {Index(holder, trie_[leaf.block]), leaf.block, leaf.touches};
   }
   leaves.resize(kept);
+  const auto block_of = [](const Candidate& a, const Candidate& b) { return a.block < b.block; };
+  const auto is_same = [](const Candidate& a, const Candidate& b) { return a.block == b.block; };
+  std::sort(leaves.begin(), leaves.end(), block_of);
+  leaves.erase(std::unique(leaves.begin(), leaves.end(), is_same), leaves.end());
   std::make_heap(leaves.begin(), leaves.end());
   of.evictions = 0;
 }
@@ -110,12 +116,14 @@ void PrefixCache::Hold(int holder, BlockId id) {
   block.holders |= 1 << holder;
   if (block.parent != kNone) ++trie_[block.parent].kids[holder];
   ++holders_[holder].held;
+  if (holder == 0 && block.pins > 0) ++pinned_;
 }
 
 void PrefixCache::Drop(int holder, BlockId id) {
   Block& block = trie_[id];
   block.holders &= ~(1 << holder);
   --holders_[holder].held;
+  if (holder == 0 && block.pins > 0) --pinned_;
   if (block.parent == kNone) return;
   if (--trie_[block.parent].kids[holder] == 0) Offer(holder, block.parent);
 }
@@ -217,6 +225,14 @@ void PrefixCache::Leave(int tier, BlockId id) {
   Release(id);
 }
 
+void PrefixCache::Pin(BlockId id) {
+  if (trie_[id].pins++ == 0 && TierOf(trie_[id]) == 0) ++pinned_;
+}
+
+void PrefixCache::Unpin(BlockId id) {
+  if (--trie_[id].pins == 0 && TierOf(trie_[id]) == 0) --pinned_;
+}
+
 void PrefixCache::Release(BlockId id) {
   const Block& block = trie_[id];
   if (block.holders == 0 && block.pins == 0) history_.Forget(id);
@@ -226,7 +242,7 @@ void PrefixCache::Release(BlockId id) {
 
 std::array<int64_t, kTiers> PrefixCache::Find(const int32_t* tokens, int64_t blocks) const {
   std::array<int64_t, kTiers> found{};
-  uint64_t key = 0;
+  uint64_t key = trie_.salt();
   BlockId parent = kNone;
   for (int64_t k = 0; k < blocks; ++k, tokens += trie_.block_tokens()) {
     key = trie_.KeyOf(key, tokens);
@@ -244,7 +260,7 @@ PrefixCache::RequestId PrefixCache::Begin(const int32_t* tokens, int64_t blocks,
   const int64_t size = trie_.block_tokens();
   std::vector<uint64_t> keys(blocks);
   request.path.assign(blocks, kNone);
-  uint64_t key = 0;
+  uint64_t key = trie_.salt();
   BlockId parent = kNone;
   bool is_known = true;
   for (int64_t k = 0; k < blocks; ++k) {
@@ -262,7 +278,7 @@ PrefixCache::RequestId PrefixCache::Begin(const int32_t* tokens, int64_t blocks,
       request.is_whole = false;
       break;
     }
-    ++trie_[at].pins;
+    Pin(at);
   }
   history_.Touch(request.visit, request.path);
   Follow(request.path);
@@ -281,17 +297,19 @@ PrefixCache::RequestId PrefixCache::Begin(const int32_t* tokens, int64_t blocks,
   return id;
 }
 
+int64_t PrefixCache::room() const {
+  const Holder& device = holders_[0];
+  const int64_t unused = static_cast<int64_t>(device.free.size()) + device.most - device.pages;
+  return unused + device.held - pinned_;
+}
+
 bool PrefixCache::Extend(RequestId id, int64_t pages) {
   Request& request = RequestOf(id);
-  const size_t before = request.pages.size();
+  if (pages < 0) throw std::invalid_argument("pages: at least 0");
+  if (pages > room()) return false;
   for (int64_t k = 0; k < pages; ++k) {
     const Page page = TakePage(0);
-    if (page == kNone) {
-      for (; request.pages.size() > before; request.pages.pop_back()) {
-        FreePage(0, request.pages.back());
-      }
-      return false;
-    }
+    if (page == kNone) throw std::logic_error("a page that nobody has is not to be had");
     request.pages.push_back(page);
   }
   return true;
@@ -303,22 +321,30 @@ void PrefixCache::Commit(RequestId id, const int32_t* tokens, int64_t blocks) {
     throw std::invalid_argument("more blocks than the request has pages");
   }
   const int64_t size = trie_.block_tokens();
-  for (int64_t k = 0; k < blocks; ++k, tokens += size, ++request.committed) {
-    const size_t at = request.committed;
-    if (at > request.path.size() || !request.is_whole) continue;
+  const auto found = [&](size_t at, const int32_t* of) {
     const BlockId parent = at == 0 ? kNone : request.path[at - 1];
-    const uint64_t key = trie_.KeyOf(at == 0 ? 0 : trie_[parent].key, tokens);
-    BlockId block = trie_.Find(key, parent, tokens);
-    if (at < request.path.size() && block != request.path[at]) {
+    const uint64_t key = trie_.KeyOf(at == 0 ? trie_.salt() : trie_[parent].key, of);
+    return std::make_pair(key, trie_.Find(key, parent, of));
+  };
+  for (int64_t k = 0; k < blocks; ++k) {
+    const size_t at = request.committed + k;
+    if (at >= request.path.size() || hidden_.count(request.path[at]) > 0) break;
+    if (found(at, tokens + k * size).second != request.path[at]) {
       throw std::invalid_argument("other tokens than those that the request began with");
     }
+  }
+  for (int64_t k = 0; k < blocks; ++k, tokens += size, ++request.committed) {
+    const size_t at = request.committed;
+    if (at >= request.path.size() ? !request.is_whole : hidden_.count(request.path[at]) > 0) continue;
+    auto [key, block] = found(at, tokens);
+    const BlockId parent = at == 0 ? kNone : request.path[at - 1];
     if (at == request.path.size()) {
       if (block == kNone) block = trie_.Make(key, parent, tokens);
       if (block == kNone) {
         request.is_whole = false;
         continue;
       }
-      ++trie_[block].pins;
+      Pin(block);
       request.path.push_back(block);
       history_.Extend(request.visit, block);
       for (int holder = kTiers; holder < static_cast<int>(holders_.size()); ++holder) {
@@ -356,28 +382,30 @@ void PrefixCache::Say(RequestId id, const Hint& hint) {
 
 void PrefixCache::End(RequestId id) {
   Request& request = RequestOf(id);
-  for (size_t k = request.committed; k < request.pages.size(); ++k) FreePage(0, request.pages[k]);
-  if (!request.is_whole) {
-    // What was computed behind is in no block.
-    for (size_t k = request.path.size(); k < static_cast<size_t>(request.committed); ++k) {
-      FreePage(0, request.pages[k]);
-    }
+  for (size_t k = 0; k < request.pages.size(); ++k) {
+    const bool is_in_path = k < request.path.size() && TierOf(trie_[request.path[k]]) == 0;
+    const bool is_of_block = is_in_path && trie_[request.path[k]].page == request.pages[k];
+    if (!is_of_block) FreePage(0, request.pages[k]);
   }
   for (size_t k = request.path.size(); k-- > 0;) {
     const BlockId block = request.path[k];
-    --trie_[block].pins;
-    for (int tier = 0; tier < kTiers; ++tier) Offer(tier, block);
+    Unpin(block);
+    for (int holder = 0; holder < static_cast<int>(holders_.size()); ++holder) Offer(holder, block);
   }
   Ended& ended = ended_[id];
   ended.visit = request.visit;
   if (!request.path.empty()) {
     ended.last = request.path.back();
     ended.touches = trie_[ended.last].touches;
-    for (int holder = kTiers; holder < static_cast<int>(holders_.size()); ++holder) {
-      Offer(holder, ended.last);
-    }
   }
-  for (size_t k = request.path.size(); k-- > 0;) Release(request.path[k]);
+  for (size_t k = request.path.size(); k-- > 0;) {
+    const BlockId block = request.path[k];
+    if (trie_[block].pins == 0 && hidden_.erase(block) > 0 && TierOf(trie_[block]) == 0) {
+      FreePage(0, trie_[block].page);
+      Drop(0, block);
+    }
+    Release(block);
+  }
   requests_.erase(id);
   ended_order_.push_back(id);
   while (static_cast<int64_t>(ended_order_.size()) > most_ended_) {
@@ -390,33 +418,50 @@ void PrefixCache::End(RequestId id) {
 }
 
 void PrefixCache::Lose(Page page) {
+  if (page < 0 || page >= holders_[0].most) throw std::invalid_argument("no page of the device");
   BlockId first = kNone;
   for (const auto& [key, id] : trie_.known()) {
     if (TierOf(trie_[id]) == 0 && trie_[id].page == page) first = id;
   }
   if (first == kNone) return;
-  // Those behind it, each after who is behind that.
-  std::vector<std::pair<int, BlockId>> behind;
+  // Whether a block is that one, or behind it.
+  std::unordered_map<BlockId, bool> is_behind = {{kNone, false}, {first, true}};
+  std::vector<BlockId> lost, way;
   for (const auto& [key, id] : trie_.known()) {
-    int depth = 0;
     BlockId at = id;
-    while (at != kNone && at != first) {
-      at = trie_[at].parent;
-      ++depth;
-    }
-    if (at == kNone) continue;
-    if (trie_[id].pins > 0) throw std::invalid_argument("a request has that page: it must end first");
-    behind.emplace_back(-depth, id);
+    for (; is_behind.count(at) == 0; at = trie_[at].parent) way.push_back(at);
+    const bool is_so = is_behind[at];
+    for (; !way.empty(); way.pop_back()) is_behind[way.back()] = is_so;
+    if (is_so) lost.push_back(id);
   }
-  std::sort(behind.begin(), behind.end());
-  for (const auto& [depth, id] : behind) {
+  Forget(std::move(lost));
+}
+
+void PrefixCache::Clear() {
+  std::vector<BlockId> all;
+  for (const auto& [key, id] : trie_.known()) all.push_back(id);
+  Forget(std::move(all));
+}
+
+// Blocks, with each all behind it.
+void PrefixCache::Forget(std::vector<BlockId> blocks) {
+  for (const BlockId id : blocks) {
+    trie_.Hide(id);
+    if (trie_[id].pins > 0) hidden_.insert(id);
+  }
+  for (auto& [number, request] : requests_) {
+    for (const BlockId id : request.path) request.is_whole &= hidden_.count(id) == 0;
+  }
+  for (const BlockId id : blocks) {
     const int tier = TierOf(trie_[id]);
-    if (tier < kTiers) FreePage(tier, std::exchange(trie_[id].page, kNone));
     for (int holder = 0; holder < static_cast<int>(holders_.size()); ++holder) {
-      if (trie_[id].holders >> holder & 1) Drop(holder, id);
+      const bool stays = holder == 0 && trie_[id].pins > 0;
+      if (!(trie_[id].holders >> holder & 1) || stays) continue;
+      if (holder == tier) FreePage(tier, trie_[id].page);
+      Drop(holder, id);
     }
-    Release(id);
   }
+  for (const BlockId id : blocks) Release(id);
 }
 
 std::vector<PrefixCache::Move> PrefixCache::TakeMoves() { return std::exchange(moves_, {}); }
@@ -427,7 +472,6 @@ void PrefixCache::Check() const {
   const auto demand = [](bool holds, const char* what) {
     if (!holds) throw std::logic_error(what);
   };
-  std::vector<std::array<uint32_t, kHolders>> kids;
   std::vector<int64_t> held(holders_.size());
   std::vector<std::vector<uint8_t>> taken(kTiers);
   for (int tier = 0; tier < kTiers; ++tier) taken[tier].assign(holders_[tier].pages, 0);
@@ -436,9 +480,15 @@ void PrefixCache::Check() const {
     demand(++taken[tier][page] == 1, "a page belongs to one only");
   };
   std::unordered_map<BlockId, std::array<uint32_t, kHolders>> counted;
+  std::vector<BlockId> blocks(hidden_.begin(), hidden_.end());
   for (const auto& [key, id] : trie_.known()) {
+    demand(trie_[id].key == key, "a block is known by its key");
+    blocks.push_back(id);
+  }
+  int64_t pinned = 0;
+  for (const BlockId id : blocks) {
     const Block& block = trie_[id];
-    demand(block.key == key, "a block is known by its key");
+    pinned += block.pins > 0 && TierOf(block) == 0;
     demand(block.holders != 0 || block.pins > 0, "a block that nobody has is forgotten");
     const int tier = TierOf(block);
     int tiers = 0;
@@ -455,24 +505,23 @@ void PrefixCache::Check() const {
     demand(tiers <= 1, "a block is in one tier");
     if (tier < kTiers) take(tier, block.page);
   }
-  for (const auto& [key, id] : trie_.known()) {
-    demand(trie_[id].kids == counted[id], "kids are counted");
-  }
+  demand(pinned == pinned_, "what requests have is counted");
+  for (const BlockId id : blocks) demand(trie_[id].kids == counted[id], "kids are counted");
   std::unordered_map<BlockId, uint32_t> pins;
   for (const auto& [id, request] : requests_) {
     for (const BlockId block : request.path) ++pins[block];
     for (size_t k = 0; k < request.pages.size(); ++k) {
-      if (k < static_cast<size_t>(request.committed) && k < request.path.size()) {
-        demand(trie_[request.path[k]].page == request.pages[k], "a request has its blocks' pages");
-        demand(TierOf(trie_[request.path[k]]) == 0, "what a request reads is on the device");
-      } else {
+      const bool is_committed = k < static_cast<size_t>(request.committed);
+      const bool is_in_path = is_committed && k < request.path.size();
+      const bool is_of_block = is_in_path && TierOf(trie_[request.path[k]]) == 0 &&
+                               trie_[request.path[k]].page == request.pages[k];
+      if (!is_of_block) {
+        demand(!is_in_path || hidden_.count(request.path[k]) > 0, "a request has its blocks' pages");
         take(0, request.pages[k]);
       }
     }
   }
-  for (const auto& [key, id] : trie_.known()) {
-    demand(trie_[id].pins == pins[id], "pins are those of requests");
-  }
+  for (const BlockId id : blocks) demand(trie_[id].pins == pins[id], "pins are those of requests");
   for (int holder = 0; holder < static_cast<int>(holders_.size()); ++holder) {
     demand(held[holder] == holders_[holder].held, "what is held is counted");
     demand(held[holder] <= holders_[holder].most || !requests_.empty(), "all keep to their room");

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <deque>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "history.h"
@@ -38,6 +39,7 @@ class PrefixCache {
     std::array<int64_t, kTiers> pages{};  // Of each tier.
     int64_t keep = 0;  // Blocks that stay on the device while no request has them, at most.
     int64_t history = 0;
+    uint64_t salt = 0;
     Policy policy = Policy::kLru;
   };
 
@@ -56,7 +58,7 @@ class PrefixCache {
   // Pages on the device, block by block: those of its hits, and behind them its own.
   const std::vector<Page>& Pages(RequestId id) const { return RequestOf(id).pages; }
 
-  // So many more pages of its own; false, and none, where so many cannot be had.
+  // So many more pages of its own; false, and nothing is changed, where there is no room for them.
   bool Extend(RequestId id, int64_t pages);
 
   // The blocks behind its last hit, or the last ones that were committed, are computed, and serve
@@ -69,9 +71,15 @@ class PrefixCache {
 
   void End(RequestId id);
 
-  // The bytes of a page on the device are lost: its block, and all behind that, are forgotten. No
-  // request may have them.
+  // The bytes of a page on the device are lost: its block, and all behind that, are forgotten; what
+  // requests have of them, when these end.
   void Lose(Page page);
+
+  // So is all.
+  void Clear();
+
+  // Pages on the device that requests do not have.
+  int64_t room() const;
 
   // What is to be copied, in this order, before pages that were given since are written or read.
   std::vector<Move> TakeMoves();
@@ -90,7 +98,7 @@ class PrefixCache {
     std::vector<Page> pages;
     int64_t hits = 0, committed = 0;
     VisitId visit = kNone;
-    bool is_whole = true;  // Another prefix has the key of one of its blocks: none behind is kept.
+    bool is_whole = true;  // Else no more of it is kept: of two prefixes with one key, one is.
   };
 
   // An ended request, of which something may still be said.
@@ -136,12 +144,17 @@ class PrefixCache {
   void Leave(int tier, BlockId id);
   void Transfer(BlockId id, int from, int to, Page page);
   void Release(BlockId id);
+  void Pin(BlockId id);
+  void Unpin(BlockId id);
+  void Forget(std::vector<BlockId> blocks);
 
   Trie trie_;
   History history_;
   const int64_t keep_, most_ended_;
   std::vector<Holder> holders_;  // Tiers, and behind them policies.
   int best_ = 0;
+  int64_t pinned_ = 0;  // Blocks on the device that requests have.
+  std::unordered_set<BlockId> hidden_;  // Lost, and a request's.
   std::unordered_map<RequestId, Request> requests_;
   std::unordered_map<RequestId, Ended> ended_;
   std::deque<RequestId> ended_order_;

@@ -107,13 +107,15 @@ def replay(
       history: as for `PrefixCache`.
 
     Raises:
-      KvSettingError: for a capacity below one block, or another policy.
+      KvSettingError: for a capacity out of range, another policy, or hints of other requests.
     """
-    if capacity < 1:
-        raise KvSettingError("capacity", capacity, "at least one block")
+    if not 1 <= capacity < 1 << 30:
+        raise KvSettingError("capacity", capacity, "1 to 2^30 - 1 blocks")
     if policy not in REPLAYED:
         raise KvSettingError("policy", policy, f"one of {', '.join(REPLAYED)}")
     hints = (hints or declared(trace)) if policy == "hints" else None
+    if hints is not None and hints.due.shape != trace.time.shape:
+        raise KvSettingError("hints", hints.due.shape, f"those of {trace.time.size} requests")
     begin = time.process_time()
     if policy == "belady":
         hits = _belady(trace, capacity)
@@ -124,6 +126,7 @@ def replay(
             device=capacity + longest,
             policy=policy,
             keep=capacity,
+            salt=0,
             history=history,
         )
         hits = _cached(trace, cache, hints)

@@ -8,9 +8,6 @@
 //
 // Rates are learned for each class; and besides, by which factors those of traits are higher
 // (proportional hazards, Cox 1972).
-//
-// Rates are learned for each class; and besides, for each trait, by what factor those of its blocks
-// are higher (proportional hazards; Cox 1972).
 
 #ifndef MEMPLAN_KV_REUSE_H_
 #define MEMPLAN_KV_REUSE_H_

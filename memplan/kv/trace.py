@@ -30,7 +30,8 @@ import numpy.typing as npt
 
 from memplan.kv.errors import KvSettingError, TraceError
 
-type _Ints = npt.NDArray[np.int32]
+type _Ints = npt.NDArray[np.int64]
+type _Blocks = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,17 @@ class Trace:
 
     Attributes:
       time: float64[N], seconds.
-      n_in: int32[N], tokens of prompts.
+      n_in: int64[N], tokens of prompts.
       paths: for each request int32[blocks], the blocks of its prompt from the first on. A block is
         a number for all the tokens up to its end.
-      session: int32[N], who asks; -1 unknown.
+      session: int64[N], who asks; -1 unknown.
       block_tokens: tokens of a block.
       blocks: how many there are.
     """
 
     time: npt.NDArray[np.float64]
     n_in: _Ints
-    paths: tuple[_Ints, ...]
+    paths: tuple[_Blocks, ...]
     session: _Ints
     block_tokens: int
     blocks: int
@@ -85,31 +86,40 @@ class Trace:
         for name in ("time", "n_in", "last", "plen", "parent", "meta"):
             if name not in arrays:
                 raise TraceError(path, f"no array {name!r} in it")
+        for name in ("time", "n_in", "last", "plen", "parent", "meta", "session"):
+            kinds = "iuf" if name == "time" else "iu"
+            if name in arrays and (arrays[name].dtype.kind not in kinds or arrays[name].ndim != 1):
+                found = f"{arrays[name].dtype}{list(arrays[name].shape)}"
+                raise TraceError(path, f"{name} is {found}, not one dimension of numbers")
         time = np.asarray(arrays["time"], np.float64)
-        n_in, last, plen = (np.asarray(arrays[name], np.int32) for name in ("n_in", "last", "plen"))
+        n_in, last, plen = (np.asarray(arrays[name], np.int64) for name in ("n_in", "last", "plen"))
         parent = np.asarray(arrays["parent"], np.int64)
-        session = np.asarray(arrays.get("session", np.full(time.shape, -1)), np.int32)
+        session = np.asarray(arrays.get("session", np.full(time.shape, -1)), np.int64)
+        block_tokens = int(arrays["meta"][0]) if arrays["meta"].size else 0
+        if block_tokens < 1:
+            raise TraceError(path, "meta does not begin with the tokens of a block")
         requests, blocks = time.size, parent.size
         for name, array in (("n_in", n_in), ("last", last), ("plen", plen), ("session", session)):
             if array.shape != (requests,):
                 raise TraceError(path, f"{name} is of shape {array.shape}, of time {time.shape}")
-        if (np.diff(time) < 0).any():
-            raise TraceError(path, "time falls")
+        if not np.isfinite(time).all() or (np.diff(time) < 0).any():
+            raise TraceError(path, "time falls, or is none")
+        if ((plen < 0) | (n_in < plen * block_tokens)).any():
+            raise TraceError(path, "a prompt has more whole blocks than its tokens make")
         before = np.arange(blocks) - parent
         if ((before < -1) | (before >= np.arange(blocks))).any():
             raise TraceError(path, "a block's parent does not come before it")
         if ((last < -1) | (last >= blocks) | ((last == -1) != (plen == 0))).any():
             raise TraceError(path, "last is no block, or plen is not 0 where there is none")
         paths = tuple(_path(before, int(last[k]), int(plen[k]), path) for k in range(requests))
-        block_tokens = int(np.ravel(arrays["meta"])[0])
         return cls(time, n_in, paths, session, block_tokens, blocks)
 
     @cached_property
     def returns(self) -> _Ints:
-        """int32[N]: the request that goes on from each, -1 if none does: the session's next one, or
+        """int64[N]: the request that goes on from each, -1 if none does: the session's next one, or
         where no session is known the next one for all of its blocks."""
-        following = np.full(len(self.paths), -1, np.int32)
-        next_of_block = np.full(self.blocks, -1, np.int32)
+        following = np.full(len(self.paths), -1, np.int64)
+        next_of_block = np.full(self.blocks, -1, np.int64)
         next_of_session: dict[int, int] = {}
         for request in reversed(range(len(self.paths))):
             path, session = self.paths[request], int(self.session[request])
@@ -131,11 +141,13 @@ def _arrays_of_lines(
     numbers: dict[int, int] = {}
     parents = list[int]()
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             request = json.loads(line)
             time, n_in = float(request["timestamp"]) / 1e3, int(request["input_length"])
             ids = [int(one) for one in request["hash_ids"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise TraceError(path, f"line {number} is no request ({error!r})") from error
         if len(ids) not in (n_in // block_tokens, -(-n_in // block_tokens)):
             raise TraceError(
@@ -163,7 +175,7 @@ def _arrays_of_lines(
     }
 
 
-def _path(before: npt.NDArray[np.int64], last: int, blocks: int, file: object) -> _Ints:
+def _path(before: _Ints, last: int, blocks: int, file: object) -> _Blocks:
     path = np.empty(blocks, np.int32)
     for at in reversed(range(blocks)):
         if last < 0:

@@ -6,7 +6,7 @@
 
 namespace memplan {
 
-Trie::Trie(int64_t block_tokens) : block_tokens_(block_tokens) {
+Trie::Trie(int64_t block_tokens, uint64_t salt) : block_tokens_(block_tokens), salt_(salt) {
   if (block_tokens < 1) throw std::invalid_argument("block_tokens: at least 1");
 }
 
@@ -48,8 +48,13 @@ BlockId Trie::Make(uint64_t key, BlockId parent, const int32_t* tokens) {
   return id;
 }
 
+void Trie::Hide(BlockId id) {
+  const auto at = known_.find(blocks_[id].key);
+  if (at != known_.end() && at->second == id) known_.erase(at);
+}
+
 void Trie::Remove(BlockId id) {
-  known_.erase(blocks_[id].key);
+  Hide(id);
   ++blocks_[id].touches;
   free_.push_back(id);
 }

@@ -43,9 +43,10 @@ struct Block {
 
 class Trie {
  public:
-  explicit Trie(int64_t block_tokens);
+  // salt: what keys begin with. Who does not know it cannot make prefixes whose keys collide.
+  Trie(int64_t block_tokens, uint64_t salt);
 
-  // Of all the tokens from the first on: `before` is the key of the block before, 0 at first.
+  // Of all the tokens from the first on: `before` is the key of the block before; `salt` at first.
   uint64_t KeyOf(uint64_t before, const int32_t* tokens) const;
 
   // The block with these tokens behind `parent`, or kNone. Keys may collide: tokens are compared.
@@ -53,15 +54,19 @@ class Trie {
 
   // Such a block; kNone if another one has its key.
   BlockId Make(uint64_t key, BlockId parent, const int32_t* tokens);
+  // Nobody finds it from now on.
+  void Hide(BlockId id);
   void Remove(BlockId id);
 
   Block& operator[](BlockId id) { return blocks_[id]; }
   const Block& operator[](BlockId id) const { return blocks_[id]; }
   const std::unordered_map<uint64_t, BlockId>& known() const { return known_; }
   int64_t block_tokens() const { return block_tokens_; }
+  uint64_t salt() const { return salt_; }
 
  private:
   const int64_t block_tokens_;
+  const uint64_t salt_;
   std::vector<Block> blocks_;
   std::vector<int32_t> tokens_;  // [blocks, block_tokens]
   std::vector<BlockId> free_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from custom_calls import library
 from memplan.kv import KvSettingError, Move, PageError, PageStore, Place, PrefixCache
 
 SIZE = 2
@@ -48,7 +50,7 @@ class Server:
                 if k >= hit // SIZE:
                     self.write(page, row)
                 assert self.rows(page) == [row] * 3
-            request.commit(prompt[hit:])
+            request.commit(prompt[hit : blocks * SIZE])
         self.store.settle()
         self.cache.check()
         return hit
@@ -102,6 +104,7 @@ class TestPageStore:
         server = Server(cache, tmp_path)
         server.serve(range(8), 0.0)
         server.serve(range(10, 18), 1.0)
+        assert server.store.file is not None
         file = os.open(server.store.file, os.O_RDWR)
         try:
             for record in range(4):
@@ -112,11 +115,8 @@ class TestPageStore:
         request = cache.pin(range(8), now=2.0)
         with pytest.raises(PageError, match=r"their checksums are not those of what was written"):
             server.store.settle()
-        with pytest.raises(ValueError, match="must end first"):
-            cache.lose(request.pages[0])
-        lost = request.pages[0]
         request.release()
-        cache.lose(lost)
+        server.store.settle()
         cache.check()
         assert cache.lookup(range(8)).device == 0
         assert server.serve(range(8), 3.0) == 0
@@ -135,9 +135,53 @@ class TestPageStore:
         server.store.settle()
         assert server.rows(0) == [30] * 3
 
+    @pytest.mark.parametrize("keep", [0, 4])
+    def test_lost_bytes_that_move_on_stay_lost(self, keep: int, tmp_path: Path) -> None:
+        cache = PrefixCache(
+            block_tokens=SIZE, device=4, host=2, disk=4, policy="lru", keep=keep
+        )  # fmt: skip
+        server = Server(cache, tmp_path)
+        for now, prompt in enumerate((range(8), range(10, 18), range(20, 28))):
+            server.serve(prompt, float(now))
+        assert sum(cache.held().values()) >= 6
+        assert server.store.file is not None
+        with open(server.store.file, "r+b") as file:
+            for record in range(4):
+                file.seek(record * server.store.record_bytes + 5)
+                file.write(b"\xff")
+        for now, prompt in enumerate((range(8), range(10, 18), range(20, 28), range(8)), 3):
+            cache.pin(prompt, now=float(now)).release()  # Before anything is copied.
+        with pytest.raises(PageError):
+            server.store.settle()
+        cache.check()
+        for now, prompt in enumerate((range(8), range(10, 18), range(20, 28)), 7):
+            with contextlib.suppress(PageError):
+                server.serve(prompt, float(now))  # Rows that are found are right.
+
+    def test_what_a_disk_refused_is_written_the_next_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache = PrefixCache(block_tokens=SIZE, device=4, disk=8, policy="lru")
+        server = Server(cache, tmp_path)
+        server.serve(range(8), 0.0)
+        write, refused = library.load().write_file, [True]
+
+        def write_file(*args: object) -> None:
+            if refused and refused.pop():
+                raise OSError(28, "No space left on device")
+            write(*args)
+
+        monkeypatch.setattr(library.load(), "write_file", write_file)
+        with pytest.raises(OSError, match="No space left"):
+            server.serve(range(10, 18), 1.0)
+        server.store.settle()
+        assert server.serve(range(8), 2.0) == 8
+
     def test_pools_and_folders_that_do_not_go_with_the_cache(self) -> None:
         cache = PrefixCache(block_tokens=SIZE, device=4, disk=1)
         with pytest.raises(KvSettingError, match=r"pools=\(3, 2, 3\): expected arrays \[4, ...\]"):
             PageStore(cache, pools(3))
         with pytest.raises(KvSettingError, match="folder=None: expected a folder for the 1 pages"):
             PageStore(cache, pools(4))
+        with pytest.raises(KvSettingError, match="a tree of arrays"):
+            PageStore(cache, {})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.kv import Found, KvSettingError, NoPagesError, PrefixCache, Request
+
+COLLIDING = (-618556524, -112092083)
 
 Bytes = dict[tuple[int, int], tuple[int, ...]]
 
@@ -36,7 +40,7 @@ class Engine:
         self.copy()
         for k in range(begin // size, len(tokens) // size):
             self.pages[0, request.pages[k]] = tuple(tokens[: (k + 1) * size])
-        request.commit(tokens[begin:])
+        request.commit(tokens[begin : len(tokens) // size * size])
         self.copy()
         for k, page in enumerate(request.pages):
             assert self.pages[0, page] == tuple(tokens[: (k + 1) * size])
@@ -68,9 +72,13 @@ class TestPrefixCache:
         first = engine.begin([1, 2, 3], 0.0)
         engine.compute(first, [1, 2, 3], 0)
         second = engine.begin([5, 6], 1.0)
-        with pytest.raises(NoPagesError, match=r"no 2 pages on the device"):
+        with pytest.raises(
+            NoPagesError,
+            match=r"no 2 more pages on the device: requests have all of its pages but 1",
+        ):
             second.extend(2)
         assert second.pages == []
+        assert engine.cache.lookup([1, 2, 3]).device == 3
         first.release()
         engine.compute(second, [5, 6], 0)
         second.release()
@@ -103,6 +111,17 @@ class TestPrefixCache:
                 request.commit([1, 3])
             with pytest.raises(ValueError, match="more blocks than the request has pages"):
                 request.commit([1, 2, 3, 4])
+            with pytest.raises(ValueError, match="whole blocks"):
+                request.commit([1])
+            longer = cache.pin([1, 2, 3, 4], now=1.0)
+            longer.extend(2)
+            with pytest.raises(ValueError, match="other tokens"):
+                longer.commit([1, 2, 3, 5])
+            assert cache.lookup([1, 2]).device == 0, "nothing is committed"
+            longer.commit([1, 2, 3, 4])
+            longer.release()
+            request.commit([1, 2])
+        cache.check()
 
     def test_what_leaves_the_device_comes_back_from_slower_tiers(self) -> None:
         engine = Engine(PrefixCache(block_tokens=1, device=3, host=3, disk=3, policy="lru"))
@@ -121,6 +140,88 @@ class TestPrefixCache:
         with pytest.raises(ValueError, match="no such request, or it has ended"):
             request.extend(1)
 
+    def test_a_request_that_goes_on_after_others_ended(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=40, keep=4))
+        first = engine.begin([1], 0.0)
+        engine.compute(first, [1], 0)
+        for k in range(30):
+            serve(engine, [1, 5] if k == 0 else [100 + k], 1.0 + k)
+        engine.compute(first, [1, 9], 1)
+        engine.cache.check()
+        assert engine.cache.lookup([1, 9]).device == 2
+        first.release()
+        engine.cache.check()
+
+    def test_more_pages_than_there_is_room_for_drive_nothing_out(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=8))
+        serve(engine, range(8), 0.0)
+        with engine.begin([50], 1.0) as request:
+            with pytest.raises(NoPagesError, match="all of its pages but 8"):
+                request.extend(9)
+            assert engine.cache.lookup(range(8)).device == 8
+
+    def test_what_is_lost_or_cleared_is_found_by_nobody(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=8, host=8))
+        serve(engine, [1, 2, 3], 0.0)
+        holder = engine.begin([1, 2, 3], 1.0)
+        engine.cache.lose(holder.pages[1])
+        engine.cache.check()
+        assert engine.cache.lookup([1, 2, 3]) == Found(1, 0, 0)
+        assert serve(engine, [1, 2, 3], 2.0) == 1, "who has it may go on, and nobody else gets it"
+        engine.compute(holder, [1, 2, 3, 4], 3)
+        holder.release()
+        engine.cache.check()
+        assert engine.cache.lookup([1, 2, 3, 4]) == Found(3, 0, 0)
+        with engine.begin([1, 2], 3.0):
+            engine.cache.clear()
+            assert engine.cache.lookup([1, 2, 3]) == Found(0, 0, 0)
+        engine.cache.check()
+        assert engine.cache.held() == {"device": 0, "host": 0, "disk": 0}
+        with pytest.raises(ValueError, match="no page of the device"):
+            engine.cache.lose(8)
+
+    def test_what_is_cleared_while_there_was_no_room_for_it(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=2, host=2, policy="lru"))
+        serve(engine, [1, 2], 0.0)
+        serve(engine, [3, 4], 1.0)
+        first, second = engine.begin([3, 4], 2.0), engine.begin([1, 2], 3.0)
+        assert (first.hit_tokens, second.hit_tokens) == (2, 0)
+        engine.cache.clear()
+        engine.cache.check()
+        for request in (first, second):
+            request.release()
+            engine.cache.check()
+        assert engine.cache.held() == {"device": 0, "host": 0, "disk": 0}
+
+    def test_prefixes_with_one_key_lose_no_pages(self) -> None:
+        # Of this salt the second block of the latter has the key of the former's second one.
+        victim, other = [1, 2], [7, 10, *COLLIDING]
+        engine = Engine(PrefixCache(block_tokens=2, device=5, policy="lru", salt=0))
+        serve(engine, [*victim, 3, 4], 0.0)
+        for k in range(6):
+            assert serve(engine, other, 1.0 + k) == 2 * (k > 0)
+        assert serve(engine, [*victim, 3, 4], 9.0) == 4
+
+    def test_tokens_that_are_none(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=2)
+        for tokens in (np.array([2**32 + 1]), [1.9], np.zeros((2, 2), int)):
+            with pytest.raises(KvSettingError, match="one dimension of ints of 32 bits"):
+                cache.pin(tokens)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            cache.pin([1], session=[])  # type: ignore[arg-type]
+        with pytest.raises(KvSettingError, match="now=inf"):
+            cache.pin([1], now=float("inf"))
+        assert cache.held()["device"] == 0
+
+    def test_times_before_zero_are_times(self) -> None:
+        ages = []
+        for begin in (-1e5, 0.0):
+            engine = Engine(PrefixCache(block_tokens=1, device=4, policy="learned"))
+            for k in range(400):
+                serve(engine, [k // 2 % 50, k], begin + k)
+            ages.append(engine.cache.lookup([0]))
+        assert ages[0] == ages[1]
+
     def test_settings_that_make_no_cache(self) -> None:
         with pytest.raises(KvSettingError, match=r"block_tokens=0: expected an int of 1"):
             PrefixCache(block_tokens=0, device=1)
@@ -131,6 +232,24 @@ class TestPrefixCache:
 
 
 class TestHints:
+    def test_what_is_no_hint(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=2)
+        cache.pin([1], session="a", now=0.0)
+        for seconds, spread in ((-1.0, 0.5), (float("nan"), 0.5), (1.0, -0.5)):
+            with pytest.raises(KvSettingError, match="a finite number of at least 0"):
+                cache.hint("a", return_in=seconds, spread=spread)
+        with pytest.raises(KvSettingError, match="none of who ends"):
+            cache.hint("a", return_in=1.0, ends=True)
+
+    def test_sessions_of_open_requests_are_remembered(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4, history=0)
+        requests = [cache.pin([k], session=k, now=0.0) for k in range(3)]
+        assert len(cache._sessions) == 3
+        for request in requests:
+            request.release()
+        cache.pin([9], session=9, now=1.0)
+        assert len(cache._sessions) == 1
+
     def test_who_ends_goes_before_who_returns(self) -> None:
         engine = Engine(PrefixCache(block_tokens=1, device=2))
         for now, (token, ends) in enumerate([(1, False), (2, True), (3, False)]):
@@ -177,9 +296,19 @@ class TestAnyRequests:
             block_tokens=size, device=pages[0], host=pages[1], disk=pages[2],
             policy=policy, history=history,  # type: ignore[arg-type]
         )  # fmt: skip
-        engine, now, open_requests = Engine(cache), 0.0, list[Request]()
+        engine, now, others = Engine(cache), 0.0, list[tuple[Request, list[int]]]()
         for number, (prompt, more, said, pause) in enumerate(requests):
             now += pause
+            if others and said > 1:  # Who began before goes on after others ended.
+                held, tokens = others[pause % len(others)]
+                longer = [*tokens, *[number] * size]
+                with contextlib.suppress(NoPagesError):
+                    engine.compute(held, longer, len(tokens) // size * size)
+                    tokens[:] = longer
+                cache.check()
+            if pause == 13:
+                cache.lose(number % pages[0])
+                cache.check()
             found = sum(cache.lookup(prompt))
             request = engine.begin(prompt, now, number % 5)
             assert request.hit_tokens <= found
@@ -193,13 +322,13 @@ class TestAnyRequests:
             elif said == 2:
                 cache.hint(number % 5, return_in=float(pause), spread=0.3)
             cache.check()
-            if said == 3 and len(open_requests) < 3:
-                open_requests.append(request)
+            if said == 3 and len(others) < 3 and len(request.pages) == len(prompt) // size:
+                others.append((request, list(prompt)))
             else:
                 request.release()
             engine.copy()
             cache.check()
-        for request in open_requests:
+        for request, _ in others:
             request.release()
         cache.check()
         assert sum(cache.held().values()) <= sum(pages)

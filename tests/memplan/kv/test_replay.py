@@ -246,13 +246,18 @@ class TestTrace:
             ("plen", np.array([1, 3]), "begins 1 blocks too late"),
             ("last", np.array([0, 7]), "last is no block"),
             ("parent", np.array([1, -1]), "does not come before it"),
-            ("n_in", np.array([1]), r"n_in is of shape \(1,\)"),
+            ("n_in", np.array([64]), r"n_in is of shape \(1,\)"),
+            ("n_in", np.array([16, 31]), "more whole blocks than its tokens make"),
+            ("time", np.array([0.0, np.nan]), "time falls, or is none"),
+            ("plen", np.array(["1", "2"]), "not one dimension of numbers"),
+            ("meta", np.array([], int), "meta does not begin with"),
+            ("meta", np.array([-4]), "meta does not begin with"),
         ],
     )
     def test_what_is_none(self, name: str, value: np.ndarray, problem: str) -> None:
         arrays = {
             "time": np.array([0.0, 1.0]),
-            "n_in": np.array([16, 32]),
+            "n_in": np.array([64, 64]),
             "last": np.array([0, 1]),
             "plen": np.array([1, 2]),
             "parent": np.array([1, 1]),
@@ -314,7 +319,7 @@ class TestCommand:
         assert "no.npz: line 1 is no request" in capsys.readouterr().err
 
     def test_settings_out_of_range(self) -> None:
-        with pytest.raises(KvSettingError, match=r"capacity=0: expected at least one block"):
+        with pytest.raises(KvSettingError, match=r"capacity=0: expected 1 to 2\^30 - 1 blocks"):
             replay(trace_of([["a"]]), 0)
         with pytest.raises(KvSettingError, match="ends=2: expected a share"):
             declared(trace_of([["a"]]), ends=2)
