@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.plan import Plan
     from hlo_passes.reading.reader import read_module
     from memplan import disk as disk
+    from memplan import kv as kv
     from memplan import state as state
     from memplan.api import jit
     from memplan.compiled import PlacementWarning
@@ -96,7 +97,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("disk", "state"):  # Modules, which their import makes attributes.
+    if name in ("disk", "kv", "state"):  # Modules, which their import makes attributes.
         return import_module(f"memplan.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

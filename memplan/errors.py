@@ -1,4 +1,7 @@
 """All errors that memplan raises; each is a `memplan.MemplanError`."""
 
 from hlo_passes.errors import *  # noqa: F403
-from memplan.kv.errors import KvSettingError, NoPagesError, PageError, TraceError  # noqa: F401
+from memplan.kv.errors import KvSettingError as KvSettingError
+from memplan.kv.errors import NoPagesError as NoPagesError
+from memplan.kv.errors import PageError as PageError
+from memplan.kv.errors import TraceError as TraceError
