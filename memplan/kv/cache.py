@@ -299,6 +299,8 @@ class Request:
 
 def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
     array = np.asarray(tokens)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return np.ascontiguousarray(array)  # Nothing to compare: it is asked for each request.
     if array.size == 0:
         return np.empty(0, np.int32)
     bounds = np.iinfo(np.int32)
