@@ -26,12 +26,13 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax._src.flattree import nones, pack
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, no_effects, primitives
+from jax.lax import GatherScatterMode
 from jax.sharding import Sharding
 
 Path = tuple[int, ...]
@@ -207,6 +208,8 @@ class Gather:
       window: axes of the result that are the slices' others.
       batches: axes of the array, and of the indices, that go together: each slice is of its own
         part of the array.
+      outside: what becomes of slices that are not within the array: they are moved into it, or
+        filled with a number, or there are none.
     """
 
     axes: tuple[int, ...]
@@ -214,6 +217,7 @@ class Gather:
     sizes: tuple[int, ...]
     window: tuple[int, ...]
     batches: tuple[tuple[int, ...], tuple[int, ...]]
+    outside: Outside = "clip"
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,7 @@ class Scatter:
       window: axes of the third operand that are the slices' others.
       replaces: what was there is gone; else both are added, or the like.
       batches: axes of the array, and of the indices, that go together.
+      outside: as of a gather; ``"fill"``: such slices are not written.
     """
 
     axes: tuple[int, ...]
@@ -233,6 +238,7 @@ class Scatter:
     window: tuple[int, ...]
     replaces: bool
     batches: tuple[tuple[int, ...], tuple[int, ...]]
+    outside: Outside = "clip"
 
 
 @dataclass(frozen=True)
@@ -263,6 +269,65 @@ class Along:
     arrays is the same for all."""
 
     dimensions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Of each dimension, from where to where, and every how-manieth."""
+
+    starts: tuple[int, ...]
+    limits: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Of each dimension, how many are put before, after and between; the second operand is what."""
+
+    around: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Into parts of so many along a dimension."""
+
+    dimension: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Along a dimension, by the first operands."""
+
+    dimension: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest along a dimension, and where they are."""
+
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Cumulative:
+    """Of each element and those before it along a dimension, or behind it.
+
+    Attributes:
+      kind: as of a reduction, or ``"logsumexp"``.
+    """
+
+    dimension: int
+    kind: str
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class RandomBits:
+    """Drawn for each key of the operand, of that shape."""
+
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -333,6 +398,14 @@ class Transpose:
     permutation: tuple[int, ...]
 
 
+type Outside = Literal["clip", "fill", "promise"]
+
+_OUTSIDE: Mapping[GatherScatterMode, Outside] = {
+    GatherScatterMode.CLIP: "clip",
+    GatherScatterMode.FILL_OR_DROP: "fill",
+    GatherScatterMode.PROMISE_IN_BOUNDS: "promise",
+}
+
 type Decoded = (
     Scan
     | While
@@ -350,6 +423,13 @@ type Decoded = (
     | BroadcastInDim
     | Along
     | Concatenate
+    | Cumulative
+    | Pad
+    | RandomBits
+    | Slice
+    | Sort
+    | Split
+    | TopK
     | Iota
     | Reduction
     | Reshape
@@ -408,6 +488,7 @@ def _gather(params: _Parameters) -> Gather:
         tuple(params["slice_sizes"]),
         tuple(numbers.offset_dims),
         (tuple(numbers.operand_batching_dims), tuple(numbers.start_indices_batching_dims)),
+        _outside(params),
     )
 
 
@@ -419,6 +500,7 @@ def _scatter(params: _Parameters, replaces: bool = False) -> Scatter:
         tuple(numbers.update_window_dims),
         replaces,
         (tuple(numbers.operand_batching_dims), tuple(numbers.scatter_indices_batching_dims)),
+        _outside(params),
     )
 
 
@@ -433,9 +515,8 @@ def _convolution(params: _Parameters) -> Convolution:
     )
 
 
-def _pad(params: _Parameters) -> Along:
-    padding = enumerate(params["padding_config"])
-    return Along(tuple(d for d, around in padding if any(around)))
+def _outside(params: _Parameters) -> Outside:
+    return _OUTSIDE[GatherScatterMode.from_any(params["mode"])]
 
 
 def _window(params: _Parameters) -> Along:
@@ -453,8 +534,12 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "broadcast_in_dim": lambda p: BroadcastInDim(tuple(p["broadcast_dimensions"])),
     "concatenate": lambda p: Concatenate(p["dimension"]),
     "conv_general_dilated": _convolution,
-    "pad": _pad,
-    "sort": lambda p: Along((p["dimension"],)),
+    "pad": lambda p: Pad(tuple(map(tuple, p["padding_config"]))),
+    "random_bits": lambda p: RandomBits(tuple(p["shape"])),
+    "random_split": lambda p: RandomBits(tuple(p["shape"])),
+    "sort": lambda p: Sort(p["dimension"], p["num_keys"]),
+    "split": lambda p: Split(p["axis"], tuple(p["sizes"])),
+    "top_k": lambda p: TopK(p["axis"]),
     "cond": lambda p: Cond(tuple(p["branches"])),
     "custom_jvp_call": lambda p: Call(p["call_jaxpr"], False, True),
     "custom_vjp_call": lambda p: Call(p["call_jaxpr"], False, True),
@@ -479,7 +564,11 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "stack": lambda p: Stack(p["axis"]),
     "tile": lambda _: Along(()),
     "unstack": lambda p: Unstack(p["axis"]),
-    "slice": lambda _: Along(()),
+    "slice": lambda p: Slice(
+        tuple(p["start_indices"]),
+        tuple(p["limit_indices"]),
+        tuple(p["strides"] or (1,) * len(p["start_indices"])),
+    ),
     "transpose": lambda p: Transpose(tuple(p["permutation"])),
     "while": _while,
     **dict.fromkeys((f"scatter-{kind}" for kind in ("add", "max", "min", "mul", "sub")), _scatter),
@@ -488,10 +577,10 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
         for kind in ("sum", "prod", "max", "min", "and", "or", "xor")
     },
     **dict.fromkeys(("argmax", "argmin"), lambda p: Reduction(tuple(p["axes"]), None)),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"),
-        lambda p: Along((p["axis"],)),
-    ),
+    **{
+        f"cum{kind}": lambda p, kind=kind: Cumulative(p["axis"], kind, p["reverse"])
+        for kind in ("sum", "prod", "max", "min", "logsumexp")
+    },
     **dict.fromkeys(
         ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"),
         _window,
@@ -565,6 +654,41 @@ def programs(eqn: JaxprEqn) -> tuple[Program, ...]:
             return (Program(around.body),)
         case _:
             return ()
+
+
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "broadcast_in_dim": ("shape",),
+    "dynamic_slice": ("slice_sizes",),
+    "gather": ("slice_sizes",),
+    "iota": ("shape",),
+    "pad": ("padding_config",),
+    "random_bits": ("shape",),
+    "random_split": ("shape",),
+    "reshape": ("new_sizes",),
+    "scan": ("length", "jaxpr"),
+    "slice": ("start_indices", "limit_indices"),
+    "split": ("sizes",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+}
+
+
+def says_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether two equations are the same operation on arrays of other sizes. What is inside them,
+    and what `decode` says of sizes, may be other. Calls are alike where what they call is."""
+    if eqn.primitive is not other.primitive or isinstance(decode(eqn), Call):
+        return eqn.primitive is other.primitive
+    sizes = _SIZES.get(name(eqn), ())
+    pairs = ((eqn.params[key], other.params[key]) for key in eqn.params if key not in sizes)
+    return all(_is_alike(a, b) for a, b in pairs)
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    if callable(a) and callable(b):  # Made anew for each trace.
+        return getattr(a, "__qualname__", type(a)) == getattr(b, "__qualname__", type(b))
+    # NaN is what a gather fills with.
+    return type(a) is type(b) and (bool(np.all(a == b)) or repr(a) == repr(b) == "nan")
 
 
 # --- equations that say something else ------------------------------------------------------
@@ -645,6 +769,16 @@ def with_last_features(convolution: JaxprEqn) -> JaxprEqn:
     space = range(1, last)
     images, window = (0, last, *space), (last, last - 1, *range(last - 1))
     return _with(convolution, dimension_numbers=type(numbers)(images, window, images))
+
+
+def with_dropping(scatter: JaxprEqn) -> JaxprEqn:
+    """A scatter that leaves away what is not within the array, in any order."""
+    return _with(
+        scatter,
+        mode=GatherScatterMode.FILL_OR_DROP,
+        indices_are_sorted=False,
+        unique_indices=False,
+    )
 
 
 def with_puts(eqn: JaxprEqn, which: Sequence[int]) -> JaxprEqn:

@@ -38,6 +38,9 @@ from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from hlo_passes.units import format_bytes
 from memplan import disk
+from memplan.buckets.buckets import Buckets
+from memplan.buckets.errors import BucketsError
+from memplan.buckets.function import BucketedFunction
 from memplan.compiled import Compiled, PlacementWarning, delete
 from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
@@ -65,6 +68,8 @@ def jit(
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     tiers: Sequence[str] = ("device", "host"),
+    buckets: Mapping[str, int | Sequence[int]] | None = None,
+    dims: Mapping[str, str] | None = None,
     progress: Callable[[Progress], None] | None = None,
     **jit_options: Any,
 ) -> Any:
@@ -102,6 +107,15 @@ def jit(
         disk what the plan has not on the device (CPU). `place` writes that into a file of the
         folder, and returns arrays that stay there, as those of `memplan.disk.load` do; calls stream
         them.
+      buckets: sizes that are compiled, by a name for each: ``{"batch": [1, 4, 16], "tokens": [128,
+        512]}``. A call with any sizes up to these runs the program of the next larger ones, with
+        arguments that are padded, and has the results that it would have without. What makes that
+        so is derived from the function: sums leave out what is padding, the last token is found
+        where it is. Where it is not known how, that is an error which names the line. See
+        `BucketedFunction`, and `choose_buckets`.
+      dims: with `buckets`, which dimensions of which arguments have these sizes, by patterns of
+        their paths: ``{"ids": "batch tokens", "cache.*": "batch _ _ _"}``, where ``_`` is a
+        dimension of no bucket.
       progress: called with a `Progress` as each step of a compilation begins: a way to plan, or an
         executable to be made. An exception that it raises ends the compilation, and is what the
         call raises; the next call begins anew.
@@ -115,6 +129,7 @@ def jit(
       the budget is kept without a plan it is what ``jax.jit`` compiles.
 
     Raises:
+      BucketsError: when `buckets` or `dims` are something else.
       BudgetSyntaxError: when `hbm` cannot be read.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       PlanFormatError: when `plan` cannot be read.
@@ -157,10 +172,15 @@ def jit(
         raise TypeError(f"progress= is to be called with a Progress, found {progress!r}")
     if not isinstance(machine, Machine | Topology | None):
         check_machine(machine)  # A name that does not exist is an error here.
+    make: Callable[[Callable[..., Any]], Any] = functools.partial(
+        _PlannedFunction, options=options, jit_options=jit_options
+    )
+    if buckets is not None or dims is not None:
+        make = functools.partial(_bucketed, Buckets.of(buckets, dims), options, jit_options)
     if fun is None:
         jax.jit(**jit_options)  # So is an option that does not exist.
-        return functools.partial(_PlannedFunction, options=options, jit_options=jit_options)
-    return _PlannedFunction(fun, options=options, jit_options=jit_options)
+        return make
+    return make(fun)
 
 
 class _PlannedFunction:
@@ -174,10 +194,7 @@ class _PlannedFunction:
             traced["in_shardings"] = in_device_memory(jit_options["in_shardings"])
         self._jitted: Any = jax.jit(fun, **traced)
         functools.update_wrapper(self, fun)
-        static = StaticArguments.of(
-            fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")
-        )
-        self._function = Function(fun, static, options, dict(jit_options))
+        self._function = _function(fun, options, jit_options)
         self._dispatch = xla.dispatcher(self._jitted, self._miss)
         self._programs: dict[Any, Lowered] = {}
         self._lock = threading.Lock()
@@ -382,6 +399,27 @@ def _planned(
     fun: Callable[..., Any], options: Options, jit_options: Mapping[str, Any]
 ) -> _PlannedFunction:
     return _PlannedFunction(fun, options=options, jit_options=jit_options)
+
+
+def _bucketed(
+    buckets: Buckets, options: Options, jit_options: Mapping[str, Any], fun: Callable[..., Any]
+) -> BucketedFunction:
+    if options.plan is not None or options.disk is not None:
+        raise BucketsError("buckets= with plan= or a disk in tiers=: not possible yet")
+
+    def plan(fun: Callable[..., Any], hosted: frozenset[str] | None) -> _PlannedFunction:
+        return _planned(fun, replace(options, hosted=hosted), jit_options)
+
+    return BucketedFunction(_function(fun, options, jit_options), buckets, plan)
+
+
+def _function(
+    fun: Callable[..., Any], options: Options, jit_options: Mapping[str, Any]
+) -> Function:
+    static = StaticArguments.of(
+        fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")
+    )
+    return Function(fun, static, options, dict(jit_options))
 
 
 def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:

@@ -32,6 +32,8 @@ class Options:
       plan: that was made before, to be followed; None to make one.
       progress: told of each step of a compilation; what it raises ends that.
       disk: folder that `place` writes what is not on the device into; None for the host's memory.
+      hosted: the paths of the arguments that are on the host, in every plan; None for those that a
+        plan has there.
       in_runtime: the transfers are a runtime's, and not written into the program (CPU).
     """
 
@@ -44,6 +46,7 @@ class Options:
     plan: Plan | None = None
     progress: Callable[[Progress], None] | None = None
     disk: Path | None = None
+    hosted: frozenset[str] | None = None
     in_runtime: bool = False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
 import re
 import warnings
@@ -27,7 +26,7 @@ from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
 from memplan.progress import Reporter
-from memplan.signature import HOST_MEMORY_KIND, asks_for_host
+from memplan.signature import HOST_MEMORY_KIND, argument_paths, asks_for_host
 from memplan.streams.programs import closed_over
 
 # What of jax.jit's options concerns the program that memplan lowers itself; the others act
@@ -71,9 +70,7 @@ class Lowering:
     @functools.cached_property
     def paths(self) -> list[str]:
         """``params.layers.3.mlp.gate`` of each flat argument."""
-        flat = jax.tree_util.tree_flatten_with_path(self.traced.args_info)[0]
-        names = _positional(self.function.signature, len(self.traced.args_info[0]))
-        return [_path(path, names) for path, _ in flat]
+        return argument_paths(self.function.signature, self.traced.args_info)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -155,9 +152,13 @@ class Lowering:
     @functools.cached_property
     def on_host(self) -> frozenset[int]:
         """The flat arguments that no plan has on the device: ``in_shardings`` ask for host memory,
-        or ``out_shardings`` do for what takes their place. Not on CPU, whose one memory is the
-        device's, but for a runtime's; and not where only an array happens to be there: plans put
-        them there, too."""
+        or ``out_shardings`` do for what takes their place; or that is where another program has
+        them. Of what shardings say, nothing on CPU, whose one memory is the device's, but for a
+        runtime's; and not where only an array happens to be there: plans put them there, too."""
+        if (hosted := self.function.options.hosted) is not None:
+            return frozenset(
+                n for n in self.program.arguments.parameters if self.paths[n] in hosted
+            )
         if self.target.platform == "cpu" and not self.function.options.in_runtime:
             return frozenset()
         places, results = self.places, self._asked_of_results
@@ -362,27 +363,6 @@ def _left_to_xla(args: Any, layouts: Layouts) -> Any:
 
 def _donated(info: Any) -> bool:
     return any(leaf.donated for leaf in jax.tree.leaves(info))
-
-
-def _positional(signature: inspect.Signature | None, count: int) -> list[str]:
-    """What so many positional arguments are called, those of ``*args`` by number."""
-    names: list[str] = []
-    for p in signature.parameters.values() if signature is not None else ():
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind == p.VAR_POSITIONAL:
-            names += [f"{p.name}.{n}" for n in range(count - len(names))]
-    return names
-
-
-def _path(path: Any, names: Sequence[str]) -> str:
-    """The outermost key tells positional from keyword arguments, the next one which it is."""
-    kind, argument, *rest = path
-    name = jax.tree_util.keystr((argument,), simple=True)
-    if kind.idx == 0 and argument.idx < len(names):
-        name = str(names[argument.idx])
-    below = jax.tree_util.keystr(tuple(rest), simple=True, separator=".")
-    return f"{name}.{below}" if below else name
 
 
 def _shard_bytes(info: Any, sharding: Any) -> int:

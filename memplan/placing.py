@@ -341,6 +341,8 @@ class Placing:
             return frozenset(self._preparation.offered)
         patterns = self.lowering.function.options.offload
         paths = self.lowering.paths
+        if self.lowering.function.options.hosted is not None:
+            return self.lowering.on_host
         matched = {p: matching(p, paths) for p in patterns or ()}
         if unmatched := [p for p, found in matched.items() if not found]:
             raise OffloadPatternError(unmatched, paths)

@@ -107,6 +107,39 @@ def dynamic_signature(fun: Callable[..., Any], static: StaticArguments) -> inspe
     return signature.replace(parameters=kept)
 
 
+def argument_paths(signature: inspect.Signature | None, dynamic: Any) -> list[str]:
+    """``params.layers.3.mlp.gate`` of each flat argument.
+
+    Args:
+      signature: of the dynamic arguments.
+      dynamic: the positional ones, and those by name, or anything of that structure.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(dynamic)[0]
+    names = _positional(signature, len(dynamic[0]))
+    return [_path(path, names) for path, _ in flat]
+
+
+def _positional(signature: inspect.Signature | None, count: int) -> list[str]:
+    """What so many positional arguments are called, those of ``*args`` by number."""
+    names: list[str] = []
+    for p in signature.parameters.values() if signature is not None else ():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind == p.VAR_POSITIONAL:
+            names += [f"{p.name}.{n}" for n in range(count - len(names))]
+    return names
+
+
+def _path(path: Any, names: Sequence[str]) -> str:
+    """The outermost key tells positional from keyword arguments, the next one which it is."""
+    kind, argument, *rest = path
+    name = jax.tree_util.keystr((argument,), simple=True)
+    if kind.idx == 0 and argument.idx < len(names):
+        name = str(names[argument.idx])
+    below = jax.tree_util.keystr(tuple(rest), simple=True, separator=".")
+    return f"{name}.{below}" if below else name
+
+
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """What of an argument decides the compilation: its shape and type, and its sharding when
     it is bound to one. Not its memory: where an argument lives is the plan's to say."""

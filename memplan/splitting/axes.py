@@ -27,11 +27,13 @@ from hlo_passes.equations import (
     Concatenate,
     Cond,
     Convolution,
+    Cumulative,
     DotGeneral,
     DynamicSlice,
     DynamicUpdateSlice,
     Gather,
     Iota,
+    Pad,
     Reduction,
     Remat,
     Reshape,
@@ -39,8 +41,12 @@ from hlo_passes.equations import (
     Scan,
     Scatter,
     ShardingConstraint,
+    Slice,
+    Sort,
+    Split,
     Squeeze,
     Stack,
+    TopK,
     Transpose,
     Unstack,
     While,
@@ -176,7 +182,11 @@ def _axes(eqn: JaxprEqn) -> Iterator[Axis]:
             yield from _along(operands, results, dimensions)
         case Concatenate(dimension):
             yield from _along(operands, results, (dimension,))
-        case DynamicSlice() | DynamicUpdateSlice():
+        case Cumulative(dimension) | Sort(dimension) | Split(dimension) | TopK(dimension):
+            yield from _along(operands, results, (dimension,))
+        case Pad(around):
+            yield from _along(operands, results, [d for d, n in enumerate(around) if any(n)])
+        case DynamicSlice() | DynamicUpdateSlice() | Slice():
             yield from _along(operands, results, ())
         case Scan() | While() | Cond() | Remat():
             yield from _around(eqn)

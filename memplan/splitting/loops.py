@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Atom
 from jax.extend import source_info_util
@@ -39,6 +38,7 @@ from hlo_passes.equations import (
     with_programs,
     with_wide_sum,
 )
+from memplan.neutral import neutral
 from memplan.splitting.axes import Axis, Inside, whole_in
 from memplan.splitting.regions import Chunks, Graph, Region
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -124,7 +124,7 @@ class _Loop:
         if combine == "fold":
             first = eqn.invars[axis.folds[k]]
             return first.val if isinstance(first, Literal) else whole[first]
-        return jnp.full(aval.shape, _neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
+        return jnp.full(aval.shape, neutral(combine, aval.dtype), combined_in(combine, aval.dtype))
 
     def _run_chunk(
         self, chunk: _Chunk, carry: Sequence[Any], *, is_first: bool = False
@@ -298,27 +298,6 @@ def combined_in(combine: str | None, dtype: Any) -> Any:
     """The type of what chunks are combined to."""
     narrow = combine == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.float32 if narrow else dtype
-
-
-def _neutral(combine: str, dtype: Any) -> Any:
-    """What two with it become the other of."""
-    is_bool = np.dtype(dtype) == np.bool_
-    match combine:
-        case "prod":
-            return 1
-        case "and":
-            return True if is_bool else -1
-        case "max" | "min":
-            sign = -1 if combine == "max" else 1
-            if jnp.issubdtype(dtype, jnp.floating):
-                has_no_end = np.isnan(np.asarray(np.inf).astype(dtype))
-                return sign * (float(jnp.finfo(dtype).max) if has_no_end else np.inf)
-            if is_bool:
-                return combine == "min"
-            info = jnp.iinfo(dtype)
-            return info.min if combine == "max" else info.max
-        case _:
-            return 0
 
 
 def _line_of(eqn: JaxprEqn) -> Any:

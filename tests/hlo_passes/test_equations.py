@@ -12,16 +12,17 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlo_passes.equations import (
-    Along,
     BroadcastInDim,
     Call,
     Concatenate,
     Cond,
+    Cumulative,
     DotGeneral,
     DynamicSlice,
     DynamicUpdateSlice,
     Gather,
     Iota,
+    Pad,
     Reduction,
     Remat,
     Reshape,
@@ -29,7 +30,11 @@ from hlo_passes.equations import (
     Scan,
     Scatter,
     ShardMap,
+    Slice,
+    Sort,
+    Split,
     Squeeze,
+    TopK,
     While,
     as_broadcast,
     as_reverse,
@@ -38,7 +43,9 @@ from hlo_passes.equations import (
     bind,
     decode,
     programs,
+    says_alike,
     with_axes,
+    with_dropping,
     with_programs,
     with_shape,
 )
@@ -78,9 +85,12 @@ doubled.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,))
         (lambda x: x.sum(1), Reduction((1,), "sum")),
         (lambda x: x.max(0), Reduction((0,), "max")),
         (lambda x: lax.argmax(x, 1, jnp.int32), Reduction((1,), None)),
-        (lambda x: lax.cumsum(x, 1), Along((1,))),
-        (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 0))), Along((1,))),
-        (lambda x: lax.slice(x, (0, 1), (4, 2)), Along(())),
+        (lambda x: lax.cumsum(x, 1), Cumulative(1, "sum", False)),
+        (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 0))), Pad(((0, 0, 0), (1, 0, 0)))),
+        (lambda x: lax.slice(x, (0, 1), (4, 2)), Slice((0, 1), (4, 2), (1, 1))),
+        (lambda x: lax.top_k(x, 1), TopK(1)),
+        (lambda x: lax.split(x, (1, 2), 1), Split(1, (1, 2))),
+        (lambda x: lax.sort(x, dimension=0), Sort(0, 1)),
         (lambda x: lax.reshape(x, (2, 6)), Reshape(True)),
         (lambda x: lax.rev(x, (1,)), Reverse((1,))),
         (lambda x: lax.squeeze(x[None], (0,)), Squeeze((0,))),
@@ -91,19 +101,50 @@ def test_operations(fun: Callable[..., Any], said: object):
     assert decode(traced(fun)) == said
 
 
+def test_equations_of_other_sizes_are_alike():
+    def of(fun: Callable[..., Any], rows: int) -> JaxprEqn:
+        return traced(fun, jnp.ones((rows, 3)))
+
+    for fun in (
+        lambda x: x[-1:],
+        lambda x: jnp.take(x, jnp.array([0]), axis=0, mode="fill"),
+        lambda x: lax.scan(lambda c, r: (c + r, c), jnp.zeros(3), x),
+        lambda x: x.reshape(-1),
+    ):
+        assert says_alike(of(fun, 4), of(fun, 7))
+    assert not says_alike(of(lambda x: x.sum(0), 4), of(lambda x: x.sum(1), 4))
+    assert not says_alike(of(lambda x: x.sum(0), 4), of(lambda x: x.max(0), 4))
+
+
+def test_a_scatter_that_drops():
+    eqn = traced(lambda x: x.at[jnp.array([1, 9])].set(7.0, mode="clip"), X)
+    inside = programs(eqn)[0].jaxpr.eqns[-1] if programs(eqn) else eqn
+    (made,) = bind(with_dropping(inside), X, jnp.array([[1], [9]]), jnp.full((2, 3), 7.0))
+    assert made[1].tolist() == [7.0] * 3
+    assert made[3].tolist() == X[3].tolist()
+
+
 def test_indices():
     rows = jnp.array([[2], [1]])
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     eqn = traced(lambda x: lax.gather(x, rows, numbers, (1, 3)))
     assert decode(eqn) == Gather(
-        axes=(0,), collapsed=(0,), sizes=(1, 3), window=(1,), batches=((), ())
+        axes=(0,), collapsed=(0,), sizes=(1, 3), window=(1,), batches=((), ()), outside="fill"
     )
+    says = decode(traced(lambda x: lax.gather(x, rows, numbers, (1, 3), mode="clip")))
+    assert isinstance(says, Gather)
+    assert says.outside == "clip"
 
     places = lax.ScatterDimensionNumbers((1,), (0,), (0,))
     for scatter, replaces in ((lax.scatter, True), (lax.scatter_add, False)):
         eqn = traced(lambda x, scatter=scatter: scatter(x, rows, X[:2], places))
         assert decode(eqn) == Scatter(
-            axes=(0,), inserted=(0,), window=(1,), replaces=replaces, batches=((), ())
+            axes=(0,),
+            inserted=(0,),
+            window=(1,),
+            replaces=replaces,
+            batches=((), ()),
+            outside="fill",
         )
 
 

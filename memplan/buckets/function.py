@@ -1,0 +1,432 @@
+"""What ``memplan.jit(buckets=)`` returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlo_passes import xla
+from hlo_passes.errors import MemplanError
+from memplan.buckets.buckets import Buckets
+from memplan.buckets.dims import Dim
+from memplan.buckets.errors import BucketsError, PaddingError
+from memplan.buckets.padding import padded
+from memplan.buckets.sizes import Probes, product_of
+from memplan.function import Function
+from memplan.signature import argument_paths, as_shape, bound_sharding
+
+type Key = tuple[int, ...]
+
+# The parameter by which a padded program is told the sizes that are there.
+_SIZES = "sizes_in_bucket"
+
+_log = logging.getLogger("memplan")
+
+
+class Planned(Protocol):
+    """A function of ``memplan.jit`` without buckets."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
+    def place(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `BucketedFunction.prepare` compiled.
+
+    Attributes:
+      device_bytes: of each bucket, by its sizes: as XLA reports them, arguments included.
+      argument_bytes: of these, the arguments, which are the same arrays for all buckets but for
+        those that have a bucket's sizes.
+    """
+
+    device_bytes: Mapping[Key, int]
+    argument_bytes: Mapping[Key, int]
+
+    @property
+    def arena_bytes(self) -> int:
+        """What all of them take that run one after another: what the largest takes."""
+        return max(self.device_bytes.values())
+
+
+@jax.tree_util.register_pytree_node_class
+class Padded:
+    """Results as large as a bucket.
+
+    Attributes:
+      results: of the program.
+      dims: of each array of them, which elements are those without padding.
+    """
+
+    def __init__(self, results: Any, dims: tuple[tuple[Dim, ...], ...]) -> None:
+        self.results, self.dims = results, dims
+
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        return (self.results,), self.dims
+
+    @classmethod
+    def tree_unflatten(cls, dims: Any, children: tuple[Any]) -> Padded:
+        return cls(children[0], dims)
+
+
+class _Given(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+      static: the static ones.
+      tree, leaves: the others.
+      places: of each of these, the axes of its dimensions.
+      sizes: of each axis.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tree: Any
+    leaves: list[Any]
+    places: tuple[tuple[str | None, ...], ...]
+    sizes: dict[str, int]
+
+
+class _Bucket:
+    """A program for one bucket.
+
+    Attributes:
+      sizes: the bucket's.
+      function: of ``memplan.jit``, of arguments of these sizes.
+      is_ready: it was compiled.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], function: Planned, is_open: bool) -> None:
+        self.sizes, self.function, self.is_open = sizes, function, is_open
+        self.is_ready = False
+        self.is_coming = False
+        self.lock = threading.Lock()
+
+    def covers(self, sizes: Mapping[str, int]) -> bool:
+        return all(self.sizes[axis] >= n for axis, n in sizes.items())
+
+
+class BucketedFunction:
+    """A function that is compiled for a few sizes and called with any up to the largest.
+
+    Its results are those of the function without buckets, but for the order in which sums are added
+    up. A call whose bucket was not compiled yet runs in a larger one that was, if there is one, and
+    has its own compiled in the background.
+
+    Args:
+      function: the user's.
+      buckets: which sizes there are.
+      plan: makes a function of ``memplan.jit`` of another one, whose arguments of these paths are
+        on the host, and no others; with None of any that a plan has there.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        buckets: Buckets,
+        plan: Callable[[Callable[..., Any], frozenset[str] | None], Planned],
+    ) -> None:
+        if "in_shardings" in function.jit_options or "out_shardings" in function.jit_options:
+            raise BucketsError(
+                "buckets= with in_shardings or out_shardings: give arguments that are sharded "
+                "instead (jax.device_put); their shardings are kept"
+            )
+        functools.update_wrapper(self, function.fun)
+        self._function, self.buckets, self._plan = function, buckets, plan
+        self._exact = jax.jit(function.fun, **function.jit_options)
+        self._programs: dict[Key, _Bucket] = {}
+        self._hosted: frozenset[str] | None = None
+        self._places: dict[Any, tuple[tuple[str | None, ...], ...]] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis} {list(n)}" for axis, n in self.buckets.sizes.items())
+        return f"<memplan.jit of {getattr(self, '__qualname__', '?')} for {sizes}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if xla.tracing() or jax.config.jax_disable_jit:
+            # Whoever transforms it decides about sizes.
+            return self._exact(*args, **kwargs)
+        given = self._given(args, kwargs)
+        bucket = self._usable(given)
+        return self._run(bucket, given)
+
+    def bucket_of(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """The sizes of the bucket for such arguments."""
+        return self.buckets.bucket(self._given(args, kwargs).sizes)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The program of the bucket for such arguments, lowered, as of ``memplan.jit``."""
+        given = self._given(args, kwargs)
+        return self._lowered(self._bucket(self.buckets.bucket(given.sizes)), given)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan of the bucket for such arguments."""
+        return self.lower(*args, **kwargs).plan()
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves arrays to where all buckets have them, which the largest one says; those that have
+        the sizes of buckets stay where they are. Returns as `memplan.jit`'s.
+
+        Raises:
+          TypeError: when there are shapes among them.
+        """
+        given = self._given(args, kwargs)
+        largest = self._largest(given)
+        whole = [
+            _padded(leaf, axes, largest.sizes)
+            for leaf, axes in zip(given.leaves, given.places, strict=True)
+        ]
+        (args, kwargs), told = self._arguments(largest, given, whole)
+        moved = largest.function.place(*args, **kwargs, **told)
+        args, kwargs = moved if told or kwargs else (moved, {})
+        kwargs = {name: value for name, value in kwargs.items() if name != _SIZES}
+        leaves = jax.tree.leaves(self._function.static.dynamic(args, kwargs))
+        kept = [
+            leaf if any(axes) else there
+            for leaf, there, axes in zip(given.leaves, leaves, given.places, strict=True)
+        ]
+        placed = jax.tree.unflatten(given.tree, kept)
+        args, kwargs = self._function.static.with_dynamic(given.args, given.kwargs, placed)
+        return (args, kwargs) if kwargs else args
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
+        """Compiles the programs of all buckets, the largest first, so that no call waits.
+
+        Args: as of a call, arrays or ``jax.ShapeDtypeStruct``, of any sizes in the buckets.
+        """
+        given = self._given(args, kwargs)
+        self._largest(given)
+        total: dict[Key, int] = {}
+        arguments: dict[Key, int] = {}
+        for sizes in self.buckets.all():
+            bucket = self._bucket(sizes)
+            compiled = self._compile(bucket, given)
+            total[self._key(sizes)] = compiled.device_bytes
+            memory = compiled.memory_analysis()
+            arguments[self._key(sizes)] = memory.argument_size_in_bytes
+        return Prepared(total, arguments)
+
+    # --- arguments --------------------------------------------------------------------------
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+        static = self._function.static
+        dynamic = static.dynamic(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        shapes = [np.shape(leaf) for leaf in leaves]
+        known = tree, tuple(map(len, shapes))
+        if known not in self._places:
+            paths = argument_paths(self._function.signature, dynamic)
+            self._places[known] = self.buckets.places(paths, known[1])
+        places = self._places[known]
+        named = functools.partial(argument_paths, self._function.signature, dynamic)
+        sizes = self.buckets.sizes_of(shapes, places, named)
+        return _Given(args, kwargs, tree, leaves, places, sizes)
+
+    def _arguments(
+        self, bucket: _Bucket, given: _Given, leaves: Sequence[Any]
+    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """Arguments of such leaves, and what a padded program is told of their sizes."""
+        dynamic = jax.tree.unflatten(given.tree, leaves)
+        args, kwargs = self._function.static.with_dynamic(given.args, given.kwargs, dynamic)
+        sizes = {axis: np.int32(n) for axis, n in given.sizes.items()}
+        return (args, kwargs), {_SIZES: sizes} if bucket.is_open else {}
+
+    def _run(self, bucket: _Bucket, given: _Given) -> Any:
+        leaves = [
+            _padded(leaf, axes, bucket.sizes)
+            for leaf, axes in zip(given.leaves, given.places, strict=True)
+        ]
+        (args, kwargs), told = self._arguments(bucket, given, leaves)
+        made = bucket.function(*args, **kwargs, **told)
+        if not isinstance(made, Padded):
+            return made
+        arrays, tree = jax.tree.flatten(made.results)
+        pairs = zip(arrays, made.dims, strict=True)
+        cut = [_cut(array, dims, bucket.sizes, given.sizes) for array, dims in pairs]
+        return jax.tree.unflatten(tree, cut)
+
+    # --- programs ---------------------------------------------------------------------------
+
+    def _key(self, sizes: Mapping[str, int]) -> Key:
+        return tuple(sizes[axis] for axis in self.buckets.sizes)
+
+    def _bucket(self, sizes: Mapping[str, int]) -> _Bucket:
+        with self._lock:
+            key = self._key(sizes)
+            if key not in self._programs:
+                probes = Probes(self.buckets.ranges(sizes))
+                fun = self._function.fun
+                if probes.open:
+                    fun = _for_bucket(self._function, probes, self.buckets)
+                planned = self._plan(fun, self._hosted)
+                self._programs[key] = _Bucket(sizes, planned, bool(probes.open))
+            return self._programs[key]
+
+    def _usable(self, given: _Given) -> _Bucket:
+        """The program of the bucket for a call, or while that is compiled a larger one that is."""
+        own = self._bucket(self.buckets.bucket(given.sizes))
+        if own.is_ready:
+            return own
+        with self._lock:
+            ready = [b for b in self._programs.values() if b.is_ready and b.covers(given.sizes)]
+            begins = bool(ready) and not own.is_coming
+            own.is_coming |= begins
+        if not ready:
+            self._largest(given)
+            self._compile(own, given)
+            return own
+        if begins:
+            threading.Thread(
+                target=self._compile_behind, args=(own, given), name="memplan-bucket", daemon=True
+            ).start()
+        return min(ready, key=lambda b: self._key(b.sizes))
+
+    def _compile_behind(self, bucket: _Bucket, given: _Given) -> None:
+        try:
+            self._compile(bucket, given)
+        except (MemplanError, jax.errors.JaxRuntimeError) as error:
+            # Calls go on in the larger one.
+            _log.warning("the bucket of %s was not compiled: %s", dict(bucket.sizes), error)
+
+    def _compile(self, bucket: _Bucket, given: _Given) -> Any:
+        with bucket.lock:
+            compiled = self._lowered(bucket, given).compile()
+            bucket.is_ready = True
+            return compiled
+
+    def _lowered(self, bucket: _Bucket, given: _Given) -> Any:
+        shapes = [
+            _padded(as_shape(leaf, bound_sharding(leaf)), axes, bucket.sizes)
+            for leaf, axes in zip(given.leaves, given.places, strict=True)
+        ]
+        (args, kwargs), told = self._arguments(bucket, given, shapes)
+        return bucket.function.lower(*args, **kwargs, **told)
+
+    def _largest(self, given: _Given) -> _Bucket:
+        """The largest bucket: where a budget has arguments on the host, that is where all have
+        them, since what is in a place for one is there for all."""
+        sizes = next(self.buckets.all())
+        bucket = self._bucket(sizes)
+        if self._function.options.budget is not None and self._hosted is None:
+            compiled = self._compile(bucket, given)
+            self._hosted = frozenset(
+                path for n, path in enumerate(compiled.paths) if n in compiled.hosting.arguments
+            )
+        return bucket
+
+
+def _for_bucket(function: Function, probes: Probes, buckets: Buckets) -> Callable[..., Padded]:
+    """The function for arguments of a bucket's sizes, told how many elements there are."""
+    fun, static = function.fun, function.static
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Padded:
+        sizes = kwargs.pop(_SIZES)
+        dynamic = static.dynamic(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        paths = argument_paths(function.signature, dynamic)
+        places = buckets.places(paths, [np.ndim(leaf) for leaf in leaves])
+
+        def flat(*leaves: Any) -> Any:
+            given = static.with_dynamic(args, kwargs, jax.tree.unflatten(tree, leaves))
+            return fun(*given[0], **given[1])
+
+        jaxprs, trees = [], []
+        for point in probes.points:
+            shapes = [
+                _padded(as_shape(leaf, None), axes, point)
+                for leaf, axes in zip(leaves, places, strict=True)
+            ]
+            closed, made = jax.make_jaxpr(flat, return_shape=True)(*shapes)
+            jaxprs.append(closed)
+            trees.append(jax.tree.structure(made))
+        if len({*trees}) > 1:
+            raise PaddingError(
+                "it returns other trees at other sizes", getattr(fun, "__name__", "?"), ""
+            )
+        values = padded(probes, jaxprs, leaves, sizes)
+        results = jax.tree.unflatten(trees[0], [jnp.asarray(v.array) for v in values])
+        return Padded(results, tuple(v.dims for v in values))
+
+    if function.signature is not None:
+        signature = inspect.signature(fun)
+        told = inspect.Parameter(_SIZES, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [*signature.parameters.values()]
+        at = len(parameters) - (parameters[-1:] != [] and parameters[-1].kind == told.VAR_KEYWORD)
+        parameters = [*parameters[:at], told, *parameters[at:]]
+        setattr(run, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+    return run
+
+
+# --- to a bucket's size, and back ---------------------------------------------------------------
+
+
+def _padded(leaf: Any, axes: Sequence[str | None], sizes: Mapping[str, int]) -> Any:
+    """An argument, or its shape, as large as a bucket; the same object where it is so already."""
+    shape = np.shape(leaf)
+    wanted = tuple(n if axis is None else sizes[axis] for n, axis in zip(shape, axes, strict=True))
+    if wanted == shape:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=wanted)
+    after = tuple(m - n for n, m in zip(shape, wanted, strict=True))
+    if isinstance(leaf, jax.Array) and not _is_here(leaf):
+        return _pad(leaf, after)
+    array = np.asarray(leaf)
+    whole = np.zeros(wanted, array.dtype)
+    whole[tuple(map(slice, shape))] = array
+    # What jax makes of a number depends on where it is from.
+    return _placed_like(leaf, whole) if isinstance(leaf, jax.Array) else whole
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pad(array: Any, after: tuple[int, ...]) -> Any:
+    return jnp.pad(array, [(0, n) for n in after])
+
+
+def _cut(
+    array: Any, dims: Sequence[Dim], bucket: Mapping[str, int], sizes: Mapping[str, int]
+) -> Any:
+    """A result without what is padding of it."""
+    if all(along.is_fixed for along in dims):
+        return array
+    factors = [factor for along in dims for factor in along.factors]
+    whole = tuple(factor.at(bucket) for factor in factors)
+    there = tuple(factor.at(sizes) for factor in factors)
+    shape = tuple(product_of(along.factors).at(sizes) for along in dims)
+    if shape == array.shape:
+        return array
+    if not _is_here(array):
+        return _part(array, whole, there, shape)
+    part = np.asarray(array).reshape(whole)[tuple(map(slice, there))].reshape(shape)
+    return _placed_like(array, part)
+
+
+def _placed_like(array: jax.Array, part: Any) -> jax.Array:
+    return jax.device_put(part, array.sharding if array.committed else None)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _part(array: Any, whole: Key, there: Key, shape: Key) -> Any:
+    return array.reshape(whole)[tuple(map(slice, there))].reshape(shape)
+
+
+def _is_here(array: jax.Array) -> bool:
+    """Whether its bytes can be read in place, without a program."""
+    devices = array.sharding.device_set
+    keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu" and not keys

@@ -1,0 +1,233 @@
+"""Sizes of arrays as functions of the sizes that a program is called with.
+
+A program is traced at a few sizes. What is a sum of products of them is found from that:
+
+    batch  tokens     a size there          batch  tokens
+      4     512           2,048                      0
+      4     257           1,028         ─►  batch · tokens
+      3     512           1,536
+      3     257             771
+
+and whether it is one, from one more in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+type Axes = frozenset[str]
+
+# Sizes below it are not looked at.
+_SMALL = 5
+
+
+@dataclass(frozen=True)
+class Size:
+    """A sum of products of the sizes of axes, which a program is called with.
+
+    Attributes:
+      terms: of products of axes how many there are; none is 0.
+    """
+
+    terms: Mapping[Axes, int]
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.terms.items()))
+
+    @classmethod
+    def of(cls, number: int) -> Size:
+        """The same at all sizes."""
+        return cls({frozenset(): number} if number else {})
+
+    @property
+    def number(self) -> int | None:
+        """What it is at all sizes; None where that depends on them."""
+        return self.terms.get(frozenset(), 0) if self.terms.keys() <= {frozenset[str]()} else None
+
+    def at(self, sizes: Mapping[str, Any]) -> Any:
+        """What it is at sizes: an int of ints, an array of arrays."""
+        products = (
+            functools.reduce(lambda a, b: a * b, (sizes[axis] for axis in sorted(axes)), times)
+            for axes, times in self.terms.items()
+        )
+        return sum(products, start=0)
+
+    def __mul__(self, other: Size) -> Size | None:
+        """None where an axis would be multiplied with itself."""
+        terms: dict[Axes, int] = {}
+        for (a, m), (b, n) in itertools.product(self.terms.items(), other.terms.items()):
+            if a & b:
+                return None
+            terms[a | b] = terms.get(a | b, 0) + m * n
+        return Size({axes: n for axes, n in terms.items() if n})
+
+    def over(self, other: Size) -> Size | None:
+        """What has to be multiplied with the other one to be this; None where that is no size."""
+        if self == other:
+            return Size.of(1)
+        if len(other.terms) != 1:
+            return None
+        ((by, times),) = other.terms.items()
+        if all(by <= axes and n % times == 0 for axes, n in self.terms.items()):
+            return Size({axes - by: n // times for axes, n in self.terms.items()})
+        return None
+
+    def minus(self, other: Size) -> Size:
+        terms = dict(self.terms)
+        for axes, n in other.terms.items():
+            terms[axes] = terms.get(axes, 0) - n
+        return Size({axes: n for axes, n in terms.items() if n})
+
+    def __str__(self) -> str:
+        named = (
+            " · ".join([*([str(n)] if n != 1 or not axes else []), *sorted(axes)])
+            for axes, n in sorted(self.terms.items(), key=lambda t: -len(t[0]))
+        )
+        return " + ".join(named) or "0"
+
+
+ONE = Size.of(1)
+
+
+def product_of(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, of which no two have an axis: those of one dimension."""
+    product = ONE
+    for size in sizes:
+        together = product * size
+        assert together is not None
+        product = together
+    return product
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The sizes at which a program is traced.
+
+    Attributes:
+      ranges: of each axis the sizes that a bucket is for: from the first to the second, which is
+        the bucket's own.
+    """
+
+    ranges: Mapping[str, tuple[int, int]]
+
+    @functools.cached_property
+    def open(self) -> tuple[str, ...]:
+        """The axes that have more than one size."""
+        return tuple(axis for axis, (low, high) in self.ranges.items() if low < high)
+
+    @functools.cached_property
+    def points(self) -> tuple[Mapping[str, int], ...]:
+        """The bucket's own sizes, all corners, and one more where a size is neither."""
+        own = {axis: high for axis, (_, high) in self.ranges.items()}
+        corners = [{**own, **{axis: self._others[axis][0] for axis in at}} for at in self._corners]
+        more = {**own, **{axis: found[-1] for axis, found in self._others.items()}}
+        return (*corners, *([more] if more not in corners else []))
+
+    @functools.cached_property
+    def _others(self) -> dict[str, tuple[int, ...]]:
+        """Of each axis with several sizes one or two beside the bucket's own: the lowest and what
+        is in the middle. Not the smallest, for which larger ones speak: an axis of one element, as
+        `tokens - 1` may be, jax takes for one of any size, and traces otherwise."""
+        found: dict[str, tuple[int, ...]] = {}
+        for axis in self.open:
+            low, high = self.ranges[axis]
+            least = max(low, _SMALL)
+            inside = [n for n in (least, (least + high) // 2) if n < high]
+            more = [high + 1, high + 2] if low < _SMALL else []
+            found[axis] = tuple(dict.fromkeys([*inside, *more]))[:2]
+        return found
+
+    @functools.cached_property
+    def _corners(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that have another size than the bucket's own."""
+        numbers = range(len(self.open) + 1)
+        return tuple(low for n in numbers for low in itertools.combinations(self.open, n))
+
+    def size(self, found: Sequence[int]) -> Size | None:
+        """The size that has been found at these points, the ints that it was there; None where they
+        say that it is none."""
+        if len({*found}) == 1:
+            return Size.of(found[0])
+        terms = {axes: round(n) for axes, n in self._terms(found).items()}
+        size = Size({axes: n for axes, n in terms.items() if n})
+        return size if [size.at(p) for p in self.points] == [*found] else None
+
+    def number(self, found: Sequence[Any]) -> Callable[[Mapping[str, Any]], Any] | None:
+        """What has been found at these points, as a function of sizes: a size, or one over it, a
+        root of it, or its logarithm; None where it is neither."""
+        if all(isinstance(n, int) for n in found):
+            size = self.size(found)
+            return None if size is None else size.at
+        for there, back in _SHAPES:
+            try:
+                seen = [there(float(n)) for n in found]
+            except (ValueError, OverflowError, ZeroDivisionError):
+                continue
+            largest = max(map(abs, seen))
+            terms = {
+                axes: _rounded(n)
+                for axes, n in self._terms(seen).items()
+                if abs(n) * self._most(axes) > 1e-6 * largest
+            }
+            size = Size(terms)  # pyright: ignore[reportArgumentType]  # Of floats, which `at` takes.
+            with np.errstate(all="ignore"):
+                close = [
+                    math.isclose(back(np, np.float64(size.at(p))), n, rel_tol=1e-5)
+                    for p, n in zip(self.points, found, strict=True)
+                ]
+            if all(close):
+                return functools.partial(_float_at, size, back)
+        return None
+
+    def _most(self, axes: Axes) -> int:
+        return math.prod(self.ranges[axis][1] for axis in axes)
+
+    def _terms(self, found: Sequence[float]) -> dict[Axes, float]:
+        """The sum of products that is so at the corners: what changes as axes go from the bucket's
+        sizes to others, one after the other, written out."""
+        at = dict(zip(map(frozenset, self._corners), found, strict=False))
+        terms: dict[Axes, float] = {}
+        for axes in at:
+            subsets = (frozenset(s) for n in range(len(axes) + 1) for s in _subsets(axes, n))
+            change = sum((-1) ** (len(axes) - len(s)) * at[s] for s in subsets)
+            for axis in axes:
+                change /= self._others[axis][0] - self.ranges[axis][1]
+            # The product of (axis − the bucket's size) over `axes`, multiplied out.
+            for n in range(len(axes) + 1):
+                for kept in map(frozenset, _subsets(axes, n)):
+                    rest = math.prod(-self.ranges[axis][1] for axis in axes - kept)
+                    terms[kept] = terms.get(kept, 0) + change * rest
+        return terms
+
+
+def _float_at(size: Size, back: Callable[[Any, Any], Any], sizes: Mapping[str, Any]) -> Any:
+    return back(jnp, size.at({axis: jnp.asarray(n, jnp.float32) for axis, n in sizes.items()}))
+
+
+def _subsets(axes: Axes, n: int) -> Iterable[tuple[str, ...]]:
+    return itertools.combinations(sorted(axes), n)
+
+
+def _rounded(number: float) -> float:
+    """The whole number that it is but for rounding."""
+    near = round(number)
+    return float(near) if near and math.isclose(number, near, rel_tol=1e-6) else number
+
+
+# There, and back with the functions of numpy or of jax.
+_SHAPES: tuple[tuple[Callable[[float], float], Callable[[Any, Any], Any]], ...] = (
+    (lambda v: v, lambda _, s: s),
+    (lambda v: 1 / v, lambda _, s: 1 / s),
+    (lambda v: v * v, lambda xp, s: xp.sqrt(s)),
+    (lambda v: 1 / (v * v), lambda xp, s: 1 / xp.sqrt(s)),
+    (math.exp, lambda xp, s: xp.log(s)),
+    (lambda v: math.exp(-v), lambda xp, s: -xp.log(s)),
+)

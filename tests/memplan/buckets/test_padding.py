@@ -1,0 +1,172 @@
+"""A program in a bucket has the results that it has by itself, whatever is in the padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from memplan.buckets.errors import PaddingError
+from tests.memplan.buckets.padded import check
+
+TOKENS = {"t": (1, 6)}
+BOTH = {"b": (1, 3), "t": (2, 5)}
+
+
+def rows(sizes: Mapping[str, int]) -> Sequence[Any]:
+    return [np.random.RandomState(sizes["t"]).randn(sizes["t"], 3).astype(np.float32)]
+
+
+def batch(sizes: Mapping[str, int]) -> Sequence[Any]:
+    of = np.random.RandomState(sizes["t"])
+    return [of.randn(sizes["b"], sizes["t"], 4).astype(np.float32)]
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of one axis": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(),
+    "variance": lambda x: (x.var(0), x.std()),
+    "root of the size": lambda x: x.sum(0) / jnp.sqrt(x.shape[0]),
+    "size in an exponent": lambda x: x.sum(0) * x.shape[0] ** -0.5,
+    "log of the size": lambda x: x.sum(0) - np.log(x.shape[0] + 1),
+    "max and min": lambda x: (x.max(0), x.min(), (x > 0).all(0), (x > 1).any()),
+    "product": lambda x: x.prod(0),
+    "argmax": lambda x: (jnp.argmax(x, 0), jnp.argmin(x[:, 0])),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0),
+    "logsumexp": lambda x: jax.nn.logsumexp(x, axis=0),
+    "gram": lambda x: x.T @ x,
+    "outer": lambda x: x @ x.T,
+    "last": lambda x: x[-1],
+    "all but the last": lambda x: x[:-1].sum() + x[-1],
+    "differences": lambda x: jnp.diff(x, axis=0, prepend=0.0),
+    "shifted": lambda x: jnp.concatenate([x[1:], jnp.ones((1, 3), x.dtype)]),
+    "behind each other": lambda x: jnp.concatenate([x, 2 * x, x[:1]]).cumsum(0),
+    "rolled": lambda x: jnp.roll(x, 1, axis=0),
+    "reversed": lambda x: x[::-1] * jnp.arange(x.shape[0])[:, None],
+    "cumsum": lambda x: x.cumsum(0),
+    "cumsum from the end": lambda x: lax.cumsum(x, reverse=True),
+    "cumulative max of ones": lambda x: jnp.ones_like(x).cumsum(0),
+    "logcumsumexp": lambda x: lax.cumlogsumexp(x, reverse=True),
+    "sorted": lambda x: jnp.sort(x, axis=0),
+    "argsorted": lambda x: jnp.argsort(x[:, 0]),
+    "median of all": lambda x: jnp.sort(x[:, 0])[x.shape[0] // 2 * 0],
+    "top": lambda x: lax.top_k(jnp.where(x > 9, x, -jnp.inf).T, 1),
+    "padded before": lambda x: jnp.pad(x, ((2, 0), (0, 0))).sum(1),
+    "padded behind": lambda x: jnp.pad(x, ((0, 2), (0, 0)), constant_values=7.0).cumsum(0),
+    "padded to a size": lambda x: jnp.pad(x, ((0, 9 - x.shape[0]), (0, 0)), constant_values=-1.0),
+    "counted": lambda x: x * jnp.arange(x.shape[0])[:, None],
+    "counted from the end": lambda x: x * jnp.arange(x.shape[0])[::-1, None],
+    "eye": lambda x: jnp.eye(x.shape[0]) + x @ x.T,
+    "causal": lambda x: jnp.where(jnp.tril(jnp.ones((len(x), len(x)), bool)), x @ x.T, -1.0),
+    "one by one": lambda x: lax.map(lambda row: jnp.sin(row).sum(), x),
+    "scanned": lambda x: lax.scan(lambda c, r: (0.5 * c + r, c.sum()), jnp.zeros(3), x),
+    "scanned from the end": lambda x: lax.scan(
+        lambda c, r: (0.5 * c + r, c), jnp.ones(3), x, reverse=True
+    ),
+    "as often": lambda x: lax.fori_loop(0, x.shape[0], lambda i, c: c * 1.5 + i, x.sum()),
+    "while": lambda x: lax.while_loop(
+        lambda c: c[0] < x.shape[0], lambda c: (c[0] + 1, c[1] + x[c[0]]), (0, jnp.zeros(3))
+    ),
+    "branches": lambda x: lax.cond(x.sum() > 0, lambda y: y * 2, lambda y: y - 1, x),
+    "again": lambda x: jax.checkpoint(lambda y: jnp.sin(y).sum(0) / len(y))(x),
+    "gathered": lambda x: x[jnp.array([0, -1, 0])],
+    "taken, filled": lambda x: jnp.take(x, jnp.array([0, 3, 5, -1]), axis=0, fill_value=5.0),
+    "taken, clipped": lambda x: jnp.take(x, jnp.array([0, 3, 50]), axis=0, mode="clip"),
+    "sliced where it is said": lambda x: lax.dynamic_slice(x, (4, 1), (1, 2)),
+    "written": lambda x: jnp.asarray(x).at[-1].set(0.0).at[2].add(9.0),
+    "scattered": lambda x: jnp.zeros((8, 3)).at[jnp.arange(len(x)) % 3].add(x),
+    "scattered, set": lambda x: jnp.ones((8, 3)).at[7 - jnp.arange(len(x))].set(x),
+    "scattered, clipped": lambda x: (
+        jnp.zeros((4, 3)).at[jnp.arange(len(x)) * 2].max(x, mode="clip")
+    ),
+    "into a cache": lambda x: lax.dynamic_update_slice(jnp.ones((9, 3)), x, (3, 0)),
+    "into the end of a cache": lambda x: lax.dynamic_update_slice(jnp.ones((7, 3)), x, (6, 0)),
+    "out of a table": lambda x: (
+        x + lax.dynamic_slice(jnp.arange(24.0).reshape(8, 3), (6, 0), x.shape)
+    ),
+    "window": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (1, 1), ((1, 0), (0, 0))),
+    "convolved": lambda x: lax.conv_general_dilated(
+        x.T[None], jnp.arange(18.0).reshape(2, 3, 3), (1,), "SAME"
+    ),
+    "random": lambda x: x + jax.random.normal(jax.random.key(1), x.shape),
+    "keys": lambda x: jax.vmap(lambda k: jax.random.uniform(k, (2,)))(
+        jax.random.split(jax.random.key(1), x.shape[0])
+    ),
+    "merged with a fixed one": lambda x: x.reshape(-1) * 2,
+    "split off": lambda x: x.reshape(-1).reshape(x.shape[0], 3, 1).sum(1),
+    "gradient": jax.grad(lambda x: (jax.nn.softmax(x, 0) ** 2).mean()),
+    "gradient of a loop": jax.grad(
+        lambda x: lax.scan(lambda c, r: (jnp.tanh(c + r), None), jnp.zeros(3), x)[0].sum()
+    ),
+    "closed over": lambda x: x * 2 + jnp.asarray(np.arange(3, dtype=np.float32)),
+    "of its size": lambda x: x * np.arange(len(x), dtype=np.float32)[:, None],
+    "split": lambda x: jnp.split(x, [1], axis=0)[0] + jnp.split(x, 3, axis=1)[1],
+    "types": lambda x: (x.astype(jnp.int32).sum(), (x > 0).sum(), x.astype(jnp.bfloat16).max(0)),
+}  # fmt: skip
+
+BATCH: dict[str, Callable[[Any], Any]] = {
+    "all of it": lambda x: x.mean(),
+    "tokens as rows": lambda x: jnp.tanh(x.reshape(-1, 4) @ jnp.ones((4, 2))),
+    "sum of tokens as rows": lambda x: x.reshape(-1, 4).sum(0) / (x.shape[0] * x.shape[1]),
+    "there and back": lambda x: (x.reshape(-1, 4) * 2).reshape(x.shape).max(1),
+    "attention": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2), axis=-1) @ x,
+    "heads": lambda x: x.reshape(*x.shape[:2], 2, 2).transpose(0, 2, 1, 3).sum(2),
+    "last token of each": lambda x: x[:, -1],
+    "some of each": lambda x: jnp.take_along_axis(x, jnp.argmax(x, 1, keepdims=True), axis=1),
+    "loss": lambda x: -jnp.take_along_axis(
+        jax.nn.log_softmax(x), jnp.argmin(x, -1, keepdims=True), -1
+    ).mean(),
+    "tokens to experts": lambda x: jnp.zeros((3, 4)).at[
+        jnp.argmax(x.reshape(-1, 4), -1) % 3
+    ].add(x.reshape(-1, 4)),
+    "gradient": jax.grad(lambda x: jnp.mean(jax.nn.relu(x.reshape(-1, 4) @ jnp.eye(4)) ** 2)),
+    "mapped": jax.vmap(lambda row: lax.scan(lambda c, r: (c + r, c), jnp.zeros(4), row)[0]),
+    "norm": lambda x: (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 1e-3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_rows(what: str):
+    check(ROWS[what], rows, TOKENS)
+
+
+@pytest.mark.parametrize("what", BATCH)
+def test_batches(what: str):
+    check(BATCH[what], batch, BOTH, tolerance=2e-5)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "every second one": (lambda x: x[::2], "no sum of products of sizes"),
+    "rows in pairs": (lambda x: jnp.repeat(x, 2, 0).reshape(2, -1, 3), "takes what is there apart"),
+    "columns first": (lambda x: x.T.reshape(-1)[:4], "not the first part"),
+    "another way by size": (lambda x: x.sum() if len(x) < 7 else x.max(), "by the size"),
+    "more by size": (lambda x: jnp.sin(x.sum()) if len(x) < 7 else x.sum(), "equations at sizes"),
+    "random, not in order": (
+        lambda x: x + jax.random.normal(jax.random.key(1), (3, len(x))).T,
+        "random numbers",
+    ),
+    "squared": (lambda x: x * len(x) ** 2, "depends on sizes"),
+    "made by numpy": (
+        lambda x: x * np.linspace(0, 1, len(x), dtype=np.float32)[:, None],
+        "closes over",
+    ),
+    "spectrum": (lambda x: jnp.fft.fft(x, axis=0), "depends on sizes"),
+    "callback": (
+        lambda x: jax.debug.callback(lambda _: None, x) or x,
+        "effects",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_known_is_refused_and_the_line_named(what: str):
+    fun, why = REFUSED[what]
+    with pytest.raises(PaddingError, match=why) as caught:
+        check(fun, rows, {"t": (5, 10)})
+    assert "test_padding.py" in caught.value.line or "closes over" in str(caught.value)
