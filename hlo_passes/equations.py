@@ -543,6 +543,7 @@ _DECODERS: Mapping[str, Callable[[_Parameters], Decoded]] = {
     "cond": lambda p: Cond(tuple(p["branches"])),
     "custom_jvp_call": lambda p: Call(p["call_jaxpr"], False, True),
     "custom_vjp_call": lambda p: Call(p["call_jaxpr"], False, True),
+    "custom_vmap_call": lambda p: Call(p["call"], False, True),
     "device_put": lambda p: DevicePut(tuple(p["devices"])),
     "dot_general": lambda p: DotGeneral(*p["dimension_numbers"]),
     "dynamic_slice": lambda p: DynamicSlice(tuple(p["slice_sizes"])),
@@ -714,7 +715,8 @@ def with_programs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> JaxprEqn:
             condition = condition.replace(invars=[*condition.invars[:constants], *given])
             return _with(eqn, cond_jaxpr=condition, body_jaxpr=jaxpr)
         case _:
-            key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+            keys = ("jaxpr", "call_jaxpr", "call")
+            key = next(key for key in keys if key in eqn.params)
             return _with(eqn, **{key: jaxpr})
 
 

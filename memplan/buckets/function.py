@@ -110,7 +110,6 @@ class _Bucket:
         self.sizes, self.function, self.is_open = sizes, function, is_open
         self.is_ready = False
         self.is_coming = False
-        self.lock = threading.Lock()
 
     def covers(self, sizes: Mapping[str, int]) -> bool:
         return all(self.sizes[axis] >= n for axis, n in sizes.items())
@@ -121,7 +120,7 @@ class BucketedFunction:
 
     Its results are those of the function without buckets, but for the order in which sums are added
     up. A call whose bucket was not compiled yet runs in a larger one that was, if there is one, and
-    has its own compiled in the background.
+    has its own traced, and compiled in the background.
 
     Args:
       function: the user's.
@@ -290,23 +289,25 @@ class BucketedFunction:
             self._compile(own, given)
             return own
         if begins:
+            # Traced here: not every library takes two traces at once.
+            lowered = self._lowered(own, given)
             threading.Thread(
-                target=self._compile_behind, args=(own, given), name="memplan-bucket", daemon=True
+                target=self._compile_behind, args=(own, lowered), name="memplan-bucket", daemon=True
             ).start()
         return min(ready, key=lambda b: self._key(b.sizes))
 
-    def _compile_behind(self, bucket: _Bucket, given: _Given) -> None:
+    def _compile_behind(self, bucket: _Bucket, lowered: Any) -> None:
         try:
-            self._compile(bucket, given)
+            lowered.compile()
+            bucket.is_ready = True
         except (MemplanError, jax.errors.JaxRuntimeError) as error:
             # Calls go on in the larger one.
             _log.warning("the bucket of %s was not compiled: %s", dict(bucket.sizes), error)
 
     def _compile(self, bucket: _Bucket, given: _Given) -> Any:
-        with bucket.lock:
-            compiled = self._lowered(bucket, given).compile()
-            bucket.is_ready = True
-            return compiled
+        compiled = self._lowered(bucket, given).compile()
+        bucket.is_ready = True
+        return compiled
 
     def _lowered(self, bucket: _Bucket, given: _Given) -> Any:
         shapes = [

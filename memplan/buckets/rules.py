@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry_2x32
 
 from hlo_passes.equations import (
     Along,
@@ -58,7 +59,8 @@ from hlo_passes.equations import (
 from memplan.buckets.dims import Dim, dim, mask, reshaped, same
 from memplan.buckets.sizes import ONE, Size, product_of
 from memplan.neutral import neutral
-from memplan.streams.leading_axis import shape_of
+from memplan.splitting.axes import axes_of
+from memplan.streams.leading_axis import aval_of, shape_of
 
 
 class Value(NamedTuple):
@@ -165,7 +167,26 @@ def results_of(step: Step) -> list[Value]:
         return _unchanged(step, None)
     if name(step.eqn) in _KEYS:
         return _keys(step)
-    raise Unknown("of this operation it is not known what it makes of more elements")
+    return _by_axes(step)
+
+
+def _by_axes(step: Step) -> list[Value]:
+    """Of an operation that works along other dimensions, on each of these by itself."""
+    results = [list(map(dim, of)) for of in step.results]
+    there = {(k, d) for k, v in enumerate(step.operands) for d in v.open}
+    for axis in axes_of(step.eqn):
+        of = [(k, d) for k, d in enumerate(axis.operands) if d is not None]
+        if not axis.is_map or not there & {*of}:
+            continue
+        along = _agreeing([step.operands[k].dims[d] for k, d in of])
+        there -= {*of}
+        for k, d in enumerate(axis.results):
+            if d is not None:
+                results[k][d] = along.varied
+    if there or not step.operands:
+        raise Unknown("of this operation it is not known what it makes of more elements")
+    arrays = bind(step.eqn, *(v.array for v in step.operands))
+    return [Value(a, tuple(of)) for a, of in zip(arrays, results, strict=True)]
 
 
 def _agreeing(dims: Sequence[Dim]) -> Dim:
@@ -279,17 +300,25 @@ def _product(step: Step, says: DotGeneral) -> list[Value]:
 
 def _convolution(step: Step, says: Convolution) -> list[Value]:
     left, right = step.operands
-    if right.open or (says.in_batch_groups and left.open):
-        raise Unknown("a convolution's window, or its groups of a batch, have other sizes")
-    if left.dims[says.left[1]].single is None and not left.dims[says.left[1]].is_fixed:
-        raise Unknown("a convolution's features have other sizes")
+    in_groups = says.in_batch_groups or says.in_feature_groups
+    if any(d in right.open for d in says.right[2:]) or (in_groups and right.open):
+        raise Unknown("a convolution's window has another size")
+    if says.in_batch_groups and left.open:
+        raise Unknown("a batch is convolved in groups")
+    features = (left.dims[says.left[1]], right.dims[says.right[1]])
+    if not in_groups:
+        _agreeing(features)
+    elif not features[0].is_fixed:
+        raise Unknown("features are convolved in groups")
     space = says.left[2:]
     for d in space:
-        step.single(left, d, "a convolution")
+        if not left.dims[d].is_fixed:
+            step.single(left, d, "a convolution")
     dims = list(step.fresh())
     dims[says.result[0]] = left.dims[says.left[0]]
-    array = step.masked(left, (says.left[1], *space), 0)
-    return step.made(dims, array, right.array)
+    dims[says.result[1]] = right.dims[says.right[0]]
+    arrays = step.masked(left, (says.left[1], *space), 0), step.masked(right, says.right[1:2], 0)
+    return step.made(dims, *arrays)
 
 
 def _slice(step: Step, says: Slice) -> list[Value]:
@@ -422,7 +451,7 @@ def _cumulative(step: Step, says: Cumulative) -> list[Value]:
 def _along(step: Step, says: Along) -> list[Value]:
     kind = name(step.eqn).removeprefix("reduce_window_")
     if kind not in ("sum", "max", "min") or any(v.open for v in step.operands[1:]):
-        raise Unknown("of this operation it is not known what it makes of more elements")
+        return _by_axes(step)
     value = step.operands[0]
     for d in says.dimensions:
         if not value.dims[d].is_fixed:
@@ -619,14 +648,28 @@ def _keys(step: Step) -> list[Value]:
 
 
 def _random_bits(step: Step, says: RandomBits) -> list[Value]:
-    """Bits depend on where an element is, counted through all of the shape that is drawn."""
+    """Bits depend on where an element is, counted through all of the shape that is drawn: where
+    that is not so in the first dimension only, they are made here as jax makes them, a block of
+    threefry (Salmon et al., 2011) for each element (``jax_threefry_partitionable``)."""
     (keys,) = step.operands
-    drawn = step.results[0][len(keys.dims) :]
-    counted = jax.config.jax_threefry_partitionable and "fry" in str(keys.array.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    if any(size.number is None for size in drawn[1 if counted else 0 :]):
-        raise Unknown("of random numbers others are drawn where more are")
+    rank = len(keys.dims)
+    drawn = step.results[0][rank:]
     dims = (*keys.dims, *map(dim, drawn))
-    return step.made(dims, keys.array)
+    is_threefry = jax.random.key_impl(keys.array) == "threefry2x32"
+    counted = is_threefry and getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
+    if all(size.number is not None for size in drawn[1 if counted else 0 :]):
+        return step.made(dims, keys.array)
+    dtype = aval_of(step.eqn.outvars[0]).dtype
+    if not counted or rank or name(step.eqn) != "random_bits" or dtype != jnp.uint32:
+        raise Unknown("of random numbers others are drawn where more are")
+    place: Any = jnp.uint32(0)
+    for d, size in enumerate(drawn):
+        index = lax.broadcasted_iota(jnp.uint32, says.shape, d)
+        place = place * jnp.asarray(size.at(step.sizes)).astype(jnp.uint32) + index
+    first, second = jax.random.key_data(keys.array)
+    counts = jnp.concatenate([jnp.zeros(place.size, jnp.uint32), place.ravel()])
+    high, low = jnp.split(threefry_2x32((first, second), counts), 2)
+    return [Value((high ^ low).reshape(place.shape), dims)]
 
 
 _RULES: Mapping[type, Callable[[Step, Any], list[Value]]] = {

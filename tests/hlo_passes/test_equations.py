@@ -129,7 +129,7 @@ def test_indices():
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     eqn = traced(lambda x: lax.gather(x, rows, numbers, (1, 3)))
     assert decode(eqn) == Gather(
-        axes=(0,), collapsed=(0,), sizes=(1, 3), window=(1,), batches=((), ()), outside="fill"
+        axes=(0,), collapsed=(0,), sizes=(1, 3), window=(1,), batches=((), ()), outside="promise"
     )
     says = decode(traced(lambda x: lax.gather(x, rows, numbers, (1, 3), mode="clip")))
     assert isinstance(says, Gather)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import memplan
+from memplan.api import Lowered
 from memplan.buckets.errors import BucketsError
 
 TOKENS = {"buckets": {"tokens": [8, 32]}, "dims": {"ids": "_ tokens"}}
@@ -46,7 +47,7 @@ def test_every_size_has_its_own_results():
     assert step.bucket_of(params, ids_of(9)) == {"tokens": 32}
 
 
-def test_few_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
+def test_few_programs_are_compiled():
     traced: list[int] = []
 
     def counted(params: Any, ids: Any) -> Any:
@@ -70,14 +71,14 @@ def test_a_call_runs_in_a_larger_bucket_while_its_own_is_compiled(
     params = table()
     step(params, ids_of(20))
     begun, go_on = threading.Event(), threading.Event()
-    compile_ = type(step)._compile
+    compile_ = Lowered.compile
 
-    def slowly(self: Any, *args: Any) -> Any:
+    def slowly(self: Lowered, *args: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
         return compile_(self, *args)
 
-    monkeypatch.setattr(type(step), "_compile", slowly)
+    monkeypatch.setattr(Lowered, "compile", slowly)
     small = step._bucket({"tokens": 8})
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
     assert begun.wait(60)
@@ -89,6 +90,20 @@ def test_a_call_runs_in_a_larger_bucket_while_its_own_is_compiled(
             thread.join(60)
     assert small.is_ready
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
+
+
+def test_programs_are_traced_where_they_are_called():
+    """Some libraries' tracing has a state of its own, which is not one of a thread."""
+    threads: set[str] = set()
+
+    def told(params: Any, ids: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return score(params, ids)
+
+    step = memplan.jit(told, **TOKENS)
+    for tokens in (32, 3, 3):
+        step(table(), ids_of(tokens))
+    assert threads == {threading.current_thread().name}
 
 
 def test_a_bucket_of_one_size_is_the_program_itself():

@@ -95,6 +95,9 @@ ROWS: dict[str, Callable[[Any], Any]] = {
         x.T[None], jnp.arange(18.0).reshape(2, 3, 3), (1,), "SAME"
     ),
     "random": lambda x: x + jax.random.normal(jax.random.key(1), x.shape),
+    "dropout": lambda x: jnp.where(
+        jax.random.bernoulli(jax.random.key(3), 0.5, (2, len(x), 3)), x[None] * 2, 0.0
+    ),
     "keys": lambda x: jax.vmap(lambda k: jax.random.uniform(k, (2,)))(
         jax.random.split(jax.random.key(1), x.shape[0])
     ),
@@ -127,6 +130,23 @@ BATCH: dict[str, Callable[[Any], Any]] = {
     ].add(x.reshape(-1, 4)),
     "gradient": jax.grad(lambda x: jnp.mean(jax.nn.relu(x.reshape(-1, 4) @ jnp.eye(4)) ** 2)),
     "mapped": jax.vmap(lambda row: lax.scan(lambda c, r: (c + r, c), jnp.zeros(4), row)[0]),
+    "gradient of a convolution's weights": lambda x: jax.grad(
+        lambda w: (
+            lax.conv_general_dilated(
+                x.sum(1).reshape(-1, 2, 2).repeat(2, 2),
+                w,
+                (1,),
+                "SAME",
+                dimension_numbers=("NWC", "WIO", "NWC"),
+            )
+            ** 2
+        ).sum()
+    )(jnp.arange(24.0).reshape(3, 4, 2) / 9),
+    "pooled": jax.grad(
+        lambda x: (
+            lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 2), (1, 1, 2), "VALID") ** 2
+        ).mean()
+    ),
     "norm": lambda x: (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 1e-3),
 }  # fmt: skip
 
@@ -147,8 +167,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "columns first": (lambda x: x.T.reshape(-1)[:4], "not the first part"),
     "another way by size": (lambda x: x.sum() if len(x) < 7 else x.max(), "by the size"),
     "more by size": (lambda x: jnp.sin(x.sum()) if len(x) < 7 else x.sum(), "equations at sizes"),
-    "random, not in order": (
-        lambda x: x + jax.random.normal(jax.random.key(1), (3, len(x))).T,
+    "random, by a generator of its own": (
+        lambda x: x + jax.random.normal(jax.random.key(1, impl="rbg"), x.shape),
         "random numbers",
     ),
     "squared": (lambda x: x * len(x) ** 2, "depends on sizes"),
