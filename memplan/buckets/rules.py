@@ -344,23 +344,39 @@ def _slice(step: Step, says: Slice) -> list[Value]:
     starts = [moved.get(d, says.starts[d]) for d in range(len(dims))]
     if any(n != 1 for n in says.strides):
         raise Unknown("where a slice of every second element begins depends on sizes")
-    return [Value(lax.dynamic_slice(array, starts, shape), tuple(dims))]
+    return [Value(lax.dynamic_slice(array, _of_one_type(starts), shape), tuple(dims))]
+
+
+def _of_one_type(indices: Sequence[Any]) -> list[Any]:
+    """Indices as ``dynamic_slice`` takes them."""
+    dtype = jnp.result_type(jnp.int32, *indices)
+    return [jnp.asarray(index).astype(dtype) for index in indices]
 
 
 def _pad(step: Step, says: Pad) -> list[Value]:
     value, fill = step.operands
-    array, dims = value.array, list(value.dims)
-    for d in range(len(says.around)):
-        around = [of.around[d] for of in step.says]
-        if not any(map(any, around)):
+    array, dims, around = value.array, list(value.dims), list(says.around)
+    later: dict[int, Size] = {}
+    for d in range(len(around)):
+        of = [each.around[d] for each in step.says]
+        if not any(map(any, of)):
             continue
-        if len({(low, between) for low, _, between in around}) > 1:
-            raise Unknown("how many elements are put before others depends on sizes")
+        before = step.number([low for low, _, _ in of], "how many are put before others")
+        if len({between for _, _, between in of}) > 1:
+            raise Unknown("how many elements are put between others depends on sizes")
         if not value.dims[d].is_fixed:
             step.single(value, d, "padding")
         array = step.masked(Value(array, value.dims), [d], fill.array)
         dims[d] = dim(step.results[0][d])
-    return step.made(dims, array, fill.array)
+        if before.number is None:
+            # So many are there first at the bucket's sizes; at others there are others.
+            later[d] = before
+            low, high, between = around[d]
+            around[d] = (0, low + high, between)
+    array = lax.pad(array, fill.array, around)
+    for d, before in later.items():
+        array = jnp.roll(array, before.at(step.sizes), d)
+    return [Value(array, tuple(dims))]
 
 
 def _concatenate(step: Step, says: Concatenate) -> list[Value]:
@@ -495,7 +511,7 @@ def _dynamic_slice(step: Step, says: DynamicSlice) -> list[Value]:
             at = indices[d] + jnp.arange(says.sizes[d], dtype=jnp.int32)
             array = jnp.take(array, at, axis=d, mode="clip")
             indices[d] = 0
-    return [Value(lax.dynamic_slice(array, indices, says.sizes), tuple(dims))]
+    return [Value(lax.dynamic_slice(array, _of_one_type(indices), says.sizes), tuple(dims))]
 
 
 def _dynamic_update_slice(step: Step, _: DynamicUpdateSlice) -> list[Value]:
@@ -514,7 +530,12 @@ def _dynamic_update_slice(step: Step, _: DynamicUpdateSlice) -> list[Value]:
             indices[d] = jnp.clip(indices[d], 0, whole.minus(size).at(step.sizes))
             partial += [d] if size.number is None else []
     if not partial:
-        return [Value(lax.dynamic_update_slice(value.array, update.array, indices), tuple(dims))]
+        return [
+            Value(
+                lax.dynamic_update_slice(value.array, update.array, _of_one_type(indices)),
+                tuple(dims),
+            )
+        ]
     if len(partial) > 1:
         raise Unknown("a slice is written whose size depends on sizes in several dimensions")
     (d,) = partial
@@ -537,7 +558,7 @@ def _written(step: Step, value: Value, update: Value, indices: Sequence[Any], d:
     numbers = lax.ScatterDimensionNumbers(others, (d,), tuple(range(len(shape))))
     return lax.scatter(
         value.array,
-        jnp.stack(at, axis=1),
+        jnp.stack(_of_one_type(at), axis=1),
         update.array,
         numbers,
         unique_indices=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -190,3 +191,71 @@ def test_what_is_not_known_is_refused_and_the_line_named(what: str):
     with pytest.raises(PaddingError, match=why) as caught:
         check(fun, rows, {"t": (5, 10)})
     assert "test_padding.py" in caught.value.line or "closes over" in str(caught.value)
+
+
+# Each takes [rows, 3] to [other rows, 3].
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "less the mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: jax.nn.softmax(x, 0),
+    "by the largest": lambda x: x / (1 + jnp.abs(x).max()),
+    "cumsum": lambda x: x.cumsum(0) / len(x),
+    "cumsum from the end": lambda x: lax.cumsum(x, reverse=True),
+    "reversed": lambda x: x[::-1],
+    "twice": lambda x: jnp.concatenate([x, -x]),
+    "one more": lambda x: jnp.concatenate([x[-1:], x]),
+    "without the first": lambda x: x[1:],
+    "without the last": lambda x: x[:-1] + x[-1],
+    "rolled": lambda x: jnp.roll(x, 2, 0),
+    "padded": lambda x: jnp.pad(x, ((1, 2), (0, 0)), constant_values=0.5),
+    "sorted": lambda x: jnp.sort(x, 0),
+    "in the order of one": lambda x: x[jnp.argsort(x[:, 1])],
+    "attention": lambda x: jax.nn.softmax(x @ x.T, -1) @ x,
+    "scan": lambda x: lax.scan(lambda c, r: (jnp.sin(c + r), c), jnp.zeros(3, x.dtype), x)[1],
+    "scan from the end": lambda x: lax.scan(
+        lambda c, r: (jnp.sin(c + r), c), jnp.zeros(3, x.dtype), x, reverse=True
+    )[1],
+    "flat and back": lambda x: jnp.tanh(x.reshape(-1)).reshape(-1, 3),
+    "counted": lambda x: x * jnp.arange(len(x), dtype=x.dtype)[:, None] / len(x),
+    "scattered": lambda x: jnp.zeros_like(x).at[jnp.arange(len(x))[::-1]].add(x),
+    "each of all": lambda x: (x[:, None] * x[None]).reshape(-1, 3)[: len(x)],
+    "drawn": lambda x: x + jax.random.uniform(jax.random.key(2), x.shape, x.dtype, -0.1, 0.1),
+    "gradient": jax.grad(lambda x: (jax.nn.log_softmax(x, 0)[-1] * x.mean(0)).sum()),
+}
+REFUSED_STEPS = {"each of all"}  # Its rows are no product.
+
+
+def random_programs(count: int) -> None:
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(count):
+        names = draw.choices([*STEPS], k=draw.randint(2, 5))
+
+        def program(x: Any, names: Sequence[str] = names) -> Any:
+            for each in names:
+                x = STEPS[each](x)
+            return x, x.sum(0), x[-1]
+
+        with jax.enable_x64(True):
+            try:
+                check(
+                    program,
+                    lambda s: [np.random.RandomState(s["t"]).randn(s["t"], 3)],
+                    {"t": (5, 11)},
+                    tolerance=1e-8,
+                )
+            except PaddingError as error:
+                if not REFUSED_STEPS & {*names}:
+                    raise AssertionError(names) from error
+                refused += 1
+            except AssertionError as error:
+                raise AssertionError(names) from error
+    assert refused < count // 2
+
+
+def test_random_programs():
+    random_programs(12)
+
+
+@pytest.mark.slow
+def test_many_random_programs():
+    random_programs(400)
