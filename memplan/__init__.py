@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memplan import kv as kv
     from memplan import state as state
     from memplan.api import jit
+    from memplan.buckets.choosing import choose_buckets
     from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
     from memplan.explaining import explain
@@ -58,6 +59,7 @@ _HOME = {
     "Topology": "memplan.topologies",
     "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
+    "choose_buckets": "memplan.buckets.choosing",
     "curve": "memplan.curves",
     "explain": "memplan.explaining",
     "explain_oom": "memplan.out_of_memory",
@@ -84,6 +86,7 @@ __all__ = [
     "Topology",
     "UnknownBufferError",
     "VerificationError",
+    "choose_buckets",
     "curve",
     "explain",
     "explain_oom",

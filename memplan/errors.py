@@ -1,6 +1,8 @@
 """All errors that memplan raises; each is a `memplan.MemplanError`."""
 
 from hlo_passes.errors import *  # noqa: F403
+from memplan.buckets.errors import BucketsError as BucketsError
+from memplan.buckets.errors import PaddingError as PaddingError
 from memplan.kv.errors import KvSettingError as KvSettingError
 from memplan.kv.errors import NoPagesError as NoPagesError
 from memplan.kv.errors import PageError as PageError

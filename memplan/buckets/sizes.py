@@ -71,14 +71,19 @@ class Size:
 
     def over(self, other: Size) -> Size | None:
         """What has to be multiplied with the other one to be this; None where that is no size."""
-        if self == other:
-            return Size.of(1)
-        if len(other.terms) != 1:
+        if not other.terms:
             return None
-        ((by, times),) = other.terms.items()
-        if all(by <= axes and n % times == 0 for axes, n in self.terms.items()):
-            return Size({axes - by: n // times for axes, n in self.terms.items()})
-        return None
+        quotient: dict[Axes, int] = {}
+        rest, by = self, max(other.terms, key=_order)
+        while rest.terms:  # Division of polynomials, the largest products first.
+            first = max(rest.terms, key=_order)
+            times, left = divmod(rest.terms[first], other.terms[by])
+            product = Size({first - by: times}) * other
+            if left or not by <= first or product is None:
+                return None
+            quotient[first - by] = times
+            rest = rest.minus(product)
+        return Size(quotient)
 
     def minus(self, other: Size) -> Size:
         terms = dict(self.terms)
@@ -92,6 +97,10 @@ class Size:
             for axes, n in sorted(self.terms.items(), key=lambda t: -len(t[0]))
         )
         return " + ".join(named) or "0"
+
+
+def _order(axes: Axes) -> tuple[int, list[str]]:
+    return len(axes), sorted(axes)
 
 
 ONE = Size.of(1)

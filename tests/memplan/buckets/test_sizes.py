@@ -31,6 +31,24 @@ def test_a_sum_of_products_is_found(terms: list[int]):
         assert found.at(at) == one + b * at["b"] + t * at["t"] + both * at["b"] * at["t"]
 
 
+@given(*[st.lists(st.integers(-5, 5), min_size=2, max_size=2)] * 2)
+def test_a_product_is_divided(one: list[int], other: list[int]):
+    """Of sizes of other axes; and what is none is not."""
+    left = Size(
+        {axes: n for axes, n in zip([frozenset("b"), frozenset[str]()], one, strict=True) if n}
+    )
+    right = Size(
+        {axes: n for axes, n in zip([frozenset("t"), frozenset[str]()], other, strict=True) if n}
+    )
+    product = left * right
+    assert product is not None
+    if right.terms:
+        assert product.over(right) == left
+        more = product.minus(Size({frozenset("bt"): 7, frozenset(): 1}))
+        quotient = more.over(right)
+        assert quotient is None or quotient * right == more
+
+
 def test_other_functions_are_not_sums_of_products():
     assert TWO.size([p["t"] ** 2 for p in TWO.points]) is None
     assert TWO.size([p["t"] // 2 for p in TWO.points]) is None
