@@ -114,6 +114,19 @@ class PageStore:
         if lost:
             raise PageError(lost)
 
+    def warm(self) -> None:
+        """Compiles what `settle` runs, so that no call of it waits for that; the pools stay as they
+        are."""
+        if not any(self._cache.pages[_HOST:]):
+            return
+        with self._lock:
+            count = 1
+            while count <= _MOST_AT_ONCE:
+                rows = _take(self.pools, np.zeros(count, np.int32))
+                nowhere = np.full(count, self._cache.pages[0], np.int32)
+                self.pools = _put(self.pools, jax.tree.map(np.asarray, rows), nowhere)
+                count *= 2
+
     def _move(self, moves: Sequence[Move]) -> None:
         source, target = moves[0].source.tier, moves[0].target.tier
         come, go = ([move[end].page for move in moves] for end in (0, 1))
