@@ -67,6 +67,7 @@ class Output:
       generated: tokens of the answer so far.
       cached: tokens of the prompt that were found in the cache.
       outcome: how it ended, with the last output; None before that.
+      tokens: all of the answer, with the last output.
       error: what went wrong, where it ended with an error.
     """
 
@@ -74,6 +75,7 @@ class Output:
     generated: int
     cached: int
     outcome: Outcome | None = None
+    tokens: Sequence[int] = ()
     error: str | None = None
 
 
@@ -393,8 +395,9 @@ class Engine:
         self._last_end = now
         self.metrics.requests[outcome] += 1
         text += sequence.text.finish()
-        cached = sequence.cached or 0
-        self._tell(sequence, Output(text, sequence.generated, cached, outcome, error))
+        answer = sequence.tokens[sequence.prompt_len :]
+        output = Output(text, len(answer), sequence.cached or 0, outcome, answer, error)
+        self._tell(sequence, output)
 
     def _tell(self, sequence: _Sequence, output: Output) -> None:
         try:
