@@ -99,7 +99,7 @@ def write_checkpoint(
     raw = raw | {"vocab_size": tokenizer.get_vocab_size() + 3, "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(raw))
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}, "chat_template": CHAT}
+    said = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "<|end|>"}, "chat_template": CHAT}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     weights = random_weights(raw, seed)
@@ -112,7 +112,9 @@ def write_checkpoint(
         name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         disk.save(folder / name, part)
         index |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    total = sum(array.nbytes for array in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
