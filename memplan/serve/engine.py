@@ -39,7 +39,8 @@ from memplan.serve.text import AnswerText
 __all__ = ["Engine", "Hint", "Listener", "Outcome", "Output"]
 
 type Outcome = Literal["stop", "length", "cancelled", "error"]
-type Listener = Callable[[Output], None]
+type Listener = Callable[[Output], bool]
+"""Whether it takes more: a request whose listener does not, is cancelled."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,10 +198,11 @@ class Engine:
         prefix = _prefix(prompt)
         with self._changed:
             if self._is_stopping:
-                raise BusyError("the server is ending", 1.0)
+                raise BusyError("the server is ending", 1.0, 503)
             if self._queued >= self._queue:
                 self.metrics.requests["rejected"] += 1
-                raise BusyError(f"{self._queued} requests are waiting", self._end_interval)
+                problem = f"{self._queued} requests are waiting, as many as may"
+                raise BusyError(problem, self._end_interval, 429)
             number, self._next = self._next, self._next + 1
             self._queued += 1
             self._submitted.append(
@@ -217,6 +219,15 @@ class Engine:
         with self._changed:
             self._cancelled.add(number)
             self._changed.notify()
+
+    def hint(self, hint: Hint) -> None:
+        """Says of a session what is known of its return; of one that was never seen, nothing."""
+        self._cache.hint(hint.session, return_in=hint.return_in, ends=hint.ends)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread.is_alive() and not self._is_stopping
 
     @property
     def queued(self) -> int:
@@ -310,8 +321,8 @@ class Engine:
                 self._queued -= 1
             self.metrics.prompt_tokens += sequence.prompt_len
             self.metrics.prefix_hit_tokens += sequence.cached
-        if hint.session is not None:
-            self._cache.hint(hint.session, return_in=hint.return_in, ends=hint.ends)
+        if hint.return_in is not None or hint.ends:
+            self.hint(hint)
 
     def _schedule(self) -> tuple[list[tuple[_Sequence, int]], list[tuple[_Sequence, int]]]:
         """Who runs how many tokens: in the decoding step, and in the chunk. They have pages."""
@@ -401,9 +412,12 @@ class Engine:
 
     def _tell(self, sequence: _Sequence, output: Output) -> None:
         try:
-            sequence.listener(output)
+            takes_more = sequence.listener(output)
         except Exception:  # Who listens may be gone; the others go on.
             _LOG.exception("a listener failed")
+            takes_more = False
+        if not takes_more and output.outcome is None:
+            self.cancel(sequence.number)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: those that ran end, and what the cache has may not be what it should."""

@@ -38,9 +38,19 @@ class BusyError(MemplanError):
     """The queue is full, or the server is ending.
 
     Attributes:
+      status: of HTTP.
       retry_in: seconds after which there may be room.
     """
 
-    def __init__(self, problem: str, retry_in: float) -> None:
-        self.retry_in = max(1, math.ceil(retry_in))
+    def __init__(self, problem: str, retry_in: float, status: int) -> None:
+        self.status, self.retry_in = status, max(1, math.ceil(retry_in))
         super().__init__(f"{problem}. Try again in {self.retry_in} s.")
+
+
+class ExtraMissingError(MemplanError, ImportError):
+    """A package is not installed that serving needs."""
+
+    def __init__(self, package: str | None) -> None:
+        super().__init__(
+            f"{package} is not installed, which serving needs: pip install 'memplan[serve]'."
+        )

@@ -37,12 +37,13 @@ class Answer:
     begun: threading.Event = field(default_factory=threading.Event)
     number: int = -1
 
-    def __call__(self, output: Output) -> None:
+    def __call__(self, output: Output) -> bool:
         assert not self.ended.is_set(), "nothing follows the end"
         self.outputs.append(output)
         self.begun.set()
         if output.outcome is not None:
             self.ended.set()
+        return True
 
     def wait(self) -> Output:
         assert self.ended.wait(120), "the request did not end"
