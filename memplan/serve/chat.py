@@ -35,13 +35,11 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
         self._special = dict(special)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(
+                source, {"raise_exception": _raise, "strftime_now": _now}
+            )
         except TemplateSyntaxError as error:
             raise CheckpointError(path, f"chat_template is none ({error})") from None
 
@@ -55,7 +53,9 @@ class ChatTemplate:
             path = folder / "tokenizer_config.json"
         if isinstance(source, list):  # Several by name.
             named = [one for one in cast("list[Any]", source) if isinstance(one, Mapping)]
-            source = next((one.get("template") for one in named if one.get("name") == "default"), None)
+            source = next(
+                (one.get("template") for one in named if one.get("name") == "default"), None
+            )
         if source is None:
             return None
         if not isinstance(source, str):
@@ -63,7 +63,11 @@ class ChatTemplate:
         special = dict[str, str]()
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             text = said.get(name)
-            text = cast("Mapping[str, Any]", text).get("content") if isinstance(text, Mapping) else text
+            text = (
+                cast("Mapping[str, Any]", text).get("content")
+                if isinstance(text, Mapping)
+                else text
+            )
             if isinstance(text, str):
                 special[name] = text
         return cls(source, special, path)
@@ -78,13 +82,17 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._special
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # Whatever a program raises that came with weights.
             problem = f"messages: the model's chat template does not take them ({error})"
             raise RequestError(problem, "messages") from None
 
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -1,7 +1,7 @@
 """What is in a folder as Hugging Face's libraries write it.
 
     config.json                    the model's shape                       ─► ModelConfig
-    *.safetensors                  its weights, several files with an index ─► params
+    *.safetensors                  its weights, several files with an index ─► weights
     tokenizer.json                 text to tokens and back                 ─► Tokenizer
     tokenizer_config.json          the template of chats, special tokens   ─► ChatTemplate
     generation_config.json         which tokens end an answer              ─► eos
@@ -37,8 +37,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 # What a configuration may say without changing what is computed here.
 _OF_NO_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "eos_token_id",
-    "initializer_range", "model_type", "pad_token_id", "torch_dtype", "dtype", "transformers_version",
-    "unk_token_id", "use_cache",
+    "initializer_range", "model_type", "pad_token_id", "torch_dtype", "dtype",
+    "transformers_version", "unk_token_id", "use_cache",
     # A width that is in use only where `use_sliding_window` is.
     "max_window_layers", "sliding_window",
 }  # fmt: skip
@@ -57,7 +57,7 @@ class Checkpoint:
     Attributes:
       name: of the folder.
       config: the model's shape.
-      params: on the device, of `config.dtype`.
+      weights: on the device, of `config.dtype`, by their names.
       tokenizer: text to tokens and back.
       chat: how a conversation becomes a prompt; None where the checkpoint does not say it.
       eos: tokens that end an answer.
@@ -65,7 +65,7 @@ class Checkpoint:
 
     name: str
     config: ModelConfig
-    params: Params
+    weights: Params
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     eos: frozenset[int]
@@ -179,8 +179,9 @@ def _rope(path: object, raw: _Json) -> tuple[float, RopeScaling | None]:
     if kind == "llama3":
         factors = ("factor", "low_freq_factor", "high_freq_factor")
         length = _int(path, said, "original_max_position_embeddings")
-        scaling = RopeScaling(*(_number(path, said, name) for name in factors), length)
-        if not scaling.low_freq_factor < scaling.high_freq_factor:
+        factor, low, high = (_number(path, said, name) for name in factors)
+        scaling = RopeScaling(factor, low, high, length)
+        if not low < high:
             raise CheckpointError(path, f"rope_scaling={said!r}; expected low below high")
         known |= {*factors, "original_max_position_embeddings"}
     elif kind != "default":
@@ -196,7 +197,9 @@ def _params(folder: Path, config: ModelConfig) -> Params:
     for name, shape in parameter_shapes(config).items():
         if name not in found:
             few = ", ".join(sorted(found)[:3])
-            raise CheckpointError(folder, f"has no tensor {name!r}; it has {few}, {len(found)} in all")
+            raise CheckpointError(
+                folder, f"has no tensor {name!r}; it has {few}, {len(found)} in all"
+            )
         if found[name].shape != shape or found[name].dtype.name not in _DTYPES:
             is_so = f"{found[name].dtype}{list(found[name].shape)}"
             problem = f"tensor {name!r} is {is_so}, expected floats {list(shape)}"
@@ -285,7 +288,11 @@ def _int(path: object, raw: _Json, name: str, default: int | None = None) -> int
 def _number(path: object, raw: _Json, name: str, default: float | None = None) -> float:
     found = raw.get(name)
     found = default if found is None else found
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < float("inf"):
+    if (
+        not isinstance(found, int | float)
+        or isinstance(found, bool)
+        or not 0 < found < float("inf")
+    ):
         raise CheckpointError(path, f"{name}={found!r}; expected a number above 0")
     return float(found)
 

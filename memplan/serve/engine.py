@@ -1,14 +1,14 @@
 """Continuous batching over a prefix cache (Yu et al., 2022, Orca; Kwon et al., 2023,
 arXiv:2309.06180): who runs in each step, and on which pages.
 
-    submit ─► waiting ─► running ─► finished        pages of the prefix are pinned, others extend it
-                 ▲           │                      page by page, and each block is committed when it
-                 └─ preempted┘                      is full: also those of answers
+    submit ─► waiting ─► running ─► finished     pages of the prefix are pinned, others extend it
+                 ▲           │                   page by page, and each block is committed when it
+                 └─ preempted┘                   is full: also those of answers
 
-A step runs one token of each sequence that decodes and, beside those, as many tokens of prompts as a
-chunk has. Where pages run out, the youngest gives up its own: what it had computed stays in the cache
-while there is room, and it goes on from there later, with the same tokens. Older ones never wait for
-younger ones, so the oldest always comes to its end.
+A step runs one token of each sequence that decodes and, beside those, as many tokens of prompts as
+a chunk has. Where pages run out, the youngest gives up its own: what it had computed stays in the
+cache while there is room, and it goes on from there later, with the same tokens. Older ones never
+wait for younger ones, so the oldest always comes to its end.
 
 All that a step touches belongs to one thread. Others submit, cancel and read; listeners are called
 by that thread, and must not wait.
@@ -174,7 +174,11 @@ class Engine:
             self._thread.join()
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, listener: Listener, hint: Hint | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        listener: Listener,
+        hint: Hint | None = None,
     ) -> int:
         """Takes a request; its number, for `cancel`.
 

@@ -50,7 +50,7 @@ class BusyError(MemplanError):
 class ExtraMissingError(MemplanError, ImportError):
     """A package is not installed that serving needs."""
 
-    def __init__(self, package: str | None) -> None:
+    def __init__(self, package: str) -> None:
         super().__init__(
             f"{package} is not installed, which serving needs: pip install 'memplan[serve]'."
         )

@@ -1,8 +1,8 @@
 """The server's side of HTTP: an ASGI application.
 
     request ─► body, within a limit ─► Ask ─► engine.submit ─► Mailbox ─► answer, whole or in events
-                                                  ▲ the engine's thread puts in, the event loop takes out
 
+The engine's thread puts into a mailbox, and the event loop takes out.
 A reader that is slow lets his mailbox fill, up to a limit, and then his request is cancelled; one
 that is gone cancels it at once. The engine waits for neither.
 """
@@ -14,7 +14,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ def make_app(engine: Engine, model: Checkpoint, limits: Limits | None = None) ->
     server = _Server(engine, model, limits or Limits())
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         engine.start()
         try:
             yield

@@ -9,10 +9,10 @@ whose logits are asked for, and the columns before the first one are queries tha
 that are there, or none; a padding column behind the tokens would read what nobody wrote.
 
 Llama (Touvron et al., 2023, arXiv:2302.13971) with grouped queries (Ainslie et al., 2023,
-arXiv:2305.13245) and the frequencies of Llama 3.1 (Grattafiori et al., 2024, arXiv:2407.21783); Qwen2
-(arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (arXiv:2505.09388), whose heads of
-queries and keys are normalised. Normalisation, rotation, softmax and logits are float32, the rest is
-of the parameters' type.
+arXiv:2305.13245) and the frequencies of Llama 3.1 (Grattafiori et al., 2024, arXiv:2407.21783);
+Qwen2 (Yang et al., 2024, arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (Yang et
+al., 2025, arXiv:2505.09388), whose heads of queries and keys are normalised. Normalisation,
+rotation, softmax and logits are float32, the rest is of the parameters' type.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of each parameter by its name in a checkpoint; matrices are [out, in]."""
     c = config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, c.embed_dim)}
+    shapes = dict[str, tuple[int, ...]]()
+    shapes["model.embed_tokens.weight"] = c.vocab_size, c.embed_dim
     for layer in range(c.num_layers):
         linear = {
             "self_attn.q_proj": (queries, c.embed_dim, c.qkv_bias),
@@ -217,17 +218,17 @@ def step(
 
 class _Layer(NamedTuple):
     config: ModelConfig
-    params: Params
+    weights: Params
     prefix: str
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         """x [.., in] to [.., out]."""
-        y = _product(x, self.params[f"{self.prefix}{name}.weight"], x.dtype)
-        bias = self.params.get(f"{self.prefix}{name}.bias")
+        y = _product(x, self.weights[f"{self.prefix}{name}.weight"], x.dtype)
+        bias = self.weights.get(f"{self.prefix}{name}.bias")
         return y if bias is None else y + bias
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, self.params[f"{self.prefix}{name}.weight"], self.config.norm_eps)
+        return _rms_norm(x, self.weights[f"{self.prefix}{name}.weight"], self.config.norm_eps)
 
     def heads(self, which: str, x: jax.Array) -> jax.Array:
         """x [B, T, embed_dim] to [B, T, heads, head_dim]: ``"q"``, ``"k"`` or ``"v"``."""

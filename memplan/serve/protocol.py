@@ -322,7 +322,9 @@ class Answering:
         name = "message" if self._is_chat else "text"
         content: Any = {"role": "assistant", "content": text} if self._is_chat else text
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return self._object(kind, [self._choice(name, content, last)]) | {"usage": self._usage(last)}
+        return self._object(kind, [self._choice(name, content, last)]) | {
+            "usage": self._usage(last)
+        }
 
     def first(self) -> Iterator[_Json]:
         """What a stream begins with."""

@@ -1,7 +1,7 @@
 """The model's programs, compiled before the first request: each is `step`, and a token drawn a row.
 
-Shapes are few: decoding steps of 1, 2, 4, .. sequences, and chunks of prompts: one of so many tokens
-as there may be in a step, or several shorter ones.
+Shapes are few: decoding steps of 1, 2, 4, .. sequences, and chunks of prompts: one of as many
+tokens as there may be in a step, or several shorter ones.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class Runner:
             arguments = self._arguments((), batch, width)
             self._programs[batch, width] = run.lower(self._params, like, *arguments).compile()
 
-    def run(
-        self, pools: Sequence[Pool], rows: Sequence[Row]
-    ) -> tuple[jax.Array, list[Pool]]:
+    def run(self, pools: Sequence[Pool], rows: Sequence[Row]) -> tuple[jax.Array, list[Pool]]:
         """Runs a step: rows of one token each, or rows of a chunk.
 
         Args:

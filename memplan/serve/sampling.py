@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,13 @@ class Sampling:
 
 
 class Draws(NamedTuple):
-    """Of each row: float32[B] temperatures and top_p, int32[B] top_k, uint32[B] seeds."""
+    """Of each row, arrays of jax or NumPy: float32[B] temperatures and top_p, int32[B] top_k,
+    uint32[B] seeds."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
 
 
 def draw(logits: jax.Array, draws: Draws, positions: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def make_engine(options: ServeOptions, model: Checkpoint) -> Engine:
         expected = f"2 to {max_len} tokens, which {pages} pages have"
         raise ServeSettingError("max_len", options.max_len, expected)
     runner = Runner(
-        config, model.params, pages=pages, page_size=options.page_tokens, max_len=max_len,
+        config, model.weights, pages=pages, page_size=options.page_tokens, max_len=max_len,
         max_batch=options.max_batch, chunk=min(options.chunk, max_len),
     )  # fmt: skip
     pools = make_pools(config, pages, options.page_tokens)
@@ -104,12 +104,10 @@ def make_engine(options: ServeOptions, model: Checkpoint) -> Engine:
     store = PageStore(cache, pools, options.disk_folder)
     store.warm()
 
-    def decode(tokens: list[int]) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         return model.tokenizer.decode(tokens)
 
-    return Engine(
-        runner, cache, store, decode, eos=model.eos, max_len=max_len, queue=options.queue
-    )
+    return Engine(runner, cache, store, decode, eos=model.eos, max_len=max_len, queue=options.queue)
 
 
 def _pages(options: ServeOptions, config: ModelConfig) -> int:
@@ -148,7 +146,7 @@ def serve(options: ServeOptions, told: Callable[[str], None]) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((options.host, options.port))
         model = load(options.folder, options.dtype)
-        told(f"{model.name}: {len(model.params)} tensors of {model.config.dtype}")
+        told(f"{model.name}: {len(model.weights)} tensors of {model.config.dtype}")
         engine = make_engine(options, model)
         pages = engine.pages()["device_free"]
         told(f"{pages:,} pages of {options.page_tokens} tokens; a sequence has {engine.max_len:,}")

@@ -1,7 +1,7 @@
 """An answer's text as its tokens come.
 
-A token may end within a character, and a stop string within a token: what is given out is final, and
-all that is given out, joined, is the answer. An answer that is not streamed is made in the same way.
+A token may end within a character, and a stop string within a token: what is given out is final,
+and all that is given out, joined, is the answer. One that is not streamed is made in the same way.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ __all__ = ["AnswerText"]
 _BROKEN = "\ufffd"
 """What stands for bytes that are no character, or not yet one."""
 _WINDOW = 8
-"""Tokens that are decoded again with each new one; as what a token is may depend on those before it,
-the first of them are not given out."""
+"""Tokens before a new one with which it is decoded: what it is may depend on them."""
 _PENDING = 64
 """Tokens after which bytes that are still no character are given out as such."""
 

@@ -124,7 +124,9 @@ class TestPageStore:
         assert server.serve(range(8), 3.0) == 0
         assert server.serve(range(10, 18), 4.0) == 8, "what nobody changed is still there"
 
-    def test_nothing_is_left_in_the_folder_of_a_process_that_is_killed(self, tmp_path: Path) -> None:
+    def test_nothing_is_left_in_the_folder_of_a_process_that_is_killed(
+        self, tmp_path: Path
+    ) -> None:
         cache = PrefixCache(block_tokens=SIZE, device=4, disk=4, policy="lru")
         server = Server(cache, tmp_path)
         server.serve(range(8), 0.0)

@@ -19,7 +19,10 @@ CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-TEXT = ["the cat sat on the mat and the dog ran to the red house", "né à l'été, çà et là 日本語 🙂"] * 8
+TEXT = [
+    "the cat sat on the mat and the dog ran to the red house",
+    "né à l'été, çà et là 日本語 🙂",
+] * 8
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,7 +102,11 @@ def write_checkpoint(
     raw = raw | {"vocab_size": tokenizer.get_vocab_size() + 3, "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(raw))
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "<|end|>"}, "chat_template": CHAT}
+    said = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
+        "chat_template": CHAT,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     weights = random_weights(raw, seed)

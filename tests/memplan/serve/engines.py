@@ -59,7 +59,7 @@ class Answer:
 
 
 class Model:
-    """A model whose programs are compiled once, for engines of any number of pages up to `pages`."""
+    """A model whose programs are compiled once, for engines of so many pages."""
 
     def __init__(self, family: str = "llama", pages: int = 24, **sizes: int) -> None:
         raw = FAMILIES[family] | {"vocab_size": VOCAB, "num_hidden_layers": 1}
@@ -103,9 +103,7 @@ class Model:
         return self._alone[key]
 
 
-def ask(
-    engine: Engine, prompt: Sequence[int], hint: Hint | None = None, **sampling: Any
-) -> Answer:
+def ask(engine: Engine, prompt: Sequence[int], hint: Hint | None = None, **sampling: Any) -> Answer:
     answer = Answer()
     sampling = {"max_tokens": 8, "temperature": 0.0} | sampling
     answer.number = engine.submit(prompt, Sampling(**sampling), answer, hint)

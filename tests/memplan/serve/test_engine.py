@@ -1,4 +1,4 @@
-"""Answers of a busy engine beside those of one that has nothing else to do; pages that come back."""
+"""Answers of a busy engine beside those of an idle one; pages that come back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ class TestEnds:
     def test_one_that_waits_can_be_cancelled(self, model: Model) -> None:
         engine = model.engine(queue=2)
         first, second = ask(engine, [5] * 8), ask(engine, [6] * 8)
-        with pytest.raises(BusyError, match=r"2 requests are waiting, as many as may. Try again in \d+ s") as busy:
+        with pytest.raises(
+            BusyError, match=r"2 requests are waiting, as many as may. Try again in \d+ s"
+        ) as busy:
             ask(engine, [7])
         assert busy.value.retry_in >= 1
         engine.cancel(first.number)

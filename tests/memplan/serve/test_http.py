@@ -1,4 +1,4 @@
-"""OpenAI's interface over a real connection: answers, events, errors, and clients that misbehave."""
+"""OpenAI's interface over a real connection: answers, events, errors, clients that misbehave."""
 
 from __future__ import annotations
 
@@ -179,7 +179,9 @@ class TestAnswers:
         served.complete(prompt=[9] * 30, max_tokens=7)
         served.complete(prompt=[9] * 30, max_tokens=7)
         after = served.metrics()
-        assert after["memplan_generated_tokens_total"] - before["memplan_generated_tokens_total"] == 14
+        assert (
+            after["memplan_generated_tokens_total"] - before["memplan_generated_tokens_total"] == 14
+        )
         assert after["memplan_prompt_tokens_total"] - before["memplan_prompt_tokens_total"] == 60
         hits = after["memplan_prefix_hit_tokens_total"] - before["memplan_prefix_hit_tokens_total"]
         assert hits == 28
@@ -244,7 +246,11 @@ class TestRefusals:
             ([5], "messages[0]", "expected an object"),
             ([{"role": "boss", "content": "x"}], "messages[0].role", "expected one of system"),
             ([{"role": "user", "content": 5}], "messages[0].content", "expected a text"),
-            ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content", "parts"),
+            (
+                [{"role": "user", "content": [{"type": "image_url"}]}],
+                "messages[0].content",
+                "parts",
+            ),
             ([{"role": "user", "content": "a", "x": 1}], "messages[0].x", "nothing of that name"),
             ([{"role": "user", "content": "\udc00"}], "messages[0].content", "surrogate"),
         ],
@@ -258,7 +264,16 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "content",
-        [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 30000, b'{"a": ' * 9000, b"7" * 9999],
+        [
+            b"",
+            b"{",
+            b"[]",
+            b"\xff\xfe",
+            b'{"prompt": NaN}',
+            b"[" * 30000,
+            b'{"a": ' * 9000,
+            b"7" * 9999,
+        ],
     )
     def test_of_what_is_no_json_object(self, served: Served, content: bytes) -> None:
         response = httpx.post(f"{served.url}/v1/completions", content=content)
@@ -282,7 +297,9 @@ class TestRefusals:
     def test_of_bodies_that_do_not_come(self, served: Served) -> None:
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            )
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
 
     def test_of_what_the_queue_has_no_room_for(self, served: Served) -> None:
@@ -328,7 +345,9 @@ class TestHints:
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NAMES = st.sampled_from(

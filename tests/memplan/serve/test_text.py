@@ -15,7 +15,9 @@ from tests.memplan.serve.engines import TOKENIZER, decode
 TEXTS = st.text(st.sampled_from("the cat,né à l日本語🙂👩‍👩‍👧 \n"), max_size=60)
 
 
-def pieces(tokens: Sequence[int], stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> list[str]:
+def pieces(
+    tokens: Sequence[int], stop: Sequence[str] = (), prompt: Sequence[int] = ()
+) -> list[str]:
     text = AnswerText(decode, stop, prompt)
     found = []
     for token in tokens:
