@@ -92,9 +92,9 @@ class TestLoad:
         weights = dict(disk.tensors(folder))
         for change, message in (
             ({"lm_head.weight": None}, r"has no tensor 'lm_head.weight'; it has "),
-            ({"model.norm.weight": np.ones(3, np.float32)}, r"float32\[3\], expected floats \[32\]"),
+            ({"model.norm.weight": np.ones(3, np.float32)}, r"is float32\[3\], expected floats"),
             ({"model.norm.weight": np.ones(32, np.int32)}, r"int32\[32\], expected floats \[32\]"),
-            ({"model.extra.weight": np.ones(3, np.float32)}, "1 tensors are not the model's: model.ex"),
+            ({"model.extra": np.ones(3, np.float32)}, "1 tensors are not the model's: model.extra"),
         ):  # fmt: skip
             changed = {name: w for name, w in (weights | change).items() if w is not None}
             other = tmp_path / "other"
@@ -112,7 +112,7 @@ class TestLoad:
         with pytest.raises(CheckpointError, match="names files that are not in its folder"):
             load(folder)
         index.write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-        with pytest.raises(CheckpointError, match="has no file gone.safetensors"):
+        with pytest.raises(CheckpointError, match=r"has no file gone\.safetensors"):
             load(folder)
 
     def test_a_tokenizer_of_more_tokens_than_the_model(self, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Steps:
     def __init__(self, raw: dict[str, Any], seed: int = 0) -> None:
         self.config = model_config(raw, "config.json")
         self.weights = random_weights(raw, seed)
-        self.params = {name: jnp.asarray(array) for name, array in self.weights.items()}
+        self.on_device = {name: jnp.asarray(array) for name, array in self.weights.items()}
         # What nobody wrote must not be read, were it no number.
         nowhere = make_pools(self.config, PAGES, SIZE)
         self.pools = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nowhere)
@@ -58,7 +58,7 @@ class Steps:
             starts[row], counts[row] = start, len(new)
             tables[row, : len(pages)] = pages
             self.starts[sequence] = start + len(new)
-        logits, self.pools = self.step(self.params, self.pools, tokens, starts, counts, tables)
+        logits, self.pools = self.step(self.on_device, self.pools, tokens, starts, counts, tables)
         return np.asarray(logits)
 
 
