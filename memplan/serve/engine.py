@@ -387,7 +387,7 @@ class Engine:
         if sequence.request is not None:
             self._running.remove(sequence)
             sequence.request.release()
-            sequence.request, sequence.pages, sequence.computed = None, [], 0
+            sequence.request, sequence.pages = None, []
 
     def _preempt(self, sequence: _Sequence) -> None:
         self._release(sequence)
