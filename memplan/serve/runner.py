@@ -7,6 +7,7 @@ tokens as there may be in a step, or several shorter ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,9 +98,11 @@ class Runner:
         """Compiles all programs, for pools like these."""
         run = jax.jit(partial(_run, self._config), donate_argnums=1)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pools)
-        for batch, width in self.shapes():
-            arguments = self._arguments((), batch, width)
-            self._programs[batch, width] = run.lower(self._params, like, *arguments).compile()
+        shapes = list(self.shapes())
+        lowered = [run.lower(self._params, like, *self._arguments((), *shape)) for shape in shapes]
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered)
+            self._programs = dict(zip(shapes, compiled, strict=True))
 
     def run(self, pools: Sequence[Pool], rows: Sequence[Row]) -> tuple[jax.Array, list[Pool]]:
         """Runs a step: rows of one token each, or rows of a chunk.

@@ -11,12 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.checkpoints import make_tokenizer, random_weights
 from memplan.kv import PageStore, PrefixCache
+from memplan.serve.checkpoint import model_config
 from memplan.serve.engine import Engine, Hint, Output
 from memplan.serve.model import ModelConfig, make_pools
 from memplan.serve.runner import Row, Runner
 from memplan.serve.sampling import Sampling
-from tests.memplan.serve.checkpoints import FAMILIES, make_tokenizer, model_config, random_weights
+from tests.memplan.serve.families import FAMILIES
 
 SIZE = 4
 TOKENIZER = make_tokenizer()

@@ -11,19 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.checkpoints import LLAMA, make_tokenizer, random_weights, write_checkpoint
 from memplan import disk
 from memplan.serve.chat import ChatTemplate
 from memplan.serve.checkpoint import load, model_config
 from memplan.serve.errors import CheckpointError, RequestError
 from memplan.serve.model import RopeScaling
-from tests.memplan.serve.checkpoints import (
-    FAMILIES,
-    LLAMA,
-    LLAMA3_ROPE,
-    make_tokenizer,
-    random_weights,
-    write_checkpoint,
-)
+from tests.memplan.serve.families import FAMILIES, LLAMA3_ROPE
 
 
 def edit(path: Path, **changed: Any) -> None:

@@ -19,11 +19,11 @@ import uvicorn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from experiments.checkpoints import write_checkpoint
 from memplan.serve.checkpoint import Checkpoint, load
 from memplan.serve.engine import Engine
 from memplan.serve.http import Limits, make_app
 from memplan.serve.server import ServeOptions, make_engine
-from tests.memplan.serve.checkpoints import write_checkpoint
 from tests.memplan.serve.engines import check_idle
 from tests.memplan.serve.test_engine import wait_until
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.checkpoints import LLAMA, random_weights
 from memplan.serve.checkpoint import model_config
 from memplan.serve.model import ModelConfig, Pool, make_pools, step
 from tests.memplan.serve import reference
-from tests.memplan.serve.checkpoints import FAMILIES, LLAMA, LLAMA3_ROPE, random_weights
+from tests.memplan.serve.families import FAMILIES, LLAMA3_ROPE
 
 VOCAB, PAGES, SIZE = 40, 24, 4
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from experiments.checkpoints import write_checkpoint
 from memplan.cli import REFUSED, main
 from memplan.serve.errors import ServeSettingError
 from memplan.serve.server import ServeOptions
-from tests.memplan.serve.checkpoints import write_checkpoint
 
 
 @dataclass

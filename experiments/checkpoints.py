@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -14,15 +13,12 @@ from memplan import disk
 from memplan.serve.checkpoint import model_config
 from memplan.serve.model import parameter_shapes
 
-CHAT = (
+_CHAT = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-TEXT = [
-    "the cat sat on the mat and the dog ran to the red house",
-    "né à l'été, çà et là 日本語 🙂",
-] * 8
+_SPECIAL = ["<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+_TEXT = ["the cat sat on the mat and the dog ran to the red house", "né à l'été 日本語 🙂"] * 8
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,35 +35,6 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "llama3.1": LLAMA | {"rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True},
-    "llama with biases and wide heads": LLAMA
-    | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
-    "qwen2": LLAMA
-    | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 2,
-    },
-    "qwen3": LLAMA
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "head_dim": 16,
-        "rope_theta": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-}
 
 
 def make_tokenizer() -> Tokenizer:
@@ -76,9 +43,9 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator(_TEXT, trainer)
     return tokenizer
 
 
@@ -105,7 +72,7 @@ def write_checkpoint(
     said = {
         "bos_token": "<s>",
         "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
-        "chat_template": CHAT,
+        "chat_template": _CHAT,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
@@ -123,6 +90,3 @@ def write_checkpoint(
     index = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
