@@ -250,18 +250,25 @@ class Engine:
     # --- of the engine's thread --------------------------------------------------------------
 
     def _loop(self) -> None:
-        while self._take_commands():
-            try:
-                self._iterate()
-            except PageError as error:
-                _LOG.warning("%s", error)
-                lost = set(error.pages)
-                for sequence in reversed([s for s in self._running if lost & set(s.pages)]):
-                    self._preempt(sequence)
-            except Exception as error:
-                _LOG.exception("a step failed")
-                self._fail(error)
-        self._end_all("cancelled", "the server is ending")
+        try:
+            while self._take_commands():
+                try:
+                    self._iterate()
+                except PageError as error:
+                    _LOG.warning("%s", error)
+                    lost = set(error.pages)
+                    for sequence in reversed([s for s in self._running if lost & set(s.pages)]):
+                        self._preempt(sequence)
+                except Exception as error:
+                    _LOG.exception("a step failed")
+                    self._fail(error)
+        finally:  # Nobody is to wait for a thread that has ended, whatever the reason.
+            with self._changed:
+                self._is_stopping = True
+                self._waiting += self._submitted
+                self._submitted.clear()
+            for sequence in [*self._running, *self._waiting]:
+                self._end(sequence, "cancelled", error="the server is ending")
 
     def _take_commands(self) -> bool:
         """Waits until there is something to do; whether there is, or the engine is to stop."""
@@ -434,10 +441,6 @@ class Engine:
         self._store.pools = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if x.is_deleted() else x, self._store.pools
         )
-
-    def _end_all(self, outcome: Outcome, error: str) -> None:
-        for sequence in [*self._running, *self._waiting]:
-            self._end(sequence, outcome, error=error)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block)

@@ -222,6 +222,48 @@ class TestEnds:
         check_idle(engine)
         engine.stop()
 
+    def test_a_disk_that_cannot_be_written_ends_requests_and_not_the_engine(
+        self, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = model.engine(disk=64, folder=tmp_path)
+        engine.start()
+        asked = prompts(20, shared=4)
+
+        def refuse(*_: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(library.load(), "write_file", refuse)
+            outcomes = [ask(engine, prompt).wait() for prompt in asked]
+        failed = [output for output in outcomes if output.outcome == "error"]
+        assert failed
+        assert "Input/output error" in str(failed[0].error)
+        for prompt in asked:
+            answer = ask(engine, prompt)
+            assert answer.tokens == model.alone(prompt, Sampling(max_tokens=8, temperature=0.0))
+        assert engine.failure is None
+        check_idle(engine)
+        engine.stop()
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_thread_that_ends_leaves_nobody_waiting(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = model.engine()
+        answers = [ask(engine, prompt) for prompt in prompts(12)]
+
+        def fail(error: Exception) -> None:
+            raise SystemError("beyond help") from error
+
+        monkeypatch.setattr(engine, "_fail", fail)
+        monkeypatch.setattr(engine, "_schedule", lambda: 1 // 0)
+        engine.start()
+        assert {answer.wait().outcome for answer in answers} == {"cancelled"}
+        wait_until(lambda: not engine.is_alive)
+        with pytest.raises(BusyError):
+            ask(engine, [5])
+        check_idle(engine)
+
     def test_what_has_no_room_is_refused(self, engine: Engine) -> None:
         with pytest.raises(RequestError, match="90 tokens, and 8 are asked for: expected 96"):
             ask(engine, [5] * 90)
