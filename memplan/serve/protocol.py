@@ -26,6 +26,8 @@ type _Json = Mapping[str, Any]
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _DEFAULT_TOKENS = 16
 """Of a completion, as OpenAI has it; a chat's answer is as long as there is room."""
+_MOST_SHOWN = 60
+"""Characters."""
 _ROLES = ("system", "developer", "user", "assistant")
 
 # Of what others serve: taken as long as it asks for what there is.
@@ -98,7 +100,7 @@ def parse_ask(
     fields = _Fields(body)
     named = fields.text("model")
     if named is not None and named != model.name:
-        problem = f"model={named!r} is not served; {model.name!r} is"
+        problem = f"model={_shown(named)} is not served; {model.name!r} is"
         raise RequestError(problem, "model", 404)
     prompt = _chat(fields, model) if kind == "chat" else _prompt(fields, model)
     if len(prompt) >= max_len:
@@ -107,9 +109,10 @@ def parse_ask(
             "messages" if kind == "chat" else "prompt",
         )
     rest = max_len - len(prompt)
-    most = fields.int("max_completion_tokens", 1, 1 << 31) if kind == "chat" else None
-    most = most or fields.int("max_tokens", 1, 1 << 31)
-    most = most or (rest if kind == "chat" else min(_DEFAULT_TOKENS, rest))
+    most = fields.int("max_tokens", 1, 1 << 31)
+    if kind == "chat":
+        most = fields.int("max_completion_tokens", 1, 1 << 31) or most or rest
+    most = most or min(_DEFAULT_TOKENS, rest)
     seed = fields.int("seed", -(1 << 63), (1 << 63) - 1)
     top_k = fields.int("top_k", -1, 1 << 30)
     sampling = Sampling(
@@ -192,7 +195,7 @@ def _chat(fields: _Fields, model: Checkpoint) -> list[int]:
         role, content = message.text("role"), message.take("content")
         message.text("name")
         if role not in _ROLES:
-            problem = f"{where}.role={role!r}: expected one of {', '.join(_ROLES)}"
+            problem = f"{where}.role={_shown(role)}: expected one of {', '.join(_ROLES)}"
             raise RequestError(problem, f"{where}.role")
         message.end()
         messages.append({"role": role, "content": _content(content, f"{where}.content")})
@@ -232,6 +235,12 @@ def _utf8(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise RequestError(f"{where}: half of a surrogate pair is no character", where) from None
     return text
+
+
+def _shown(found: object) -> str:
+    """What a client sent, as far as it is worth sending back."""
+    shown = repr(found)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."
 
 
 def _or[T](found: T | None, default: T) -> T:
@@ -296,10 +305,8 @@ class _Fields:
                 raise self._error(name, found, "nothing of that name")
 
     def _error(self, name: str, found: object, expected: str) -> RequestError:
-        shown = repr(found)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        where = f"{self._prefix}{name}"
-        return RequestError(f"{where}={shown}: expected {expected}", where)
+        where = f"{self._prefix}{name[:_MOST_SHOWN]}"
+        return RequestError(f"{where}={_shown(found)}: expected {expected}", where)
 
 
 class Answering:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -245,7 +246,6 @@ class TestEnds:
         check_idle(engine)
         engine.stop()
 
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_thread_that_ends_leaves_nobody_waiting(
         self, model: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -255,11 +255,13 @@ class TestEnds:
         def fail(error: Exception) -> None:
             raise SystemError("beyond help") from error
 
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
         monkeypatch.setattr(engine, "_fail", fail)
         monkeypatch.setattr(engine, "_schedule", lambda: 1 // 0)
         engine.start()
         assert {answer.wait().outcome for answer in answers} == {"cancelled"}
-        wait_until(lambda: not engine.is_alive)
+        engine._thread.join()
+        assert not engine.is_alive
         with pytest.raises(BusyError):
             ask(engine, [5])
         check_idle(engine)

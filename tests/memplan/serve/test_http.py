@@ -289,6 +289,17 @@ class TestRefusals:
         assert (missing.status_code, missing.json()["error"]["message"]) == (404, "Not Found")
         assert httpx.get(f"{served.url}/v1/completions").status_code == 405
 
+    def test_of_long_names_are_short(self, served: Served) -> None:
+        for body in ({"model": "m" * 9999}, {"x" * 9999: 1}, {"user": [1] * 9999}):
+            response = served.post("completions", {"prompt": "a"} | body)
+            assert response.status_code in (400, 404)
+            assert len(response.content) < 400
+
+    def test_of_two_names_of_one_number_the_newer_counts(self, served: Served) -> None:
+        body = CHAT | {"max_tokens": 3, "max_completion_tokens": 5}
+        usage = served.post("chat/completions", body).json()["usage"]
+        assert usage["completion_tokens"] == 5
+
     def test_of_bodies_that_are_too_long(self, served: Served) -> None:
         response = served.post("completions", {"prompt": "a" * BODY})
         assert response.status_code == 413
