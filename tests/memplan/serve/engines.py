@@ -95,14 +95,20 @@ class Model:
             while len(tokens) - len(prompt) < sampling.max_tokens and (
                 len(tokens) == len(prompt) or tokens[-1] != eos
             ):
-                pools = make_pools(self.config, self.pages, SIZE)
-                for start in range(0, len(tokens), self.runner.chunk):
-                    new = tokens[start : start + self.runner.chunk]
-                    row = Row(new, start, range(-(-(start + len(new)) // SIZE)), sampling)
-                    drawn, pools = self.runner.run(pools, [row])
-                tokens.append(int(drawn[0]))
+                tokens.append(self._next(tokens, sampling))
             self._alone[key] = tokens[len(prompt) :]
         return self._alone[key]
+
+    def _next(self, tokens: Sequence[int], sampling: Sampling) -> int:
+        pools = make_pools(self.config, self.pages, SIZE)
+        start, drawn = 0, None
+        while start < len(tokens):
+            new = tokens[start : start + self.runner.chunk]
+            pages = range(-(-(start + len(new)) // SIZE))
+            drawn, pools = self.runner.run(pools, [Row(new, start, pages, sampling)])
+            start += len(new)
+        assert drawn is not None, "a prompt has tokens"
+        return int(drawn[0])
 
 
 def ask(engine: Engine, prompt: Sequence[int], hint: Hint | None = None, **sampling: Any) -> Answer:

@@ -115,6 +115,7 @@ def test_pools_are_written_in_place():
         .compile()
     )
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(pools))
     assert memory.temp_size_in_bytes < pools[0].keys.nbytes
 

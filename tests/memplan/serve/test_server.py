@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -169,7 +170,7 @@ class TestWhatIsRefused:
             ({"disk_pages": 4}, "disk_pages=4: expected a folder for their file"),
         ],
     )
-    def test_settings(self, tmp_path: Path, options: dict[str, int], message: str) -> None:
+    def test_settings(self, tmp_path: Path, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ServeSettingError, match=message):
             ServeOptions(folder=tmp_path, **options)
 
