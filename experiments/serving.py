@@ -218,6 +218,7 @@ def _replayed(folder: Path, trace: Trace, n_out: Sequence[int], policy: str) -> 
 
 def _counted(url: str) -> dict[str, float]:
     """A server's metrics, when it has nothing more to do."""
+    found = dict[str, float]()
     for _ in range(200):
         lines = httpx.get(f"{url}/metrics").text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
