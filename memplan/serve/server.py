@@ -138,13 +138,19 @@ def serve(options: ServeOptions, told: Callable[[str], None]) -> None:
 
     Raises:
       CheckpointError: for a folder that is no checkpoint, or of a model that is not served.
-      ServeSettingError: for settings that do not go together.
-      OSError: where files cannot be read, or the address is taken.
+      ServeSettingError: for settings that do not go together, or an address that is taken.
+      OSError: where files cannot be read.
     """
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as listening:
         # Bound before what takes long; until all is compiled, connections are refused.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((options.host, options.port))
+        try:
+            listening.bind((options.host, options.port))
+        except OSError as error:
+            where, problem = f"{options.host}:{options.port}", error.strerror or str(error)
+            raise ServeSettingError(
+                "host, port", where, f"an address to listen at ({problem})"
+            ) from None
         model = load(options.folder, options.dtype)
         told(f"{model.name}: {len(model.weights)} tensors of {model.config.dtype}")
         engine = make_engine(options, model)

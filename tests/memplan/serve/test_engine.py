@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,26 @@ class TestAnswers:
             assert engine.pages()["disk"] > 0
         check_idle(engine)
         engine.stop()
+
+    def test_wait_for_no_compilation(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = model.engine(host=16)
+        compiled: list[str] = []
+        monkeypatch.setattr(logging.Logger, "handle", lambda _, record: compiled.append(record.msg))
+        jax.config.update("jax_log_compiles", True)
+        try:
+            answers = [ask(engine, prompt, max_tokens=9) for prompt in prompts(40)]
+            answers += [ask(engine, prompt, temperature=1.0) for prompt in prompts(10)]
+            engine.start()
+            for answer in answers:
+                answer.wait()
+            assert engine.metrics.preemptions > 0
+            assert engine.pages()["host"] > 0
+            assert not [message for message in compiled if "Compiling" in message]
+            jax.jit(lambda x: x + 1)(1)
+            assert [message for message in compiled if "Compiling" in message]
+        finally:
+            jax.config.update("jax_log_compiles", False)
+            engine.stop()
 
     def test_that_are_drawn_do_not_depend_on_who_else_is_there(self, model: Model) -> None:
         def drawn(engine: Engine, prompt: Sequence[int], k: int) -> Answer:
