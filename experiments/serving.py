@@ -123,11 +123,16 @@ class _Process:
         else:
             raise RuntimeError("".join(said))
         self.url = said[-1].split()[-1]
-        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+        # Nobody is to wait for a full pipe.
+        self._rest = threading.Thread(target=self._process.stderr.read)
+        self._rest.start()
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._rest.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 def _rows(rows: Rows, path: str) -> Iterator[Row]:
