@@ -140,7 +140,7 @@ def repack(
       OSError: when a file cannot be read or written.
     """
     item = item_of(Path(sources)) if isinstance(sources, str | os.PathLike) else None
-    named = _in_files(sources) if item is None else arrays_of(item)
+    named = tensors(sources) if item is None else arrays_of(item)
     for name, array in named.items():
         _check_type(name, array, Path(path))
     _write(Path(path), _in_order(named), _SKEW, summed=True, told=told)
@@ -306,10 +306,11 @@ def _check_type(name: str, array: Any, path: object) -> None:
         raise TensorFileError(path, problem)
 
 
-def _in_files(
+def tensors(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
 ) -> Mapping[str, Any]:
-    """The tensors of safetensors files, as they are mapped."""
+    """The tensors of safetensors files by name, NumPy arrays of the files' bytes wherever these
+    begin; raises as `load` does. For what is read once, and copied."""
     named = dict[str, Any]()
     for source in _files(sources):
         data = np.memmap(source, np.uint8, mode="r")

@@ -7,3 +7,8 @@ from memplan.kv.errors import KvSettingError as KvSettingError
 from memplan.kv.errors import NoPagesError as NoPagesError
 from memplan.kv.errors import PageError as PageError
 from memplan.kv.errors import TraceError as TraceError
+from memplan.serve.errors import BusyError as BusyError
+from memplan.serve.errors import CheckpointError as CheckpointError
+from memplan.serve.errors import ExtraMissingError as ExtraMissingError
+from memplan.serve.errors import RequestError as RequestError
+from memplan.serve.errors import ServeSettingError as ServeSettingError

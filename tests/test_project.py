@@ -103,7 +103,7 @@ def test_the_shipped_packages_are_typed(package: str):
 def test_every_pin_satisfies_what_the_project_requires():
     pins = constraints()
     extras = PROJECT["optional-dependencies"]
-    pinned = ("tpu", "cuda", "models", "docs", "dev")
+    pinned = ("tpu", "cuda", "models", "serve", "docs", "dev")
     texts = [*PROJECT["dependencies"], *(text for name in pinned for text in extras[name])]
     for requirement in map(Requirement, texts):
         pin = pins.get(canonicalize_name(requirement.name))

@@ -12,6 +12,7 @@ from memplan.cli.inspecting import run_inspect
 from memplan.cli.listing import run_demo, run_machines, run_passes
 from memplan.cli.planning import run_curve, run_plan
 from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
+from memplan.cli.serving import run_serve
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -192,6 +193,62 @@ def make_parser() -> argparse.ArgumentParser:
     replay.add_argument("--seed", type=int, default=0, help="of what is drawn for hints")
     _add_json(replay)
     replay.set_defaults(run=run_kv_replay)
+
+    serve = commands.add_parser(
+        "serve", help="answer requests with a model, as OpenAI's interface has them"
+    )
+    serve.add_argument(
+        "folder",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a folder as Hugging Face's libraries write it: config.json, tokenizer.json, "
+        "*.safetensors; of Llama, Qwen2 or Qwen3",
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at")
+    serve.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    serve.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights, instead of the checkpoint's",
+    )
+    serve.add_argument(
+        "--memory", metavar="BYTES", help="for pages on the device: 8GiB; by default what is left"
+    )
+    serve.add_argument("--pages", type=int, metavar="N", help="on the device, instead of --memory")
+    serve.add_argument("--page-tokens", type=int, default=16, metavar="N", help="of a page")
+    serve.add_argument(
+        "--host-pages", type=int, default=0, metavar="N", help="that the host's memory keeps beside"
+    )
+    serve.add_argument(
+        "--disk-pages", type=int, default=0, metavar="N", help="that a file keeps beside"
+    )
+    serve.add_argument(
+        "--disk-folder", type=Path, metavar="FOLDER", help="where that file is; it has no name"
+    )
+    serve.add_argument(
+        "--policy",
+        choices=("lru", "learned", "hints"),
+        default="hints",
+        help="which prefixes stay, as for kv replay",
+    )
+    serve.add_argument(
+        "--max-len", type=int, metavar="N", help="tokens of a prompt and its answer, at most"
+    )
+    serve.add_argument(
+        "--max-batch", type=int, default=32, metavar="N", help="answers that are made at a time"
+    )
+    serve.add_argument(
+        "--chunk", type=int, default=256, metavar="N", help="tokens of prompts in one step"
+    )
+    serve.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait")
+    serve.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for requests to end in, after SIGTERM",
+    )
+    serve.set_defaults(run=run_serve)
 
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)

@@ -223,6 +223,12 @@ class PrefixCache:
         return dict(zip(_TIERS, self._core.held(), strict=True))
 
     @property
+    def room(self) -> int:
+        """Pages on the device that no request has: as many can be asked for with
+        `Request.extend`."""
+        return self._core.room()
+
+    @property
     def followed(self) -> Policy:
         """The policy whose hits were most lately, which decides now."""
         return _POLICIES[self._core.followed()]

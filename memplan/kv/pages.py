@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +45,8 @@ class PageStore:
     Args:
       cache: whose pages these are.
       pools: a tree of arrays [device pages, ...] on the device, as steps read and write them.
-      folder: where the file of the disk's pages is; it is gone with the store.
+      folder: where the file of the disk's pages is; it has no name there, and is gone with the
+        process, however that ends.
 
     Attributes:
       pools: as given; whoever donates them to a step puts its results here.
@@ -79,19 +81,21 @@ class PageStore:
         self._lock = threading.Lock()
         self._file = None
         if disk:
-            self._file = tempfile.NamedTemporaryFile(dir=folder, prefix="memplan-kv-")
+            # It has no name, so that a process that is killed leaves nothing.
+            self._file = tempfile.TemporaryFile(dir=folder)
+            weakref.finalize(self, self._file.close)
             os.posix_fallocate(self._file.fileno(), 0, disk * self.record_bytes)
 
     @property
     def file(self) -> str | None:
-        """The path of the file of the disk's pages, if there is one; they are records, one after
-        the other."""
-        return None if self._file is None else self._file.name
+        """A path of the file of the disk's pages, if there is one, in this process alone; they are
+        records, one after the other."""
+        return None if self._file is None else f"/proc/self/fd/{self._file.fileno()}"
 
     @property
     def _path(self) -> str:
-        assert self._file is not None, "the cache has no disk"
-        return self._file.name
+        assert self.file is not None, "the cache has no disk"
+        return self.file
 
     def settle(self) -> None:
         """Carries out what the cache says is to be copied. Until then no page that it gave out may
@@ -113,6 +117,19 @@ class PageStore:
                 self._cache.lose(page)
         if lost:
             raise PageError(lost)
+
+    def warm(self) -> None:
+        """Compiles what `settle` runs, so that no call of it waits for that; the pools stay as they
+        are."""
+        if not any(self._cache.pages[_HOST:]):
+            return
+        with self._lock:
+            count = 1
+            while count <= _MOST_AT_ONCE:
+                rows = _take(self.pools, np.zeros(count, np.int32))
+                nowhere = np.full(count, self._cache.pages[0], np.int32)
+                self.pools = _put(self.pools, jax.tree.map(np.asarray, rows), nowhere)
+                count *= 2
 
     def _move(self, moves: Sequence[Move]) -> None:
         source, target = moves[0].source.tier, moves[0].target.tier

@@ -129,6 +129,14 @@ def test_donated_arrays_leave_the_file_as_it_was(written):
     assert path.read_bytes() == before
 
 
+def test_tensors_are_read_wherever_they_begin(tmp_path):
+    array = np.arange(1 << 19, dtype=np.int32)
+    header = json.dumps({"x": {"dtype": "I32", "shape": [1 << 19], "data_offsets": [0, 1 << 21]}})
+    content = len(header).to_bytes(8, "little") + header.encode() + array.tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    np.testing.assert_array_equal(disk.tensors(tmp_path)["x"], array)
+
+
 def test_repacked_files_are_loaded_where_the_sources_are_not(tmp_path):
     array = np.arange(1 << 19, dtype=np.float32)
     entry = {"dtype": "F32", "shape": [1 << 19], "data_offsets": [0, array.nbytes]}

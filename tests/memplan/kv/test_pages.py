@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -121,6 +123,33 @@ class TestPageStore:
         assert cache.lookup(range(8)).device == 0
         assert server.serve(range(8), 3.0) == 0
         assert server.serve(range(10, 18), 4.0) == 8, "what nobody changed is still there"
+
+    def test_nothing_is_left_in_the_folder_of_a_process_that_is_killed(
+        self, tmp_path: Path
+    ) -> None:
+        cache = PrefixCache(block_tokens=SIZE, device=4, disk=4, policy="lru")
+        server = Server(cache, tmp_path)
+        server.serve(range(8), 0.0)
+        server.serve(range(10, 18), 1.0)
+        assert cache.held()["disk"] == 4
+        assert not [*tmp_path.iterdir()]
+
+    def test_settling_a_warm_store_compiles_nothing(self) -> None:
+        cache = PrefixCache(block_tokens=SIZE, device=4, host=4, policy="lru")
+        server = Server(cache)
+        server.write(1, 20)
+        server.store.warm()
+        assert server.rows(1) == [20] * 3
+        with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+            compiled: list[str] = []
+            patch.setattr(logging.Logger, "handle", lambda _, record: compiled.append(record.msg))
+            for now, prompt in enumerate([range(8), range(10, 18), range(8)]):
+                with cache.pin(prompt, now=float(now)) as request:
+                    request.extend(4 - request.hit_tokens // SIZE)
+                    server.store.settle()
+                    request.commit([*prompt][request.hit_tokens :])
+        assert cache.held()["host"] > 0
+        assert not [message for message in compiled if "Compiling" in message]
 
     def test_of_two_copies_to_one_page_the_second_stays(self) -> None:
         class Twice(PrefixCache):

@@ -152,6 +152,17 @@ class TestPrefixCache:
         first.release()
         engine.cache.check()
 
+    def test_room_is_what_can_be_asked_for(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4)
+        with cache.pin([1, 2]) as request:
+            request.extend(2)
+            request.commit([1, 2])
+            assert cache.room == 2
+            with cache.pin([1, 2]) as other:
+                other.extend(cache.room)
+                assert cache.room == 0
+        assert cache.room == 4
+
     def test_more_pages_than_there_is_room_for_drive_nothing_out(self) -> None:
         engine = Engine(PrefixCache(block_tokens=1, device=8))
         serve(engine, range(8), 0.0)

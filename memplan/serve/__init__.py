@@ -1,0 +1,1 @@
+"""A server of language models over `memplan.kv`, with OpenAI's interface."""
