@@ -363,6 +363,10 @@ def _for_bucket(function: Function, probes: Probes, buckets: Buckets) -> Callabl
         results = jax.tree.unflatten(trees[0], [jnp.asarray(v.array) for v in values])
         return Padded(results, tuple(v.dims for v in values))
 
+    named: Any = fun
+    while isinstance(named, functools.partial):
+        named = named.func
+    run.__name__ = getattr(named, "__name__", "fun")
     if function.signature is not None:
         signature = inspect.signature(fun)
         told = inspect.Parameter(_SIZES, inspect.Parameter.KEYWORD_ONLY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -123,6 +124,11 @@ def test_methods_statics_and_keywords():
         x, w = np.arange(n, dtype=np.float32), np.ones((n, 2), np.float32)
         assert_same(total(x, times=2, more={"w": w}), jnp.asarray(x.sum() * 2 + w.sum(0)))
         assert_same(total(x, times=3, more={"w": w}), jnp.asarray(x.sum() * 3 + w.sum(0)))
+
+
+def test_programs_are_called_as_the_function_is():
+    step = memplan.jit(functools.partial(score, table()), **TOKENS)
+    assert step.lower(ids_of(3)).fun_name == "score"
 
 
 def test_a_donated_cache_is_updated():

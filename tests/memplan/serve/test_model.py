@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memplan
 from experiments.checkpoints import LLAMA, random_weights
 from memplan.serve.checkpoint import model_config
-from memplan.serve.model import ModelConfig, Pool, make_pools, step
+from memplan.serve.model import ModelConfig, Pool, make_pools, parameter_shapes, step
 from tests.memplan.serve import reference
 from tests.memplan.serve.families import FAMILIES, LLAMA3_ROPE
 
@@ -152,3 +153,27 @@ def test_page_bytes_are_those_of_the_pools():
     config = model_config(raw_of("qwen3"), "config.json")
     pools: list[Pool] = make_pools(config, 3, 8)
     assert config.page_bytes(8) * 3 == sum(x.nbytes for x in jax.tree.leaves(pools))
+
+
+@pytest.mark.parametrize(
+    ("target", "kernel"),
+    [
+        pytest.param("v5e", "tpu_custom_call", marks=pytest.mark.tpu),
+        pytest.param("h200", "mosaic_gpu", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(("rows", "width"), [(4, 1), (1, 128)])
+def test_accelerators_read_pages_with_the_kernel(target: str, kernel: str, rows: int, width: int):
+    """Decoding, and a chunk of a prompt; the pools are written in place."""
+    raw = FAMILIES["llama"] | {"head_dim": 128, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+    config = model_config(raw, "config.json")
+    shape = partial(jax.ShapeDtypeStruct, dtype=config.dtype)
+    params = {name: shape(of) for name, of in parameter_shapes(config).items()}
+    pools = jax.eval_shape(lambda: make_pools(config, 64, 16))
+    shapes = ((rows, width), (rows,), (rows,), (rows, 32))
+    numbers = [jax.ShapeDtypeStruct(of, jnp.int32) for of in shapes]
+    run = memplan.jit(partial(step, config), machine=memplan.topology(target), donate_argnums=1)
+    compiled = run.lower(params, pools, *numbers).compile()
+    assert kernel in compiled.as_text()
+    of_pools = 2 * 64 * 16 * config.num_kv_heads * 128 * 2
+    assert compiled.memory_analysis().alias_size_in_bytes >= of_pools
