@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.flattree import nones, pack
@@ -783,6 +784,11 @@ def with_dropping(scatter: JaxprEqn) -> JaxprEqn:
     )
 
 
+def with_stable_order(sort: JaxprEqn) -> JaxprEqn:
+    """A sort that leaves equal keys in the order in which they were."""
+    return _with(sort, is_stable=True)
+
+
 def with_puts(eqn: JaxprEqn, which: Sequence[int]) -> JaxprEqn:
     """A device_put of some of its operands only."""
     invars, outvars = [eqn.invars[n] for n in which], [eqn.outvars[n] for n in which]
@@ -812,6 +818,8 @@ def bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
 
 def of_type(array: Any, aval: Any) -> Any:
     """An array of the type of another, which may be that of a number in Python."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return array
     array = array.astype(aval.dtype)
     if not aval.weak_type:
         return array

@@ -410,7 +410,8 @@ def _bucketed(
     def plan(fun: Callable[..., Any], hosted: frozenset[str] | None) -> _PlannedFunction:
         return _planned(fun, replace(options, hosted=hosted), jit_options)
 
-    return BucketedFunction(_function(fun, options, jit_options), buckets, plan)
+    remake = functools.partial(_bucketed, buckets, options, jit_options, fun)
+    return BucketedFunction(_function(fun, options, jit_options), buckets, plan, remake)
 
 
 def _function(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlo_passes import xla
+from hlo_passes.equations import of_type
 from hlo_passes.errors import MemplanError
 from memplan.buckets.buckets import Buckets
 from memplan.buckets.dims import Dim
 from memplan.buckets.errors import BucketsError, PaddingError
 from memplan.buckets.padding import padded
-from memplan.buckets.sizes import Probes, product_of
+from memplan.buckets.sizes import SMALL, Probes, product_of
 from memplan.function import Function
 from memplan.signature import argument_paths, as_shape, bound_sharding
 
@@ -101,18 +103,30 @@ class _Bucket:
     """A program for one bucket.
 
     Attributes:
-      sizes: the bucket's.
+      ranges: of each axis, the sizes that it is for; its arrays have the largest.
       function: of ``memplan.jit``, of arguments of these sizes.
-      is_ready: it was compiled.
+      is_open: whether it is told the sizes of a call.
+      reach: the ranges for which it was traced: wider ones, where it is the same program there.
+      is_ready: for some types of arguments it was compiled.
     """
 
-    def __init__(self, sizes: Mapping[str, int], function: Planned, is_open: bool) -> None:
-        self.sizes, self.function, self.is_open = sizes, function, is_open
+    def __init__(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        self.ranges = ranges
+        self.sizes = {axis: high for axis, (_, high) in ranges.items()}
+        self.is_open = any(low < high for low, high in ranges.values())
+        self.reach = ranges
+        self.function: Any = None
         self.is_ready = False
         self.is_coming = False
 
-    def covers(self, sizes: Mapping[str, int]) -> bool:
-        return all(self.sizes[axis] >= n for axis, n in sizes.items())
+    def reaches(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it may run a call that has a bucket of its own. Of small sizes only those that it
+        was looked at for say whether it is the same program."""
+        return all(
+            n == self.sizes[axis] or max(low, SMALL) <= n <= self.sizes[axis]
+            for axis, n in sizes.items()
+            for low, _ in [self.reach[axis]]
+        )
 
 
 class BucketedFunction:
@@ -127,6 +141,7 @@ class BucketedFunction:
       buckets: which sizes there are.
       plan: makes a function of ``memplan.jit`` of another one, whose arguments of these paths are
         on the host, and no others; with None of any that a plan has there.
+      remake: makes such a function anew, and can be pickled.
     """
 
     def __init__(
@@ -134,6 +149,7 @@ class BucketedFunction:
         function: Function,
         buckets: Buckets,
         plan: Callable[[Callable[..., Any], frozenset[str] | None], Planned],
+        remake: Callable[[], BucketedFunction],
     ) -> None:
         if "in_shardings" in function.jit_options or "out_shardings" in function.jit_options:
             raise BucketsError(
@@ -142,8 +158,10 @@ class BucketedFunction:
             )
         functools.update_wrapper(self, function.fun)
         self._function, self.buckets, self._plan = function, buckets, plan
+        self._remake = remake
         self._exact = jax.jit(function.fun, **function.jit_options)
-        self._programs: dict[Key, _Bucket] = {}
+        self._programs: dict[Any, _Bucket] = {}
+        self._small: dict[Any, bool] = {}
         self._hosted: frozenset[str] | None = None
         self._places: dict[Any, tuple[tuple[str | None, ...], ...]] = {}
         self._lock = threading.Lock()
@@ -151,6 +169,12 @@ class BucketedFunction:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis} {list(n)}" for axis, n in self.buckets.sizes.items())
         return f"<memplan.jit of {getattr(self, '__qualname__', '?')} for {sizes}>"
+
+    def __reduce__(self) -> Any:
+        return self._remake, ()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # As functions do.
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -165,12 +189,12 @@ class BucketedFunction:
 
     def bucket_of(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """The sizes of the bucket for such arguments."""
-        return self.buckets.bucket(self._given(args, kwargs).sizes)
+        return self._own(self._given(args, kwargs)).sizes
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The program of the bucket for such arguments, lowered, as of ``memplan.jit``."""
         given = self._given(args, kwargs)
-        return self._lowered(self._bucket(self.buckets.bucket(given.sizes)), given)
+        return self._lowered(self._own(given), given)
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """The plan of the bucket for such arguments."""
@@ -208,15 +232,22 @@ class BucketedFunction:
         Args: as of a call, arrays or ``jax.ShapeDtypeStruct``, of any sizes in the buckets.
         """
         given = self._given(args, kwargs)
-        self._largest(given)
         total: dict[Key, int] = {}
         arguments: dict[Key, int] = {}
         for sizes in self.buckets.all():
-            bucket = self._bucket(sizes)
-            compiled = self._compile(bucket, given)
-            total[self._key(sizes)] = compiled.device_bytes
-            memory = compiled.memory_analysis()
-            arguments[self._key(sizes)] = memory.argument_size_in_bytes
+            # Beside the bucket's program, those of small sizes that have others.
+            ranges = self.buckets.ranges(sizes)
+            small = ({*range(low, min(high, SMALL)), high} for low, high in ranges.values())
+            for numbers in itertools.product(*(sorted(of, reverse=True) for of in small)):
+                at = given._replace(sizes=dict(zip(ranges, numbers, strict=True)))
+                bucket = self._own(at)
+                key = tuple(bucket.sizes.values())
+                if key in total:
+                    continue
+                compiled = self._compile(bucket, at)
+                total[key] = compiled.device_bytes
+                memory = compiled.memory_analysis()
+                arguments[key] = memory.argument_size_in_bytes
         return Prepared(total, arguments)
 
     # --- arguments --------------------------------------------------------------------------
@@ -260,41 +291,100 @@ class BucketedFunction:
 
     # --- programs ---------------------------------------------------------------------------
 
-    def _key(self, sizes: Mapping[str, int]) -> Key:
-        return tuple(sizes[axis] for axis in self.buckets.sizes)
+    def _own(self, given: _Given) -> _Bucket:
+        """The program for a call: of the next larger bucket; along an axis that is so small that
+        the function is another one there, of that size alone."""
+        self._largest(given)
+        ranges = self.buckets.ranges(self.buckets.bucket(given.sizes))
+        for axis, size in given.sizes.items():
+            if size < SMALL and size < ranges[axis][1] and not self._is_alike(ranges, axis, given):
+                ranges[axis] = (size, size)
+        return self._bucket(ranges)
 
-    def _bucket(self, sizes: Mapping[str, int]) -> _Bucket:
+    def _is_alike(self, ranges: Mapping[str, tuple[int, int]], axis: str, given: _Given) -> bool:
+        """Whether the program of a bucket is that of a call's size of an axis; traced once."""
+        key = tuple(ranges.values()), axis, given.sizes[axis], given.tree
+        if key not in self._small:
+            highest = {axis: high for axis, (_, high) in ranges.items()}
+            probes = Probes(ranges, ({**highest, axis: given.sizes[axis]},))
+            run = _for_bucket(self._function, probes, self.buckets)
+            bucket = _Bucket(ranges)
+            (args, kwargs), told = self._arguments(bucket, given, self._shapes(bucket, given))
+            static = self._function.jit_options
+            names = {k: static[k] for k in ("static_argnums", "static_argnames") if k in static}
+            try:
+                jax.jit(run, **names).trace(*args, **kwargs, **told)
+            except PaddingError:
+                self._small[key] = False
+            else:
+                self._small[key] = True
+        return self._small[key]
+
+    def _bucket(self, ranges: Mapping[str, tuple[int, int]]) -> _Bucket:
         with self._lock:
-            key = self._key(sizes)
+            key = tuple(ranges.values())
             if key not in self._programs:
-                probes = Probes(self.buckets.ranges(sizes))
+                bucket = self._programs[key] = _Bucket(ranges)
                 fun = self._function.fun
-                if probes.open:
-                    fun = _for_bucket(self._function, probes, self.buckets)
-                planned = self._plan(fun, self._hosted)
-                self._programs[key] = _Bucket(sizes, planned, bool(probes.open))
+                if bucket.is_open:
+                    fun = self._padding(bucket)
+                bucket.function = self._plan(fun, self._hosted)
             return self._programs[key]
 
+    def _padding(self, bucket: _Bucket) -> Callable[..., Padded]:
+        """The function for a bucket: as it is at all smaller sizes, if that is one program, so that
+        it runs these while theirs are compiled."""
+        own = Probes(bucket.ranges)
+        opened = {axis: (1 if axis in own.open else n, n) for axis, n in bucket.sizes.items()}
+        if opened == bucket.ranges:
+            return _for_bucket(self._function, own, self.buckets)
+        # Where another bucket ends it may become another program.
+        ends = [
+            {**bucket.sizes, axis: n}
+            for axis in own.open
+            for size in self.buckets.sizes[axis]
+            for n in (size, size + 1)
+            if SMALL <= n < bucket.sizes[axis]
+        ]
+        wide = Probes(opened, tuple(ends))
+        ways = [_for_bucket(self._function, probes, self.buckets) for probes in (wide, own)]
+
+        @functools.wraps(ways[0])
+        def run(*args: Any, **kwargs: Any) -> Padded:
+            try:
+                made = ways[0](*args, **kwargs)
+            except PaddingError:
+                bucket.reach = bucket.ranges
+                return ways[1](*args, **kwargs)
+            bucket.reach = opened
+            return made
+
+        return run
+
     def _usable(self, given: _Given) -> _Bucket:
-        """The program of the bucket for a call, or while that is compiled a larger one that is."""
-        own = self._bucket(self.buckets.bucket(given.sizes))
+        """The program for a call, or while that is compiled a larger one that is."""
+        own = self._own(given)
         if own.is_ready:
             return own
         with self._lock:
-            ready = [b for b in self._programs.values() if b.is_ready and b.covers(given.sizes)]
+            ready = [b for b in self._programs.values() if b.is_ready and b.reaches(given.sizes)]
             begins = bool(ready) and not own.is_coming
             own.is_coming |= begins
         if not ready:
-            self._largest(given)
             self._compile(own, given)
             return own
         if begins:
-            # Traced here: not every library takes two traces at once.
-            lowered = self._lowered(own, given)
+            try:
+                # Traced here: not every library takes two traces at once.
+                lowered = self._lowered(own, given)
+            except BaseException:
+                own.is_coming = False
+                raise
+            # Python waits for it at its end, as XLA asks for.
             threading.Thread(
-                target=self._compile_behind, args=(own, lowered), name="memplan-bucket", daemon=True
+                target=self._compile_behind, args=(own, lowered), name="memplan-bucket"
             ).start()
-        return min(ready, key=lambda b: self._key(b.sizes))
+        return min(ready, key=lambda b: tuple(b.sizes.values()))
 
     def _compile_behind(self, bucket: _Bucket, lowered: Any) -> None:
         try:
@@ -310,18 +400,20 @@ class BucketedFunction:
         return compiled
 
     def _lowered(self, bucket: _Bucket, given: _Given) -> Any:
-        shapes = [
+        (args, kwargs), told = self._arguments(bucket, given, self._shapes(bucket, given))
+        return bucket.function.lower(*args, **kwargs, **told)
+
+    def _shapes(self, bucket: _Bucket, given: _Given) -> list[Any]:
+        """Of the arguments, as large as the bucket."""
+        return [
             _padded(as_shape(leaf, bound_sharding(leaf)), axes, bucket.sizes)
             for leaf, axes in zip(given.leaves, given.places, strict=True)
         ]
-        (args, kwargs), told = self._arguments(bucket, given, shapes)
-        return bucket.function.lower(*args, **kwargs, **told)
 
     def _largest(self, given: _Given) -> _Bucket:
         """The largest bucket: where a budget has arguments on the host, that is where all have
         them, since what is in a place for one is there for all."""
-        sizes = next(self.buckets.all())
-        bucket = self._bucket(sizes)
+        bucket = self._bucket(self.buckets.ranges(next(self.buckets.all())))
         if self._function.options.budget is not None and self._hosted is None:
             compiled = self._compile(bucket, given)
             self._hosted = frozenset(
@@ -360,7 +452,11 @@ def _for_bucket(function: Function, probes: Probes, buckets: Buckets) -> Callabl
                 "it returns other trees at other sizes", getattr(fun, "__name__", "?"), ""
             )
         values = padded(probes, jaxprs, leaves, sizes)
-        results = jax.tree.unflatten(trees[0], [jnp.asarray(v.array) for v in values])
+        typed = [
+            of_type(jnp.asarray(value.array), var.aval)
+            for value, var in zip(values, jaxprs[0].outvars, strict=True)
+        ]
+        results = jax.tree.unflatten(trees[0], typed)
         return Padded(results, tuple(v.dims for v in values))
 
     named: Any = fun
@@ -390,12 +486,19 @@ def _padded(leaf: Any, axes: Sequence[str | None], sizes: Mapping[str, int]) -> 
         return leaf.update(shape=wanted)
     after = tuple(m - n for n, m in zip(shape, wanted, strict=True))
     if isinstance(leaf, jax.Array) and not _is_here(leaf):
-        return _pad(leaf, after)
+        keys = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return _pad_keys(leaf, after) if keys else _pad(leaf, after)
     array = np.asarray(leaf)
     whole = np.zeros(wanted, array.dtype)
     whole[tuple(map(slice, shape))] = array
     # What jax makes of a number depends on where it is from.
     return _placed_like(leaf, whole) if isinstance(leaf, jax.Array) else whole
+
+
+def _pad_keys(keys: Any, after: tuple[int, ...]) -> Any:
+    numbers = jax.random.key_data(keys)
+    whole = _pad(numbers, (*after, *(0,) * (numbers.ndim - keys.ndim)))
+    return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(keys))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -418,7 +521,8 @@ def _cut(
     if not _is_here(array):
         return _part(array, whole, there, shape)
     part = np.asarray(array).reshape(whole)[tuple(map(slice, there))].reshape(shape)
-    return _placed_like(array, part)
+    # What is left of it does not keep the whole.
+    return _placed_like(array, part.copy())
 
 
 def _placed_like(array: jax.Array, part: Any) -> jax.Array:
@@ -433,5 +537,5 @@ def _part(array: Any, whole: Key, there: Key, shape: Key) -> Any:
 def _is_here(array: jax.Array) -> bool:
     """Whether its bytes can be read in place, without a program."""
     devices = array.sharding.device_set
-    keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return len(devices) == 1 and next(iter(devices)).platform == "cpu" and not keys
+    has_own_type = jnp.issubdtype(array.dtype, jax.dtypes.extended) or array.weak_type
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu" and not has_own_type

@@ -39,8 +39,9 @@ from hlo_passes.equations import (
 )
 from memplan.buckets.dims import Dim, dim
 from memplan.buckets.errors import PaddingError
-from memplan.buckets.rules import Step, Unknown, Value, results_of
+from memplan.buckets.rules import Step, Unknown, Value, results_of, size_of
 from memplan.buckets.sizes import Probes, Size
+from memplan.streams.leading_axis import shape_of
 
 _LESS = "Give this program no bucket, or write what is done there for a fixed size."
 _ONE_PROGRAM = (
@@ -80,14 +81,8 @@ def _sizes(probes: Probes, atoms: Sequence[Any]) -> tuple[Size, ...]:
     shapes = [getattr(atom.aval, "shape", ()) for atom in atoms]
     if len({*map(len, shapes)}) > 1:
         raise Unknown("an array has dimensions at some sizes that it has not at others")
-    found: list[Size] = []
-    for numbers in zip(*shapes, strict=True):
-        size = probes.size(numbers)
-        if size is None:
-            shown = ", ".join(map(str, numbers))
-            raise Unknown(f"a dimension has {shown} elements: no sum of products of sizes")
-        found.append(size)
-    return tuple(found)
+    what = "how many elements a dimension has"
+    return tuple(size_of(probes, numbers, what) for numbers in zip(*shapes, strict=True))
 
 
 class _Walk:
@@ -133,7 +128,14 @@ class _Walk:
         for eqns in zip(*(j.eqns for j in jaxprs), strict=True):
             self._equation(eqns, known, names)
         results = zip(*(j.outvars for j in jaxprs), strict=True)
-        return [self._read(atoms, known, names) for atoms in results]
+        try:
+            return [self._read(atoms, known, names) for atoms in results]
+        except Unknown as unknown:
+            raise PaddingError(f"a result: {unknown}", self._end(jaxprs[0]), _LESS) from None
+
+    def _end(self, jaxpr: Jaxpr) -> str:
+        """The last line of a program."""
+        return self._line(jaxpr.eqns[-1]) if jaxpr.eqns else "its end"
 
     def _other(self, jaxprs: Sequence[Jaxpr], what: str) -> PaddingError:
         """The error about programs of which one has more equations than another."""
@@ -156,8 +158,8 @@ class _Walk:
             raise PaddingError(str(unknown), "an array it closes over", _LESS) from None
         first = consts[0]
         for const in consts[1:]:
-            part = first[tuple(map(slice, const.shape))]
-            if const is not first and not _are_equal(part, const):
+            both = tuple(slice(min(n, m)) for n, m in zip(first.shape, const.shape, strict=True))
+            if const is not first and not _are_equal(first[both], const[both]):
                 raise PaddingError(
                     f"an array {jax.typeof(first)} that it closes over has other elements at other "
                     "sizes, not fewer of them",
@@ -184,8 +186,9 @@ class _Walk:
         """A number of the program, which may depend on sizes."""
         if all(n is found[0] or n == found[0] or (n != n and found[0] != found[0]) for n in found):
             return found[0]
-        whole = jnp.issubdtype(aval.dtype, jnp.integer)
-        function = self.probes.number([int(n) if whole else float(n) for n in found])
+        whole = not jnp.issubdtype(aval.dtype, jnp.inexact)
+        numbers = [int(n) if whole else float(n) for n in found]
+        function = self.probes.number(numbers, np.float32 if whole else aval.dtype)
         if function is None:
             shown = ", ".join(str(n) for n in found)
             raise Unknown(f"a number depends on sizes in a way that is not known ({shown})")
@@ -212,7 +215,7 @@ class _Walk:
             if not all(says_alike(eqn, other) for other in eqns[1:]):
                 raise Unknown("what it does depends on sizes, and it is not known how")
             with _line_of(eqn), eqn.ctx.manager:
-                step = Step(eqns, operands, sizes, self.probes.size, self.bucket, self.sizes)
+                step = Step(eqns, operands, sizes, self.probes, self.bucket, self.sizes)
                 results = self._results(step)
         except Unknown as unknown:
             raise PaddingError(f"{name(eqn)}: {unknown}", self._line(eqn), _LESS) from None
@@ -270,7 +273,7 @@ class _Walk:
         constants, carry = step.operands[: scan.constants], step.operands[scan.constants : first]
         stacks = step.operands[first:]
         for stack in stacks:
-            step.single(stack, 0, "slices that a loop takes")
+            step.single(stack.dims[0], "slices that a loop takes")
         made: list[Value] = []
 
         def trip(of: Sequence[tuple[Dim, ...]]) -> Callable[[Any, Any], Any]:
@@ -324,6 +327,8 @@ class _Walk:
         asked, first = loop.condition_constants, loop.first_carried
         of_condition, of_body = step.operands[:asked], step.operands[asked:first]
         carry = step.operands[first:]
+        # As `vmap` has them; a row that has ended stays as it is.
+        by_rows = bool(shape_of(loop.condition.outvars[0]))
         made: list[Value] = []
 
         def given(arrays: Sequence[Any], dims: Sequence[tuple[Dim, ...]]) -> list[Value]:
@@ -336,16 +341,24 @@ class _Walk:
         dims = [value.dims for value in carry]
         for _ in range(3):
 
-            def condition(arrays: Any, of: Any = dims) -> Any:
+            def goes_on(arrays: Any, of: Any = dims) -> Any:
+                """bool[], or one for each row, of which those beyond what there is never do."""
                 conditions = [loop.condition for loop in loops]
-                return (
-                    self._within(step).run(conditions, [*of_condition, *given(arrays, of)])[0].array
-                )
+                (found,) = self._within(step).run(conditions, [*of_condition, *given(arrays, of)])
+                return step.masked(found, range(len(found.dims)), False)
 
             def body(arrays: Any, of: Any = dims) -> Any:
                 bodies = [loop.body for loop in loops]
                 made[:] = self._within(step).run(bodies, [*of_body, *given(arrays, of)])
-                return _typed(made, loop.body.outvars)
+                new = _typed(made, loop.body.outvars)
+                if by_rows:
+                    new = [
+                        _of_rows(goes_on(arrays), *pair) for pair in zip(new, arrays, strict=True)
+                    ]
+                return new
+
+            def condition(arrays: Any) -> Any:
+                return jnp.any(goes_on(arrays))
 
             end = lax.while_loop(condition, body, begin)
             after = [value.dims for value in made]
@@ -376,6 +389,12 @@ class _Walk:
         for other in dims[1:]:
             found = _joined(found, other)
         return [Value(array, of) for array, of in zip(results, found, strict=True)]
+
+
+def _of_rows(which: Any, new: Any, old: Any) -> Any:
+    """Of those rows the new ones."""
+    which = which.reshape(which.shape + (1,) * (new.ndim - which.ndim))
+    return jnp.where(which, new, old)
 
 
 def _joined(

@@ -55,9 +55,10 @@ from hlo_passes.equations import (
     is_elementwise,
     name,
     with_dropping,
+    with_stable_order,
 )
 from memplan.buckets.dims import Dim, dim, mask, reshaped, same
-from memplan.buckets.sizes import ONE, Size, product_of
+from memplan.buckets.sizes import ONE, Probes, Size, product_of
 from memplan.neutral import neutral
 from memplan.splitting.axes import axes_of
 from memplan.streams.leading_axis import aval_of, shape_of
@@ -91,14 +92,14 @@ class Step:
       eqns: it, at each of the sizes that were looked at; first the bucket's.
       operands: at the bucket's.
       results: sizes of all dimensions.
-      size: of such numbers, one for each of `eqns`.
+      probes: the sizes of `eqns`.
       bucket, sizes: of each axis, the bucket's, and what there is of it: int32[].
     """
 
     eqns: tuple[JaxprEqn, ...]
     operands: tuple[Value, ...]
     results: tuple[tuple[Size, ...], ...]
-    size: Callable[[Sequence[int]], Size | None]
+    probes: Probes
     bucket: Mapping[str, int]
     sizes: Mapping[str, Any]
 
@@ -113,10 +114,7 @@ class Step:
 
     def number(self, found: Sequence[int], what: str) -> Size:
         """A size that an equation says, such as where a slice begins."""
-        size = self.size(found)
-        if size is None:
-            raise Unknown(f"{what} is no sum of products of sizes ({', '.join(map(str, found))})")
-        return size
+        return size_of(self.probes, found, what)
 
     def made(self, dims: Sequence[Dim], *arrays: Any, eqn: JaxprEqn | None = None) -> list[Value]:
         """The results on these arrays, of such dimensions all of them."""
@@ -130,18 +128,34 @@ class Step:
         inside = mask(value.dims, which, value.array.shape, self.bucket, self.sizes)
         return jnp.where(inside, value.array, jnp.asarray(fill, value.array.dtype))
 
-    def single(self, value: Value, d: int, what: str) -> Size:
-        """The size of a dimension whose first elements are what there is of it."""
-        along = value.dims[d]
-        if along.uniform:
-            return product_of(along.factors)
-        if along.single is None:
+    def single(self, along: Dim, what: str) -> Size:
+        """The size of a dimension whose first elements are what there is of it.
+
+        Raises:
+          Unknown: of one that was merged of several.
+        """
+        if along.single is None and not (along.uniform or along.is_fixed):
             raise Unknown(f"{what} along {along}, of which what is there is not the first part")
-        return along.single
+        return product_of(along.factors)
 
     def fresh(self, k: int = 0) -> tuple[Dim, ...]:
         """The dimensions of a result whose first elements are what there is of it."""
         return tuple(dim(size) for size in self.results[k])
+
+
+def size_of(probes: Probes, found: Sequence[int], what: str) -> Size:
+    """The size that was found at the probes, for which there is room in the bucket.
+
+    Raises:
+      Unknown: when it is none, or there is not.
+    """
+    size = probes.size(found)
+    if size is None:
+        shown = ", ".join(map(str, found))
+        raise Unknown(f"{what} is no sum of products of sizes ({shown})")
+    if not probes.has_room(size):
+        raise Unknown(f"{what} is {size}: not largest at the bucket's sizes, or below 0 at some")
+    return size
 
 
 def results_of(step: Step) -> list[Value]:
@@ -272,7 +286,7 @@ def _reduction(step: Step, says: Reduction) -> list[Value]:
         fill = neutral(says.kind, value.array.dtype)
     else:
         for d in says.axes:
-            step.single(value, d, "an index")
+            step.single(value.dims[d], "an index")
         fill = neutral(name(step.eqn).removeprefix("arg"), value.array.dtype)
     return step.made(kept, step.masked(value, says.axes, fill))
 
@@ -312,8 +326,7 @@ def _convolution(step: Step, says: Convolution) -> list[Value]:
         raise Unknown("features are convolved in groups")
     space = says.left[2:]
     for d in space:
-        if not left.dims[d].is_fixed:
-            step.single(left, d, "a convolution")
+        step.single(left.dims[d], "a convolution")
     dims = list(step.fresh())
     dims[says.result[0]] = left.dims[says.left[0]]
     dims[says.result[1]] = right.dims[says.right[0]]
@@ -332,8 +345,7 @@ def _slice(step: Step, says: Slice) -> list[Value]:
         )
         if all_of_it:
             continue
-        if not along.is_fixed:
-            step.single(value, d, "a slice")
+        step.single(along, "a slice")
         start = step.number([of.starts[d] for of in step.says], "where a slice begins")
         dims[d] = dim(step.results[0][d])
         if start.number is None:
@@ -364,11 +376,12 @@ def _pad(step: Step, says: Pad) -> list[Value]:
         before = step.number([low for low, _, _ in of], "how many are put before others")
         if len({between for _, _, between in of}) > 1:
             raise Unknown("how many elements are put between others depends on sizes")
-        if not value.dims[d].is_fixed:
-            step.single(value, d, "padding")
+        step.single(value.dims[d], "padding")
         array = step.masked(Value(array, value.dims), [d], fill.array)
         dims[d] = dim(step.results[0][d])
         if before.number is None:
+            if any(high < 0 for _, high, _ in of):
+                raise Unknown("how much is cut off behind others depends on sizes")
             # So many are there first at the bucket's sizes; at others there are others.
             later[d] = before
             low, high, between = around[d]
@@ -385,7 +398,7 @@ def _concatenate(step: Step, says: Concatenate) -> list[Value]:
         dim(step.results[0][d]) if k == d else _agreeing([v.dims[k] for v in step.operands])
         for k in range(len(step.results[0]))
     ]
-    pieces = [step.single(v, d, "an array that others are put behind") for v in step.operands]
+    pieces = [step.single(v.dims[d], "an array that others are put behind") for v in step.operands]
     if all(size.number is not None for size in pieces[:-1]):
         return step.made(dims, *(v.array for v in step.operands))
     array = lax.empty(shape_of(step.eqn.outvars[0]), step.operands[0].array.dtype)
@@ -399,8 +412,7 @@ def _concatenate(step: Step, says: Concatenate) -> list[Value]:
 def _split(step: Step, says: Split) -> list[Value]:
     (value,) = step.operands
     d = says.dimension
-    if not value.dims[d].is_fixed:
-        step.single(value, d, "a part")
+    step.single(value.dims[d], "a part")
     results: list[Value] = []
     at = Size.of(0)
     for k, parts in enumerate(zip(*(of.sizes for of in step.says), strict=True)):
@@ -418,7 +430,7 @@ def _reverse(step: Step, says: Reverse) -> list[Value]:
     (array,) = bind(step.eqn, value.array)
     for d in says.dimensions:
         if not value.dims[d].is_fixed and not value.dims[d].uniform:
-            beyond = array.shape[d] - step.single(value, d, "another order").at(step.sizes)
+            beyond = array.shape[d] - step.single(value.dims[d], "another order").at(step.sizes)
             array = jnp.roll(array, -beyond, d)
     return [Value(array, value.dims)]
 
@@ -426,14 +438,13 @@ def _reverse(step: Step, says: Reverse) -> list[Value]:
 def _sort(step: Step, says: Sort) -> list[Value]:
     d = says.dimension
     along = _agreeing([v.dims[d] for v in step.operands])
-    if not along.is_fixed:
-        step.single(step.operands[0]._replace(dims=(along,) * (d + 1)), d, "an order")
+    step.single(along, "an order")
     dims = tuple(_agreeing(of) for of in zip(*(v.dims for v in step.operands), strict=True))
     arrays = [
         step.masked(v._replace(dims=dims), [d], _last(v.array.dtype)) if k < says.keys else v.array
         for k, v in enumerate(step.operands)
     ]
-    return step.made(dims, *arrays)
+    return step.made(dims, *arrays, eqn=step.eqn if along.is_fixed else with_stable_order(step.eqn))
 
 
 def _last(dtype: Any) -> Any:
@@ -444,8 +455,7 @@ def _last(dtype: Any) -> Any:
 def _top_k(step: Step, says: TopK) -> list[Value]:
     (value,) = step.operands
     d = says.dimension
-    if not value.dims[d].is_fixed:
-        step.single(value, d, "an index")
+    step.single(value.dims[d], "an index")
     dims = tuple(dim(size) if k == d else value.dims[k] for k, size in enumerate(step.results[0]))
     array = step.masked(value, [d], neutral("max", value.array.dtype))
     return step.made(dims, array)
@@ -454,8 +464,7 @@ def _top_k(step: Step, says: TopK) -> list[Value]:
 def _cumulative(step: Step, says: Cumulative) -> list[Value]:
     (value,) = step.operands
     d = says.dimension
-    if not value.dims[d].is_fixed:
-        step.single(value, d, "what comes before others")
+    step.single(value.dims[d], "what comes before others")
     kind = "max" if says.kind == "logsumexp" else says.kind
     array = value.array
     if says.reverse:
@@ -470,8 +479,7 @@ def _along(step: Step, says: Along) -> list[Value]:
         return _by_axes(step)
     value = step.operands[0]
     for d in says.dimensions:
-        if not value.dims[d].is_fixed:
-            step.single(value, d, "a window")
+        step.single(value.dims[d], "a window")
     dims = tuple(
         dim(size) if d in says.dimensions else value.dims[d]
         for d, size in enumerate(step.results[0])
@@ -488,7 +496,7 @@ def _limit(step: Step, value: Value, d: int, size: int) -> Any:
     which all elements are there."""
     if value.dims[d].is_fixed:
         return None
-    return step.single(value, d, "an index").at(step.sizes) - size
+    return step.single(value.dims[d], "an index").at(step.sizes) - size
 
 
 def _dynamic_slice(step: Step, says: DynamicSlice) -> list[Value]:
@@ -502,8 +510,7 @@ def _dynamic_slice(step: Step, says: DynamicSlice) -> list[Value]:
         dims[d] = dim(size)
         if value.dims[d].is_fixed and size.number is not None:
             continue
-        if not value.dims[d].is_fixed:
-            step.single(value, d, "an index")
+        step.single(value.dims[d], "an index")
         # What is within the smaller array is moved less far into it.
         last = whole.minus(size).at(step.sizes)
         indices[d] = jnp.clip(indices[d], 0, last)
@@ -525,8 +532,8 @@ def _dynamic_update_slice(step: Step, _: DynamicUpdateSlice) -> list[Value]:
             dims[d] = _agreeing([along, update.dims[d]]).varied
             indices[d] = 0
         elif not along.is_fixed or size.number is None:
-            step.single(value, d, "an index")
-            step.single(update, d, "what is written")
+            step.single(value.dims[d], "an index")
+            step.single(update.dims[d], "what is written")
             indices[d] = jnp.clip(indices[d], 0, whole.minus(size).at(step.sizes))
             partial += [d] if size.number is None else []
     if not partial:
@@ -546,7 +553,7 @@ def _written(step: Step, value: Value, update: Value, indices: Sequence[Any], d:
     """An array with as much of a slice written into it as there is, from there on."""
     shape, whole = update.array.shape, value.array.shape
     rows = jnp.arange(shape[d], dtype=jnp.int32)
-    there = rows < step.single(update, d, "what is written").at(step.sizes)
+    there = rows < step.single(update.dims[d], "what is written").at(step.sizes)
     at = [
         jnp.where(there, indices[k] + rows, whole[k]) if k == d else jnp.full_like(rows, index)
         for k, index in enumerate(
@@ -575,6 +582,9 @@ def _within(
       indices: [..., axes].
       sizes: of slices, of each of the axes.
     """
+    # Of a gather that is promised to stay within, XLA clips those that do not.
+    clips = outside == "clip" or (outside == "promise" and isinstance(step.says[0], Gather))
+    indices = _wide(indices)
     columns: list[Any] = []
     for n, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
         column = indices[..., n]
@@ -582,10 +592,15 @@ def _within(
         if limit is not None:
             if outside == "fill":
                 column = jnp.where(column > limit, value.array.shape[axis], column)
-            elif outside == "clip":
+            elif clips:
                 column = jnp.clip(column, 0, limit)
         columns.append(column)
     return jnp.stack(columns, axis=-1) if columns else indices
+
+
+def _wide(indices: Any) -> Any:
+    """Indices of a type that has room for all sizes."""
+    return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
 
 
 def _gather(step: Step, says: Gather) -> list[Value]:

@@ -25,8 +25,8 @@ import numpy as np
 
 type Axes = frozenset[str]
 
-# Sizes below it are not looked at.
-_SMALL = 5
+# Smaller ones say nothing of others.
+SMALL = 5
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,17 @@ def product_of(sizes: Iterable[Size]) -> Size:
 
 @dataclass(frozen=True)
 class Probes:
-    """The sizes at which a program is traced.
+    """The sizes at which a program is traced: at all corners of some sizes of each axis, 2 for each
+    that has several, and at two or three points more.
 
     Attributes:
       ranges: of each axis the sizes that a bucket is for: from the first to the second, which is
         the bucket's own.
+      also: sizes at which it is traced besides.
     """
 
     ranges: Mapping[str, tuple[int, int]]
+    also: tuple[Mapping[str, int], ...] = ()
 
     @functools.cached_property
     def open(self) -> tuple[str, ...]:
@@ -134,24 +137,36 @@ class Probes:
 
     @functools.cached_property
     def points(self) -> tuple[Mapping[str, int], ...]:
-        """The bucket's own sizes, all corners, and one more where a size is neither."""
+        """Where it is traced: first at the bucket's own sizes; first of all corners."""
         own = {axis: high for axis, (_, high) in self.ranges.items()}
-        corners = [{**own, **{axis: self._others[axis][0] for axis in at}} for at in self._corners]
-        more = {**own, **{axis: found[-1] for axis, found in self._others.items()}}
-        return (*corners, *([more] if more not in corners else []))
+        found = [{**own, **{axis: self._others[axis][0] for axis in at}} for at in self._corners]
+        checks = max((len(others) for others in self._others.values()), default=1)
+        for k in range(1, checks):
+            more = {axis: others[min(k, len(others) - 1)] for axis, others in self._others.items()}
+            found.append({**own, **more})
+        return (*found, *self.also)
 
     @functools.cached_property
     def _others(self) -> dict[str, tuple[int, ...]]:
-        """Of each axis with several sizes one or two beside the bucket's own: the lowest and what
-        is in the middle. Not the smallest, for which larger ones speak: an axis of one element, as
-        `tokens - 1` may be, jax takes for one of any size, and traces otherwise."""
+        """Of each axis with several sizes up to three beside the bucket's own: the lowest, and two
+        in between that have no step in common with these, so that what goes up in steps is seen.
+
+        Not the smallest: an axis of one element, as ``tokens - 1`` may be, jax takes for one of any
+        size, and traces otherwise. Where that leaves too few, some beyond the bucket.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for axis in self.open:
             low, high = self.ranges[axis]
-            least = max(low, _SMALL)
-            inside = [n for n in (least, (least + high) // 2) if n < high]
-            more = [high + 1, high + 2] if low < _SMALL else []
-            found[axis] = tuple(dict.fromkeys([*inside, *more]))[:2]
+            least = max(low, SMALL)
+            if least >= high:
+                found[axis] = (high + 1, high + 2, high + 3)
+                continue
+            near = [least + (high - least) * k // 3 for k in (1, 2)]
+            apart = [n for n in range(least + 1, high) if math.gcd(high - least, n - least) == 1]
+            between = [min(apart, key=lambda n: abs(n - at)) for at in near] if apart else []
+            # Beyond the bucket the function may be another one.
+            beyond = [] if between or low >= SMALL else [high + 1]
+            found[axis] = tuple(dict.fromkeys([least, *between, *beyond]))
         return found
 
     @functools.cached_property
@@ -167,14 +182,34 @@ class Probes:
             return Size.of(found[0])
         terms = {axes: round(n) for axes, n in self._terms(found).items()}
         size = Size({axes: n for axes, n in terms.items() if n})
+        # Where terms are no ints, this tells.
         return size if [size.at(p) for p in self.points] == [*found] else None
 
-    def number(self, found: Sequence[Any]) -> Callable[[Mapping[str, Any]], Any] | None:
+    def has_room(self, size: Size) -> bool:
+        """Whether an array of the bucket's sizes is as large as at all others, where it is no less
+        than empty; of small sizes at those that were traced. A sum of products is largest, and
+        least, at a corner of its axes."""
+        ends = ((max(low, min(SMALL, high)), high) for low, high in self.ranges.values())
+        corners = (dict(zip(self.ranges, at, strict=True)) for at in itertools.product(*ends))
+        most = size.at(self.points[0])
+        return all(0 <= size.at(at) <= most for at in (*corners, *self.also))
+
+    def number(
+        self, found: Sequence[Any], dtype: Any = np.float32
+    ) -> Callable[[Mapping[str, Any]], Any] | None:
         """What has been found at these points, as a function of sizes: a size, or one over it, a
-        root of it, or its logarithm; None where it is neither."""
+        root of it, or its logarithm; None where it is neither.
+
+        Of 1/512, 1/300 and 1/400 the inverses are a size, which is 1 · tokens; of what that is at a
+        call's sizes, the inverse is the number there.
+
+        Args:
+          dtype: of floats, which says how exact they are.
+        """
         if all(isinstance(n, int) for n in found):
             size = self.size(found)
             return None if size is None else size.at
+        exact = max(4 * float(jnp.finfo(dtype).eps), 1e-12)
         for there, back in _SHAPES:
             try:
                 seen = [there(float(n)) for n in found]
@@ -182,18 +217,22 @@ class Probes:
                 continue
             largest = max(map(abs, seen))
             terms = {
-                axes: _rounded(n)
+                axes: _rounded(n, exact)
                 for axes, n in self._terms(seen).items()
-                if abs(n) * self._most(axes) > 1e-6 * largest
+                if abs(n) * self._most(axes) > 4 * exact * largest
             }
+            steps = all(n.is_integer() for n in seen) and there is _SHAPES[0][0]
+            if steps and not all(n.is_integer() for n in terms.values()):
+                continue  # Whole numbers that are no sum of products go up in steps.
             size = Size(terms)  # pyright: ignore[reportArgumentType]  # Of floats, which `at` takes.
             with np.errstate(all="ignore"):
                 close = [
-                    math.isclose(back(np, np.float64(size.at(p))), n, rel_tol=1e-5)
+                    math.isclose(back(np, np.float64(size.at(p))), n, rel_tol=4 * exact)
                     for p, n in zip(self.points, found, strict=True)
                 ]
             if all(close):
-                return functools.partial(_float_at, size, back)
+                wide = np.float64 if dtype == np.float64 else np.float32
+                return functools.partial(_float_at, size, back, wide)
         return None
 
     def _most(self, axes: Axes) -> int:
@@ -217,18 +256,20 @@ class Probes:
         return terms
 
 
-def _float_at(size: Size, back: Callable[[Any, Any], Any], sizes: Mapping[str, Any]) -> Any:
-    return back(jnp, size.at({axis: jnp.asarray(n, jnp.float32) for axis, n in sizes.items()}))
+def _float_at(
+    size: Size, back: Callable[[Any, Any], Any], dtype: Any, sizes: Mapping[str, Any]
+) -> Any:
+    return back(jnp, size.at({axis: jnp.asarray(n, dtype) for axis, n in sizes.items()}))
 
 
 def _subsets(axes: Axes, n: int) -> Iterable[tuple[str, ...]]:
     return itertools.combinations(sorted(axes), n)
 
 
-def _rounded(number: float) -> float:
+def _rounded(number: float, exact: float) -> float:
     """The whole number that it is but for rounding."""
     near = round(number)
-    return float(near) if near and math.isclose(number, near, rel_tol=1e-6) else number
+    return float(near) if near and math.isclose(number, near, rel_tol=16 * exact) else number
 
 
 # There, and back with the functions of numpy or of jax.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -39,6 +43,12 @@ def assert_same(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def wait_for_compilations() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "memplan-bucket":
+            thread.join(60)
+
+
 def test_every_size_has_its_own_results():
     step = memplan.jit(score, **TOKENS)
     params = table()
@@ -61,7 +71,8 @@ def test_few_programs_are_compiled():
     for tokens in range(1, 33):
         step(table(), ids_of(tokens))
     assert len(traced) == before
-    assert set(prepared.device_bytes) == {(8,), (32,)}
+    # Of one token, the last one is all: that is a program of its own.
+    assert set(prepared.device_bytes) == {(1,), (8,), (32,)}
     assert prepared.arena_bytes == prepared.device_bytes[32,]
 
 
@@ -80,15 +91,13 @@ def test_a_call_runs_in_a_larger_bucket_while_its_own_is_compiled(
         return compile_(self, *args)
 
     monkeypatch.setattr(Lowered, "compile", slowly)
-    small = step._bucket({"tokens": 8})
+    small = step._bucket({"tokens": (1, 8)})
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
     assert begun.wait(60)
     assert not small.is_ready
     assert_same(step(params, ids_of(6)), score(params, ids_of(6)))
     go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "memplan-bucket":
-            thread.join(60)
+    wait_for_compilations()
     assert small.is_ready
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
 
@@ -186,7 +195,7 @@ def test_shapes_are_planned():
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), table())
     ids = jax.ShapeDtypeStruct((2, 5), jnp.int32)
     assert step.lower(shapes, ids).compile().device_bytes > 0
-    assert set(step.prepare(shapes, ids).device_bytes) == {(8,), (32,)}
+    assert {(8,), (32,)} <= set(step.prepare(shapes, ids).device_bytes)
 
 
 @pytest.mark.parametrize(
@@ -218,3 +227,109 @@ def test_calls_that_fit_no_bucket():
         memplan.jit(jnp.dot, buckets={"n": [4]}, dims={"[ab]": "n"})(np.ones(2), np.ones(3))
     with pytest.raises(BucketsError, match="in_shardings"):
         memplan.jit(score, **TOKENS, in_shardings=None)
+
+
+@pytest.mark.parametrize(
+    ("fun", "sizes", "calls"),
+    [
+        (lambda x: x.mean(), [1, 2], [2, 1, 1]),  # Two programs that are not padded.
+        (lambda x: x.mean() if len(x) <= 8 else x.max(), [8, 32], [20, 6, 6, 7]),
+        (lambda x: x[::2].sum() if len(x) == 8 else x.sum(), [7, 8, 32], [20, 8, 7]),
+        # Of small sizes jax makes other programs.
+        (lambda x: jnp.roll(x, -3), [8], [8, 2, 1, 3, 5]),
+        (lambda x: x[-3:], [8], [8, 2, 5]),
+        (lambda x: x[3:], [8], [8, 2, 3, 5]),
+        (lambda x: jnp.convolve(x, jnp.ones(3), mode="same"), [8], [8, 2, 6]),
+        (lambda x: jax.lax.top_k(x, min(3, len(x)))[1], [8], [8, 2, 5]),
+        (lambda x: jnp.pad(x, (0, 12 - len(x)), constant_values=7.0), [8], [8, 5, 2]),
+        (lambda x: x[:4].mean(), [8], [8, 2, 5]),
+    ],
+)  # fmt: skip
+def test_a_program_runs_only_sizes_that_it_is_for(fun: Any, sizes: list[int], calls: list[int]):
+    step = memplan.jit(fun, buckets={"n": sizes}, dims={"x": "n"})
+    for n in calls:
+        x = np.arange(n, dtype=np.float32) + 1
+        assert_same(step(x), jnp.asarray(fun(jnp.asarray(x))))
+    wait_for_compilations()
+
+
+def test_prepare_has_programs_of_small_sizes():
+    step = memplan.jit(lambda x: x[3:], buckets={"n": [8]}, dims={"x": "n"})
+    prepared = step.prepare(np.ones(3, np.float32))
+    assert set(prepared.device_bytes) == {(8,), (1,), (2,)}
+
+
+def test_a_budget_has_weights_in_one_place_without_prepare():
+    def layers(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    of = np.random.RandomState(0)
+    params = [jnp.asarray(of.randn(128, 128) / 11, jnp.float32) for _ in range(8)]
+    step = memplan.jit(layers, hbm="0.8MiB", buckets={"rows": [8, 512]}, dims={"x": "rows _"})
+    x = np.ones((3, 128), np.float32)
+    placed, _ = step.place(params, x)
+    assert_same(step(placed, x), layers(params, x))
+    small, large = (
+        step.lower(params, np.ones((n, 128), np.float32)).compile().hosting.arguments
+        for n in (3, 500)
+    )
+    assert small == large != frozenset()
+
+
+def test_types_are_those_of_the_function():
+    step = memplan.jit(
+        lambda x: (x * jnp.ones(1, jnp.bfloat16), len(x), 1 / len(x), jnp.full(len(x), 1.0)),
+        buckets={"n": [16]},
+        dims={"x": "n"},
+    )
+    x = jnp.full(7, 1.0)
+    assert x.weak_type
+    found, wanted = step(x), jax.jit(step.__wrapped__)(x)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+
+
+def test_doubles_are_exact():
+    with jax.enable_x64(True):
+        step = memplan.jit(
+            lambda x: (x * (1 / len(x)), x / np.sqrt(len(x)), x * np.log(len(x))),
+            buckets={"n": [64]},
+            dims={"x": "n"},
+        )
+        x = np.linspace(1.0, 2.0, 47)
+        for a, b in zip(step(x), step.__wrapped__(x), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-15)
+
+
+def test_keys_have_sizes_too():
+    step = memplan.jit(jax.vmap(jax.random.normal), buckets={"n": [8]}, dims={"args.0": "n"})
+    keys = jax.random.split(jax.random.key(0), 5)
+    np.testing.assert_allclose(step(keys), jax.vmap(jax.random.normal)(keys), rtol=1e-6)
+
+
+def test_a_result_keeps_no_padding():
+    step = memplan.jit(lambda x: x * 2, buckets={"n": [1 << 16]}, dims={"x": "n"})
+    result = np.asarray(step(np.ones(16, np.float32)))
+    while result.base is not None and isinstance(result.base, np.ndarray):
+        result = result.base
+    assert result.nbytes == 64
+
+
+def test_it_is_copied_and_pickled():
+    step = memplan.jit(score, **TOKENS)
+    assert copy.deepcopy(step) is step
+    again = pickle.loads(pickle.dumps(step))
+    assert_same(again(table(), ids_of(5)), score(table(), ids_of(5)))
+
+
+def test_python_ends_while_a_bucket_is_compiled():
+    program = (
+        "import jax, numpy as np, jax.numpy as jnp, memplan\n"
+        "f = lambda x: jnp.linalg.norm(jax.nn.softmax(x))\n"
+        "step = memplan.jit(f, buckets={'n': [8, 32]}, dims={'x': 'n'})\n"
+        "step(np.ones(20, np.float32)); step(np.ones(6, np.float32))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    assert ended.returncode == 0, ended.stderr.decode()

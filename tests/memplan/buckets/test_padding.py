@@ -55,6 +55,9 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     "cumulative max of ones": lambda x: jnp.ones_like(x).cumsum(0),
     "logcumsumexp": lambda x: lax.cumlogsumexp(x, reverse=True),
     "sorted": lambda x: jnp.sort(x, axis=0),
+    "argsorted in any order": lambda x: (
+        jnp.argsort(jnp.where(x > 0, jnp.nan, x)[:, 0], stable=False) >= len(x)
+    ),
     "argsorted": lambda x: jnp.argsort(x[:, 0]),
     "median of all": lambda x: jnp.sort(x[:, 0])[x.shape[0] // 2 * 0],
     "top": lambda x: lax.top_k(jnp.where(x > 9, x, -jnp.inf).T, 1),
@@ -76,6 +79,16 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     ),
     "branches": lambda x: lax.cond(x.sum() > 0, lambda y: y * 2, lambda y: y - 1, x),
     "again": lambda x: jax.checkpoint(lambda y: jnp.sin(y).sum(0) / len(y))(x),
+    "gathered from outside": lambda x: jnp.asarray(x)[jnp.array([0, 40])],
+    "a loop for each row": lambda x: jax.vmap(
+        lambda r: lax.while_loop(lambda c: c.sum() < 5, lambda c: c + 1.5, r)
+    )(x),
+    "a key in a loop": lambda x: x + lax.fori_loop(
+        0, 3, lambda i, k: jax.random.fold_in(k, i), jax.random.key(7)
+    ).size,
+    "narrow indices": lambda x: jnp.zeros((8, 3)).at[
+        jnp.arange(len(x)).astype(jnp.int8)
+    ].set(x),
     "gathered": lambda x: x[jnp.array([0, -1, 0])],
     "taken, filled": lambda x: jnp.take(x, jnp.array([0, 3, 5, -1]), axis=0, fill_value=5.0),
     "taken, clipped": lambda x: jnp.take(x, jnp.array([0, 3, 50]), axis=0, mode="clip"),
@@ -172,6 +185,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda x: x + jax.random.normal(jax.random.key(1, impl="rbg"), x.shape),
         "random numbers",
     ),
+    "fewer where there is more": (
+        lambda x: jnp.concatenate([x, jnp.full((12 - len(x), 3), -1.0)]),
+        "not largest at the bucket's sizes",
+    ),
+    "less often where there is more": (
+        lambda x: lax.fori_loop(len(x), 12, lambda i, c: c + i, 0) + x.sum(),
+        "how often it runs is",
+    ),
+    "to a multiple": (lambda x: jnp.pad(x, ((0, -len(x) % 4), (0, 0))), "no sum of products"),
+    "half of it": (lambda x: x.sum() / (len(x) // 2), "depends on sizes"),
+    "before and behind": (
+        lambda x: lax.pad(x, 1.0, ((len(x), -len(x), 0), (0, 0, 0))),
+        "cut off behind",
+    ),
+    "a result by the size": (lambda x: (x.sum(), len(x) > 7), "a result: a number depends"),
     "squared": (lambda x: x * len(x) ** 2, "depends on sizes"),
     "made by numpy": (
         lambda x: x * np.linspace(0, 1, len(x), dtype=np.float32)[:, None],

@@ -82,7 +82,7 @@ def test_numbers_that_are_neither():
 def test_small_sizes_are_not_probed():
     """jax traces them otherwise."""
     points = Probes({"t": (1, 4)}).points
-    assert [p["t"] for p in points] == [4, 5, 6]
+    assert [p["t"] for p in points] == [4, 5, 6, 7]
     assert Probes({"t": (3, 3)}).open == ()
 
 

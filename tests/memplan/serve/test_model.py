@@ -165,7 +165,12 @@ def test_page_bytes_are_those_of_the_pools():
 @pytest.mark.parametrize(("rows", "width"), [(4, 1), (1, 128)])
 def test_accelerators_read_pages_with_the_kernel(target: str, kernel: str, rows: int, width: int):
     """Decoding, and a chunk of a prompt; the pools are written in place."""
-    raw = FAMILIES["llama"] | {"head_dim": 128, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+    raw = FAMILIES["llama"] | {
+        "vocab_size": VOCAB,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
     config = model_config(raw, "config.json")
     shape = partial(jax.ShapeDtypeStruct, dtype=config.dtype)
     params = {name: shape(of) for name, of in parameter_shapes(config).items()}
