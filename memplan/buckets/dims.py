@@ -76,6 +76,8 @@ def reshaped(dims: Sequence[Dim], sizes: Sequence[Size]) -> tuple[Dim, ...] | No
     its elements are no product of first ones."""
     if all(d.uniform or d.factors == (ONE,) for d in dims):
         return tuple(dim(size, uniform=True) for size in sizes)
+    if any(size.number == 0 for size in sizes):
+        return tuple(map(dim, sizes))  # Of no elements all are there.
     rest = [factor for d in dims for factor in d.factors]
     found: list[Dim] = []
     for size in sizes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -227,27 +226,20 @@ class BucketedFunction:
         return (args, kwargs) if kwargs else args
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
-        """Compiles the programs of all buckets, the largest first, so that no call waits.
+        """Compiles the programs of all buckets, the largest first, so that no call waits, but the
+        first ones of sizes below 5 that are other programs: those may be buckets of their own.
 
         Args: as of a call, arrays or ``jax.ShapeDtypeStruct``, of any sizes in the buckets.
         """
         given = self._given(args, kwargs)
+        self._largest(given)
         total: dict[Key, int] = {}
         arguments: dict[Key, int] = {}
         for sizes in self.buckets.all():
-            # Beside the bucket's program, those of small sizes that have others.
-            ranges = self.buckets.ranges(sizes)
-            small = ({*range(low, min(high, SMALL)), high} for low, high in ranges.values())
-            for numbers in itertools.product(*(sorted(of, reverse=True) for of in small)):
-                at = given._replace(sizes=dict(zip(ranges, numbers, strict=True)))
-                bucket = self._own(at)
-                key = tuple(bucket.sizes.values())
-                if key in total:
-                    continue
-                compiled = self._compile(bucket, at)
-                total[key] = compiled.device_bytes
-                memory = compiled.memory_analysis()
-                arguments[key] = memory.argument_size_in_bytes
+            compiled = self._compile(self._bucket(self.buckets.ranges(sizes)), given)
+            key = tuple(sizes.values())
+            total[key] = compiled.device_bytes
+            arguments[key] = compiled.memory_analysis().argument_size_in_bytes
         return Prepared(total, arguments)
 
     # --- arguments --------------------------------------------------------------------------
