@@ -201,7 +201,7 @@ def _steps(lengths: Any, way: str) -> dict[str, Any]:
         size = next(n for n in sizes if n >= prompt.shape[1])
         seconds.setdefault(size, []).append(time.process_time() - before)
     enough = [np.asarray(of) for of in seconds.values() if len(of) >= 100]
-    spread = max(float(np.quantile(of, 0.99) / np.median(of)) for of in enough)
+    spread = max((float(np.quantile(of, 0.99) / np.median(of)) for of in enough), default=0.0)
     return {
         "calls": len(prompts),
         "lengths": len({*scaled.tolist()}),
