@@ -42,6 +42,7 @@ from memplan.buckets.errors import PaddingError
 from memplan.buckets.rules import Step, Unknown, Value, results_of, size_of
 from memplan.buckets.sizes import Probes, Size
 from memplan.streams.leading_axis import shape_of
+from memplan.streams.rewrite import line_of
 
 _LESS = "Give this program no bucket, or write what is done there for a fixed size."
 _ONE_PROGRAM = (
@@ -214,7 +215,7 @@ class _Walk:
             )
             if not all(says_alike(eqn, other) for other in eqns[1:]):
                 raise Unknown("what it does depends on sizes, and it is not known how")
-            with _line_of(eqn), eqn.ctx.manager:
+            with line_of(eqn), eqn.ctx.manager:
                 step = Step(eqns, operands, sizes, self.probes, self.bucket, self.sizes)
                 results = self._results(step)
         except Unknown as unknown:
@@ -429,9 +430,3 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _told(point: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in point.items())
-
-
-def _line_of(eqn: JaxprEqn) -> Any:
-    return source_info_util.user_context(
-        eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
-    )

@@ -141,7 +141,7 @@ class _Rewrite:
             if (*path, n) in self.around or is_view:
                 self._unchanged(jaxpr, begin, n, values, last_use)
                 operands = [_read(a, values) for a in eqn.invars]
-                with _line_of(eqn):
+                with line_of(eqn):
                     if is_view:
                         results = bind(eqn, *operands)
                         if eqn.invars[0] in owned:
@@ -279,7 +279,7 @@ class _Rewrite:
         )
 
 
-def _line_of(eqn: JaxprEqn) -> AbstractContextManager[None]:
+def line_of(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """What is traced in it names the line of the user's program that `eqn` comes from."""
     return source_info_util.user_context(
         eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
