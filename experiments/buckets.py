@@ -14,7 +14,8 @@ the arena is what they take that run one after another, with weights where they 
 *Steps*, run on a CPU: prompts of the trace at a 64th of their length, one after another, after all
 buckets were compiled; how many programs XLA compiled meanwhile, the processor seconds of a step,
 the 99th of a hundred beside the median of the same bucket, and what ``jax.jit`` takes, which
-compiles each new length. Of each bucket that had at least a hundred calls, the worst is shown.
+compiles each new length. Of each bucket that had at least a hundred calls, the worst is shown; in
+*full* buckets all prompts are as long as these, so that nothing is padded or cut.
 """
 
 from __future__ import annotations
@@ -51,24 +52,19 @@ def _define() -> None:
     flags.DEFINE_multi_integer("buckets", list(_COUNTS), "how many")
     flags.DEFINE_multi_string("target", list(_TARGETS), "topologies")
     flags.DEFINE_string("config", "llama-160m", "of the decoder whose memory is measured")
-    flags.DEFINE_integer("calls", 3000, "that are run")
+    flags.DEFINE_integer("calls", 1000, "that are run")
 
 
 def _rows(rows: Rows, path: str) -> Iterator[Row]:
     lengths, name = np.asarray(Trace.load(Path(path)).n_in), Path(path).stem
     for count in FLAGS.buckets:
-        for name, choice in _CHOICES.items():
-            case: Row = {
-                "part": "padding",
-                "trace": Path(path).stem,
-                "choice": name,
-                "buckets": count,
-            }
-            yield rows.of(case, functools.partial(_padding, lengths, choice, count))
+        for choice, make in _CHOICES.items():
+            case: Row = {"part": "padding", "trace": name, "choice": choice, "buckets": count}
+            yield rows.of(case, functools.partial(_padding, lengths, make, count))
     for target in FLAGS.target:
         case = {"part": "memory", "config": FLAGS.config, "target": target}
         yield rows.of(case, functools.partial(_memory, lengths, target))
-    for way in ("buckets", "jax.jit"):
+    for way in ("buckets", "full buckets", "jax.jit"):
         case = {"part": "steps", "trace": name, "way": way}
         yield rows.of(case, functools.partial(_steps, lengths, way))
 
@@ -179,6 +175,8 @@ def _steps(lengths: Any, way: str) -> dict[str, Any]:
     sizes = _scaled(lengths, most=6)
     scaled = -(-lengths[: FLAGS.calls] // _SCALE)
     rng = np.random.default_rng(0)
+    if way == "full buckets":
+        scaled = np.asarray(sizes)[np.searchsorted(sizes, scaled)]
     prompts = [rng.integers(0, config.vocab_size, (1, n), np.int32) for n in scaled]
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -186,7 +184,7 @@ def _steps(lengths: Any, way: str) -> dict[str, Any]:
     )
     begin = time.process_time()
     step: Any = jax.jit(fun)
-    if way == "buckets":
+    if way != "jax.jit":
         step = memplan.jit(fun, buckets={"tokens": sizes}, dims={"tokens": "_ tokens"})
         step.prepare(params, prompts[0])
         for size in sizes:
