@@ -291,6 +291,7 @@ def test_products_that_a_sum_ends_are_planned_one_by_one_on_cpu():
 # --- a budget between two that work ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_what_packing_takes_is_left_free_for_it():
     """Two thirds of the weights stay where packing takes none of the rest."""

@@ -133,6 +133,7 @@ def attention(q, k, v):
     return jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores).astype(q.dtype), v)
 
 
+@pytest.mark.slow
 def test_chunks_get_finer_while_the_chip_holds_more_of_them_and_that_is_faster():
     shape = jax.ShapeDtypeStruct((2048, 512, 64), jnp.bfloat16)
     lowered = memplan.jit(attention, hbm="1100MiB", machine="v5e").lower(shape, shape, shape)

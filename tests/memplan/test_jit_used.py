@@ -44,6 +44,7 @@ def series(own: int) -> dict[int, Any]:
     return {budget: compiled_within(budget) for budget in budgets}
 
 
+@pytest.mark.slow
 def test_what_xla_holds_in_vmem_is_used(series: dict[int, Any]):
     for budget, compiled in series.items():
         # Without it a fifth more was predicted, and more moved.
@@ -63,6 +64,7 @@ def test_a_plan_that_counts_on_less_of_the_chip_may_be_within_the_budget(own: in
     assert compiled.plan.prediction.slowdown < 1.3
 
 
+@pytest.mark.slow
 def test_less_memory_is_no_faster(series: dict[int, Any]):
     kept = [c for c in series.values() if not isinstance(c, MemoryBudgetError)]
     assert len(kept) > 1

@@ -118,6 +118,7 @@ print(compiled.device_bytes, compiled.plan.fingerprint)
     assert done.stdout.split() == [str(here.device_bytes), here.plan.fingerprint]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "width", "budget"),
     [

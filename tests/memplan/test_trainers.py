@@ -146,6 +146,7 @@ def test_moments_that_are_asked_for_on_the_host_are_streamed(axis: int):
     assert all(name.startswith("state.opt_state.") for name in fetched)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("axis", [0, 1])
 def test_norms_of_the_new_state_are_taken_along_with_it(axis: int, caplog: Any):
