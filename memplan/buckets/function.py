@@ -23,7 +23,7 @@ from memplan.buckets.errors import BucketsError, PaddingError
 from memplan.buckets.padding import padded
 from memplan.buckets.sizes import SMALL, Probes, product_of
 from memplan.function import Function
-from memplan.signature import argument_paths, as_shape, bound_sharding
+from memplan.signature import argument_paths, as_shape, bound_sharding, leaf_key
 
 type Key = tuple[int, ...]
 
@@ -67,17 +67,20 @@ class Padded:
     Attributes:
       results: of the program.
       dims: of each array of them, which elements are those without padding.
+      is_wide: the program is the same at all smaller sizes.
     """
 
-    def __init__(self, results: Any, dims: tuple[tuple[Dim, ...], ...]) -> None:
-        self.results, self.dims = results, dims
+    def __init__(
+        self, results: Any, dims: tuple[tuple[Dim, ...], ...], is_wide: bool = True
+    ) -> None:
+        self.results, self.dims, self.is_wide = results, dims, is_wide
 
     def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        return (self.results,), self.dims
+        return (self.results,), (self.dims, self.is_wide)
 
     @classmethod
-    def tree_unflatten(cls, dims: Any, children: tuple[Any]) -> Padded:
-        return cls(children[0], dims)
+    def tree_unflatten(cls, aux: Any, children: tuple[Any]) -> Padded:
+        return cls(children[0], *aux)
 
 
 class _Given(NamedTuple):
@@ -88,6 +91,7 @@ class _Given(NamedTuple):
       tree, leaves: the others.
       places: of each of these, the axes of its dimensions.
       sizes: of each axis.
+      kind: what else decides which program it is: static arguments, types and other sizes.
     """
 
     args: tuple[Any, ...]
@@ -96,6 +100,7 @@ class _Given(NamedTuple):
     leaves: list[Any]
     places: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
+    kind: Any
 
 
 class _Bucket:
@@ -105,26 +110,26 @@ class _Bucket:
       ranges: of each axis, the sizes that it is for; its arrays have the largest.
       function: of ``memplan.jit``, of arguments of these sizes.
       is_open: whether it is told the sizes of a call.
-      reach: the ranges for which it was traced: wider ones, where it is the same program there.
-      is_ready: for some types of arguments it was compiled.
+      ready: of each kind of call for which it was compiled, whether it is the same program at all
+        smaller sizes.
+      coming: the kinds for which it is being compiled.
     """
 
     def __init__(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         self.ranges = ranges
         self.sizes = {axis: high for axis, (_, high) in ranges.items()}
         self.is_open = any(low < high for low, high in ranges.values())
-        self.reach = ranges
         self.function: Any = None
-        self.is_ready = False
-        self.is_coming = False
+        self.ready: dict[Any, bool] = {}
+        self.coming: set[Any] = set()
 
-    def reaches(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it may run a call that has a bucket of its own. Of small sizes only those that it
-        was looked at for say whether it is the same program."""
-        return all(
-            n == self.sizes[axis] or max(low, SMALL) <= n <= self.sizes[axis]
-            for axis, n in sizes.items()
-            for low, _ in [self.reach[axis]]
+    def reaches(self, given: _Given) -> bool:
+        """Whether it may run a call that has a bucket of its own; small sizes say themselves what
+        program they are."""
+        return self.ready.get(given.kind, False) and all(
+            n == self.sizes[axis] or (low < high and SMALL <= n <= high)
+            for axis, n in given.sizes.items()
+            for low, high in [self.ranges[axis]]
         )
 
 
@@ -256,7 +261,15 @@ class BucketedFunction:
         places = self._places[known]
         named = functools.partial(argument_paths, self._function.signature, dynamic)
         sizes = self.buckets.sizes_of(shapes, places, named)
-        return _Given(args, kwargs, tree, leaves, places, sizes)
+        types = tuple(
+            (
+                tuple(n for n, axis in zip(shape, axes, strict=True) if axis is None),
+                *leaf_key(leaf)[1:],
+            )
+            for leaf, shape, axes in zip(leaves, shapes, places, strict=True)
+        )
+        kind = static.key(args, kwargs), tree, types
+        return _Given(args, kwargs, tree, leaves, places, sizes, kind)
 
     def _arguments(
         self, bucket: _Bucket, given: _Given, leaves: Sequence[Any]
@@ -295,7 +308,7 @@ class BucketedFunction:
 
     def _is_alike(self, ranges: Mapping[str, tuple[int, int]], axis: str, given: _Given) -> bool:
         """Whether the program of a bucket is that of a call's size of an axis; traced once."""
-        key = tuple(ranges.values()), axis, given.sizes[axis], given.tree
+        key = tuple(ranges.values()), axis, given.sizes[axis], given.kind
         if key not in self._small:
             highest = {axis: high for axis, (_, high) in ranges.items()}
             probes = Probes(ranges, ({**highest, axis: given.sizes[axis]},))
@@ -344,24 +357,22 @@ class BucketedFunction:
         @functools.wraps(ways[0])
         def run(*args: Any, **kwargs: Any) -> Padded:
             try:
-                made = ways[0](*args, **kwargs)
+                return ways[0](*args, **kwargs)
             except PaddingError:
-                bucket.reach = bucket.ranges
-                return ways[1](*args, **kwargs)
-            bucket.reach = opened
-            return made
+                made = ways[1](*args, **kwargs)
+                return Padded(made.results, made.dims, is_wide=False)
 
         return run
 
     def _usable(self, given: _Given) -> _Bucket:
         """The program for a call, or while that is compiled a larger one that is."""
         own = self._own(given)
-        if own.is_ready:
+        if given.kind in own.ready:
             return own
         with self._lock:
-            ready = [b for b in self._programs.values() if b.is_ready and b.reaches(given.sizes)]
-            begins = bool(ready) and not own.is_coming
-            own.is_coming |= begins
+            ready = [b for b in self._programs.values() if b.reaches(given)]
+            begins = bool(ready) and given.kind not in own.coming
+            own.coming |= {given.kind} if begins else set()
         if not ready:
             self._compile(own, given)
             return own
@@ -370,26 +381,23 @@ class BucketedFunction:
                 # Traced here: not every library takes two traces at once.
                 lowered = self._lowered(own, given)
             except BaseException:
-                own.is_coming = False
+                own.coming.discard(given.kind)
                 raise
             # Python waits for it at its end, as XLA asks for.
             threading.Thread(
-                target=self._compile_behind, args=(own, lowered), name="memplan-bucket"
+                target=self._compile_behind, args=(own, lowered, given.kind), name="memplan-bucket"
             ).start()
         return min(ready, key=lambda b: tuple(b.sizes.values()))
 
-    def _compile_behind(self, bucket: _Bucket, lowered: Any) -> None:
+    def _compile_behind(self, bucket: _Bucket, lowered: Any, kind: Any) -> None:
         try:
-            lowered.compile()
-            bucket.is_ready = True
+            _compiled(bucket, lowered, kind)
         except (MemplanError, jax.errors.JaxRuntimeError) as error:
             # Calls go on in the larger one.
             _log.warning("the bucket of %s was not compiled: %s", dict(bucket.sizes), error)
 
     def _compile(self, bucket: _Bucket, given: _Given) -> Any:
-        compiled = self._lowered(bucket, given).compile()
-        bucket.is_ready = True
-        return compiled
+        return _compiled(bucket, self._lowered(bucket, given), given.kind)
 
     def _lowered(self, bucket: _Bucket, given: _Given) -> Any:
         (args, kwargs), told = self._arguments(bucket, given, self._shapes(bucket, given))
@@ -412,6 +420,13 @@ class BucketedFunction:
                 path for n, path in enumerate(compiled.paths) if n in compiled.hosting.arguments
             )
         return bucket
+
+
+def _compiled(bucket: _Bucket, lowered: Any, kind: Any) -> Any:
+    compiled = lowered.compile()
+    made = lowered.out_info
+    bucket.ready[kind] = isinstance(made, Padded) and made.is_wide
+    return compiled
 
 
 def _for_bucket(function: Function, probes: Probes, buckets: Buckets) -> Callable[..., Padded]:

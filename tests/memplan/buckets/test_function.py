@@ -97,11 +97,11 @@ def test_a_call_runs_in_a_larger_bucket_while_its_own_is_compiled(
     small = step._bucket({"tokens": (1, 8)})
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
     assert begun.wait(60)
-    assert not small.is_ready
+    assert not small.ready
     assert_same(step(params, ids_of(6)), score(params, ids_of(6)))
     go_on.set()
     wait_for_compilations()
-    assert small.is_ready
+    assert small.ready
     assert_same(step(params, ids_of(5)), score(params, ids_of(5)))
 
 
@@ -253,6 +253,19 @@ def test_a_program_runs_only_sizes_that_it_is_for(fun: Any, sizes: list[int], ca
     for n in calls:
         x = np.arange(n, dtype=np.float32) + 1
         assert_same(step(x), jnp.asarray(fun(jnp.asarray(x))))
+    wait_for_compilations()
+
+
+def test_what_was_found_of_one_kind_of_call_is_said_of_no_other():
+    def either(x: Any, *, by_size: bool) -> Any:
+        return x.mean() if by_size and len(x) <= 8 else x.max()
+
+    step = memplan.jit(either, buckets={"n": [8, 32]}, dims={"x": "n"}, static_argnames="by_size")
+    large, small = np.arange(20, dtype=np.float32), np.arange(6, dtype=np.float32)
+    for by_size in (True, False):
+        step(large, by_size=by_size)
+    assert float(step(small, by_size=True)) == 2.5
+    assert float(step(small, by_size=False)) == 5.0
     wait_for_compilations()
 
 
