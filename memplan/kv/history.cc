@@ -51,9 +51,10 @@ int UsesClass(uint32_t times) {
 
 }  // namespace
 
-History::History(Trie* trie, int64_t remembered)
+History::History(Trie* trie, int64_t remembered, Policy policy)
     : trie_(trie),
       most_ghosts_(remembered),
+      learns_(policy != Policy::kLru),
       plain_(Like(false), kTraits),
       hinted_(Like(true), kTraits) {
   if (remembered < 0) throw std::invalid_argument("history: at least 0 blocks");
@@ -79,7 +80,7 @@ void History::Let(VisitId* visit) {
 VisitId History::Arrive(const std::vector<uint64_t>& keys, const std::vector<BlockId>& path,
                         double now) {
   now_ = visits_ == 0 ? now : std::max(now_, now);
-  if (++visits_ > next_fit_) Fit();
+  if (++visits_ > next_fit_ && learns_) Fit();
   if (free_.empty()) {
     free_.push_back(static_cast<VisitId>(seen_.size()));
     seen_.emplace_back();

@@ -26,8 +26,9 @@ struct Hint {
 
 class History {
  public:
-  // remembered: ends of requests' paths beyond those of blocks that the trie has.
-  History(Trie* trie, int64_t remembered);
+  // remembered: ends of requests' paths beyond those of blocks that the trie has. policy: the most
+  // that `Index` is asked for; for kLru nothing is learned.
+  History(Trie* trie, int64_t remembered, Policy policy);
 
   // A request for blocks with these keys. `path` has those of them that the trie knows, kNone
   // behind. Returns its number, which it holds until `Leave`.
@@ -80,6 +81,7 @@ class History {
 
   Trie* const trie_;
   const int64_t most_ghosts_;
+  const bool learns_;
   double now_ = 0;
   int64_t visits_ = 0, next_fit_ = 0;
   std::vector<Visit> seen_;

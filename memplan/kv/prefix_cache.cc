@@ -17,7 +17,7 @@ constexpr double kMargin = 1.02;
 
 PrefixCache::PrefixCache(const Settings& settings)
     : trie_(settings.block_tokens, settings.salt),
-      history_(&trie_, settings.history),
+      history_(&trie_, settings.history, settings.policy),
       keep_(settings.keep),
       most_ended_(settings.history) {
   int64_t room = 0;
@@ -58,8 +58,12 @@ int PrefixCache::TierOf(const Block& block) const {
 // --- leaves ----------------------------------------------------------------------------------
 
 // Tiers follow the best policy.
+Policy PrefixCache::PolicyOf(int holder) const {
+  return holders_[holder < kTiers ? best_ : holder].policy;
+}
+
 double PrefixCache::Index(int holder, const Block& block) const {
-  return history_.Index(holders_[holder < kTiers ? best_ : holder].policy, block);
+  return history_.Index(PolicyOf(holder), block);
 }
 
 bool PrefixCache::IsLeaf(int holder, BlockId id) const {
@@ -80,20 +84,20 @@ void PrefixCache::Offer(int holder, BlockId id) {
   std::push_heap(leaves.begin(), leaves.end());
 }
 
-// Indices change with time, and with what is learned: now and then all are asked again.
+// Indices but LRU's change with time, and with what is learned: now and then all are asked again.
 void PrefixCache::Rank(int holder) {
   Holder& of = holders_[holder];
   std::vector<Candidate>& leaves = of.leaves;
+  ranked_.resize(trie_.size());
+  ++rankings_;
   size_t kept = 0;
   for (const Candidate& leaf : leaves) {
-    if (leaf.touches != trie_[leaf.block].touches || !IsLeaf(holder, leaf.block)) continue;
-    leaves[kept++] = {Index(holder, trie_[leaf.block]), leaf.block, leaf.touches};
+    const Block& block = trie_[leaf.block];
+    if (leaf.touches != block.touches || !IsLeaf(holder, leaf.block)) continue;
+    if (std::exchange(ranked_[leaf.block], rankings_) == rankings_) continue;
+    leaves[kept++] = {Index(holder, block), leaf.block, leaf.touches};
   }
   leaves.resize(kept);
-  const auto block_of = [](const Candidate& a, const Candidate& b) { return a.block < b.block; };
-  const auto is_same = [](const Candidate& a, const Candidate& b) { return a.block == b.block; };
-  std::sort(leaves.begin(), leaves.end(), block_of);
-  leaves.erase(std::unique(leaves.begin(), leaves.end(), is_same), leaves.end());
   std::make_heap(leaves.begin(), leaves.end());
   of.evictions = 0;
 }
@@ -101,7 +105,8 @@ void PrefixCache::Rank(int holder) {
 // The leaf that goes first, which is no candidate from then on; kNone if there is none.
 BlockId PrefixCache::Least(int holder) {
   Holder& of = holders_[holder];
-  if (++of.evictions > 8 + static_cast<int64_t>(of.leaves.size()) / 4) Rank(holder);
+  const bool is_lru = PolicyOf(holder) == Policy::kLru;
+  if (!is_lru && ++of.evictions > 8 + static_cast<int64_t>(of.leaves.size()) / 4) Rank(holder);
   while (!of.leaves.empty()) {
     std::pop_heap(of.leaves.begin(), of.leaves.end());
     const Candidate leaf = of.leaves.back();
@@ -321,24 +326,20 @@ void PrefixCache::Commit(RequestId id, const int32_t* tokens, int64_t blocks) {
     throw std::invalid_argument("more blocks than the request has pages");
   }
   const int64_t size = trie_.block_tokens();
-  const auto found = [&](size_t at, const int32_t* of) {
-    const BlockId parent = at == 0 ? kNone : request.path[at - 1];
-    const uint64_t key = trie_.KeyOf(at == 0 ? trie_.salt() : trie_[parent].key, of);
-    return std::make_pair(key, trie_.Find(key, parent, of));
-  };
   for (int64_t k = 0; k < blocks; ++k) {
     const size_t at = request.committed + k;
     if (at >= request.path.size() || hidden_.count(request.path[at]) > 0) break;
-    if (found(at, tokens + k * size).second != request.path[at]) {
+    if (!trie_.Has(request.path[at], tokens + k * size)) {
       throw std::invalid_argument("other tokens than those that the request began with");
     }
   }
   for (int64_t k = 0; k < blocks; ++k, tokens += size, ++request.committed) {
     const size_t at = request.committed;
     if (at >= request.path.size() ? !request.is_whole : hidden_.count(request.path[at]) > 0) continue;
-    auto [key, block] = found(at, tokens);
-    const BlockId parent = at == 0 ? kNone : request.path[at - 1];
     if (at == request.path.size()) {
+      const BlockId parent = at == 0 ? kNone : request.path[at - 1];
+      const uint64_t key = trie_.KeyOf(at == 0 ? trie_.salt() : trie_[parent].key, tokens);
+      BlockId block = trie_.Find(key, parent, tokens);
       if (block == kNone) block = trie_.Make(key, parent, tokens);
       if (block == kNone) {
         request.is_whole = false;
@@ -351,6 +352,7 @@ void PrefixCache::Commit(RequestId id, const int32_t* tokens, int64_t blocks) {
         if (!(trie_[block].holders >> holder & 1)) Hold(holder, block);
       }
     }
+    const BlockId block = request.path[at];
     const int tier = TierOf(trie_[block]);
     if (tier == 0) {
       FreePage(0, request.pages[at]);

@@ -112,7 +112,9 @@ class PrefixCache {
     double index;
     BlockId block;
     uint32_t touches;
-    bool operator<(const Candidate& other) const { return index > other.index; }
+    bool operator<(const Candidate& other) const {
+      return index != other.index ? index > other.index : block > other.block;
+    }
   };
 
   // A tier, or a policy that is followed: blocks, of which the least leaf goes first.
@@ -129,6 +131,7 @@ class PrefixCache {
   const Request& RequestOf(RequestId id) const;
   Request& RequestOf(RequestId id);
   int TierOf(const Block& block) const;
+  Policy PolicyOf(int holder) const;
   double Index(int holder, const Block& block) const;
   bool IsLeaf(int holder, BlockId id) const;
   void Offer(int holder, BlockId id);
@@ -152,6 +155,8 @@ class PrefixCache {
   History history_;
   const int64_t keep_, most_ended_;
   std::vector<Holder> holders_;  // Tiers, and behind them policies.
+  std::vector<uint32_t> ranked_;  // By block: the ranking that it was last seen in.
+  uint32_t rankings_ = 0;
   int best_ = 0;
   int64_t pinned_ = 0;  // Blocks on the device that requests have.
   std::unordered_set<BlockId> hidden_;  // Lost, and a request's.

@@ -46,9 +46,14 @@ ReuseTable::ReuseTable(std::vector<int> like, int traits)
 }
 
 int ReuseTable::AgeOf(double age) {
-  return static_cast<int>(std::upper_bound(kBegins.begin() + 1, kBegins.end(), age) -
-                          kBegins.begin()) -
-         1;
+  if (!(age >= kFirst)) return 0;
+  // About the logarithm, and from there on to where it is.
+  static const double kSteps = 1 / std::log2(kFactor);
+  int exponent;
+  std::frexp(age / kFirst, &exponent);
+  int at = std::min(1 + static_cast<int>((exponent - 1) * kSteps), kAges - 1);
+  while (at + 1 < kAges && kBegins[at + 1] <= age) ++at;
+  return at;
 }
 
 void ReuseTable::Add(double age, double count, Seen* seen) {

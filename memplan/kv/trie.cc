@@ -22,8 +22,12 @@ uint64_t Trie::KeyOf(uint64_t before, const int32_t* tokens) const {
 BlockId Trie::Find(uint64_t key, BlockId parent, const int32_t* tokens) const {
   const auto at = known_.find(key);
   if (at == known_.end() || blocks_[at->second].parent != parent) return kNone;
-  const int32_t* held = tokens_.data() + at->second * block_tokens_;
-  return std::memcmp(held, tokens, block_tokens_ * sizeof(int32_t)) == 0 ? at->second : kNone;
+  return Has(at->second, tokens) ? at->second : kNone;
+}
+
+bool Trie::Has(BlockId id, const int32_t* tokens) const {
+  const int32_t* held = tokens_.data() + id * block_tokens_;
+  return std::memcmp(held, tokens, block_tokens_ * sizeof(int32_t)) == 0;
 }
 
 BlockId Trie::Make(uint64_t key, BlockId parent, const int32_t* tokens) {

@@ -4,6 +4,7 @@
 #define MEMPLAN_KV_TRIE_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>
@@ -52,6 +53,9 @@ class Trie {
   // The block with these tokens behind `parent`, or kNone. Keys may collide: tokens are compared.
   BlockId Find(uint64_t key, BlockId parent, const int32_t* tokens) const;
 
+  // Whether a block has these tokens.
+  bool Has(BlockId id, const int32_t* tokens) const;
+
   // Such a block; kNone if another one has its key.
   BlockId Make(uint64_t key, BlockId parent, const int32_t* tokens);
   // Nobody finds it from now on.
@@ -61,6 +65,7 @@ class Trie {
   Block& operator[](BlockId id) { return blocks_[id]; }
   const Block& operator[](BlockId id) const { return blocks_[id]; }
   const std::unordered_map<uint64_t, BlockId>& known() const { return known_; }
+  size_t size() const { return blocks_.size(); }
   int64_t block_tokens() const { return block_tokens_; }
   uint64_t salt() const { return salt_; }
 
