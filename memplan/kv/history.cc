@@ -36,11 +36,7 @@ std::vector<int> Like(bool has_hints) {
   return like;
 }
 
-int Power(uint64_t of) {
-  int power = 0;
-  while (power < 63 && of >> (power + 1)) ++power;
-  return power;
-}
+int Power(uint64_t of) { return of == 0 ? 0 : 63 - __builtin_clzll(of); }
 
 // 1, 2, 3, 4, 6, 8, 12, ...
 int UsesClass(uint32_t times) {

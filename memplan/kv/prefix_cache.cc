@@ -106,7 +106,7 @@ void PrefixCache::Rank(int holder) {
 BlockId PrefixCache::Least(int holder) {
   Holder& of = holders_[holder];
   const bool is_lru = PolicyOf(holder) == Policy::kLru;
-  if (!is_lru && ++of.evictions > 8 + static_cast<int64_t>(of.leaves.size()) / 4) Rank(holder);
+  if (!is_lru && ++of.evictions > 8 + static_cast<int64_t>(of.leaves.size()) / 2) Rank(holder);
   while (!of.leaves.empty()) {
     std::pop_heap(of.leaves.begin(), of.leaves.end());
     const Candidate leaf = of.leaves.back();
