@@ -177,6 +177,12 @@ class Lowering:
             return self.program.replicated()
         return found
 
+    def divided(self, n: int) -> NamedSharding | None:
+        """How the flat argument `n` is divided among devices; None where each has all of it."""
+        sharding = self.sharding(n)
+        is_divided = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+        return sharding if is_divided else None
+
     def result_sharding(self, k: int) -> Any:
         """Where the flat result `k` is; None where only XLA will say."""
         asked = self._asked_of_results[k]

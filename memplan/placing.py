@@ -195,7 +195,10 @@ class Placing:
             self.streams.jaxpr if has_loops else self._jaxpr,
             rings,
             opened=opened,
-            whole=on_host - hosting.inside - self.streams.stacks.keys(),
+            whole={
+                n: self.lowering.divided(n)
+                for n in on_host - hosting.inside - self.streams.stacks.keys()
+            },
             donated=self.streams.donated,
             turned=self.streams.turned if rings else {},
             turned_results=self.streams.turned_results if rings else {},

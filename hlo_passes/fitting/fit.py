@@ -26,7 +26,7 @@ from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitting.edits import fit_with_edits
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.memoize import memoized
-from hlo_passes.orders import reorder
+from hlo_passes.orders import gathers, reorder
 from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import Edits
@@ -55,7 +55,7 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
     if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
         return plain
     solutions, orders = [plain], [(posed, Edits())]
-    for order in _early_order(posed, 0) if plain is not None else _lower_orders(posed, budget):
+    for order in _other_orders(posed, budget, fits=plain is not None):
         orders.append((edited(posed, order), order))
         solutions.append(_streamed(*orders[-1], budget, slots))
         if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
@@ -85,6 +85,15 @@ def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Solution | N
     if not isinstance(choice, placement.Choice):
         return None
     return Solution(lowest.edited, choice, lowest.edits, lowest.ordered)
+
+
+def _other_orders(posed: Problem, budget: int, *, fits: bool) -> Iterator[Edits]:
+    """Yields orders that may be faster, or need less, than that of a module that fits, or does not:
+    what is gathered comes late in all of them, where it does not already."""
+    if names := gathers.gathered_late(posed.module, posed.machine):
+        yield Edits(names)
+        posed = edited(posed, Edits(names))
+    yield from _early_order(posed, 0) if fits else _lower_orders(posed, budget)
 
 
 def _early_order(posed: Problem, capacity: int) -> Iterator[Edits]:
@@ -128,8 +137,7 @@ def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, .
     found = list(_stays(posed, budget, slots))
     if found and _is_hidden(found[-1].step_time_s, posed):
         return (found[-1],)
-    orders = _early_order(posed, 0) if found else _lower_orders(posed, budget)
-    for order in orders:
+    for order in _other_orders(posed, budget, fits=bool(found)):
         found += _stays(edited(posed, order), budget, slots)
     if not found and _fit_lowest(_lowest(posed), budget, slots) is not None:
         return (Stay(frozenset(), np.inf),)
@@ -177,7 +185,7 @@ class _Lowest:
 @memoized
 def _lowest(posed: Problem) -> _Lowest:
     found: list[_Lowest] = []
-    for order in (Edits(), *_lower_orders(posed, 0)):
+    for order in (Edits(), *_other_orders(posed, 0, fits=False)):
         ordered = edited(posed, order)
         least = edit_choice.least_edits(ordered)
         found.append(_Lowest(ordered, order, ordered))

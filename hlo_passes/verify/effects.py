@@ -57,12 +57,25 @@ class Effects:
         return next((reason for kind, reason in _OBSTACLES.items() if kind in kinds), "")
 
     def is_ordered(self, i: Instruction) -> bool:
-        """Whether `i` keeps its place among all others of which this is true."""
-        return not self._kinds(i).isdisjoint(("effect", "collective"))
+        """Whether `i` keeps its place among all others of which this is true. All devices run the
+        same schedule, so that gathers may stand elsewhere in it; and no other device sees what
+        waits for an asynchronous collective."""
+        kinds = self._kinds(i)
+        is_free = i.opcode.endswith("-done") or self._is_gather(i)
+        return "effect" in kinds or ("collective" in kinds and not is_free)
+
+    def _is_gather(self, i: Instruction) -> bool:
+        """Whether `i` begins a gather, or is one, and nothing else."""
+        if i.opcode == "async-start":
+            (wrapped,) = (self._module.computations[c] for c in i.called_computation_ids)
+            return [w.opcode for w in wrapped.instructions if w.opcode != "parameter"] == [
+                "all-gather"
+            ]
+        return i.opcode in ("all-gather", "all-gather-start")
 
     def open_collectives(self, computation: Computation) -> Mapping[str, frozenset[str]]:
         """Maps each instruction that takes time to the asynchronous collectives that it stands
-        inside of, all by name."""
+        inside of, all by name; but for gathers that are no fusions, which may come later."""
         is_open: frozenset[str] = frozenset()
         found: dict[str, frozenset[str]] = {}
         if not any(self._begins(i) for i in computation.instructions):
@@ -71,7 +84,7 @@ class Effects:
             if self._ends(i):
                 is_open -= {start.name for start in self._starts_of(i)}
             elif self._begins(i):
-                is_open |= {i.name}
+                is_open |= frozenset(() if self._is_gather(i) else (i.name,))
             elif i.opcode not in _TIMELESS and not i.opcode.endswith(_HALVES):
                 found[i.name] = is_open
         return found

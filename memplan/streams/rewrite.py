@@ -16,7 +16,7 @@ again, in order, on values of which some are on the host:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import Sharding
 
 from hlo_passes.equations import (
     Call,
@@ -78,7 +79,7 @@ def streamed(
     streams: Mapping[Path, Stream],
     *,
     opened: Collection[Path] = (),
-    whole: Collection[int] = (),
+    whole: Mapping[int, Sharding | None] = MappingProxyType({}),
     donated: Collection[int] = (),
     turned: Mapping[int, Turn] = MappingProxyType({}),
     turned_results: Mapping[int, Turn] = MappingProxyType({}),
@@ -90,15 +91,24 @@ def streamed(
       streams: the scans that are streamed, where an operand of theirs is on the host or a
         result is to go there.
       opened: the loops that bring whole arguments from the host in each iteration.
-      whole: numbers of the arguments that come to the device as they are, whatever reads them.
+      whole: the arguments that come to the device as they are, whatever reads them: by number,
+        how each lies across devices where it is divided.
       donated: numbers of the arguments whose memory the results may take.
       turned, turned_results: those that the function has otherwise than `jaxpr`.
       tied: see `Ring`.
     """
     owned = frozenset(jaxpr.invars[n] for n in donated)
+    readers = {v: eqn for eqn in reversed(jaxpr.eqns) for v in _variables(eqn)}
+
+    def arrived(n: int, argument: Any) -> Any:
+        if n not in whole:
+            return argument
+        reader = readers.get(jaxpr.invars[n])
+        with line_of(reader) if reader is not None else nullcontext():
+            return _in_place(argument, whole[n])
 
     def function(*args: Any) -> list[Any]:
-        placed = [_on_device(a) if n in whole else a for n, a in enumerate(args)]
+        placed = [arrived(n, a) for n, a in enumerate(args)]
         placed = [as_turned(a, turned.get(n)) for n, a in enumerate(placed)]
         results = _Rewrite(streams, opened, tied).run(jaxpr, placed, (), owned)
         return [as_it_was(r, turned_results.get(k)) for k, r in enumerate(results)]
@@ -333,6 +343,13 @@ def on_host(value: Any) -> bool:
 
 def _on_device(value: Any) -> Any:
     return jax.device_put(value, DEVICE) if on_host(value) else value
+
+
+def _in_place(argument: Any, sharding: Sharding | None) -> Any:
+    """An argument on its devices. What is divided there has to be said once more: where a reader
+    needs all of it, XLA would gather it on the host, and bring all of it to each device."""
+    value = _on_device(argument)
+    return value if sharding is None else lax.with_sharding_constraint(value, sharding)
 
 
 def _between(

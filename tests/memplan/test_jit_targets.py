@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ from jax.sharding import (
 import memplan.api as memplan
 from hlo_passes.errors import (
     CompilerMissingError,
+    MemoryBudgetError,
     NotExecutableError,
     StalePlanError,
     TopologyError,
@@ -148,6 +151,52 @@ def test_a_mesh_of_gpus_that_are_not_here_names_no_devices():
         TopologyError, match=r"weights\.0 is bound .* take a mesh from Topology.mesh"
     ):
         lowered.compile()
+
+
+def gathering(
+    topology: topologies.Topology,
+) -> tuple[Callable[..., jax.Array], NamedSharding, tuple[Any, ...]]:
+    """Layers whose weights are divided among four devices and gathered before they are used, how
+    they are divided, and arguments."""
+    mesh = topology.mesh((4,))
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
+
+    def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            w = jax.lax.with_sharding_constraint(w, whole)
+            x = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), rows)
+        return x
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32, sharding=rows)
+    return run, rows, ([weight] * 8, x)
+
+
+@pytest.mark.parametrize("name", FOUR_DEVICES)
+def test_divided_weights_come_by_the_shard_and_are_gathered_on_the_devices(name: str):
+    run, rows, args = gathering(topologies.topology(name))
+    host = rows.with_memory_kind("pinned_host")
+    options: dict[str, Any] = {"in_shardings": (host, rows), "machine": name, "split": False}
+    compiled = memplan.jit(run, hbm=5 * WEIGHT_BYTES, **options).lower(*args).compile()
+    assert [t.size for t in compiled.plan.transfers] == [WEIGHT_BYTES // 4] * 8
+    assert compiled.device_bytes <= 5 * WEIGHT_BYTES
+    with pytest.raises(MemoryBudgetError, match=rf"{Path(__file__).name}:\d+") as refused:
+        memplan.jit(run, hbm=1 << 20, **options).plan(*args)
+    assert "placing.py" not in str(refused.value)
+
+
+@pytest.mark.gpu
+def test_what_is_gathered_comes_when_it_is_hidden():
+    run, _, args = gathering(topologies.topology("h200:4"))
+    free = memplan.jit(run, machine="h200:4").lower(*args).compile()
+    # XLA:GPU gathers many of them early; one ahead of the one that is read hides as much.
+    hbm = 6 * WEIGHT_BYTES
+    assert free.device_bytes > hbm
+    compiled = memplan.jit(run, hbm=hbm, machine="h200:4", split=False).lower(*args).compile()
+    assert compiled.device_bytes <= hbm
+    assert not compiled.plan.transfers
+    before, after = (scheduled_step(c.module, load_machine("h200")) for c in (free, compiled))
+    assert after.step_time_s <= before.step_time_s
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)

@@ -439,13 +439,13 @@ COLLECTIVE = module_of("""HloModule m, is_scheduled=true
 ENTRY %main {
   %x = f32[64]{0} parameter(0)
   %a = f32[64]{0} cosine(%x)
-  %g = (f32[64]{0}, f32[128]{0}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %g = (f32[64]{0}, f32[64]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}
   %b = f32[64]{0} sine(%x)
-  %h = f32[128]{0} all-gather-done(%g)
+  %h = f32[64]{0} collective-permute-done(%g)
   %c = f32[64]{0} negate(%x)
   %n = f32[64]{0} all-reduce(%c), replica_groups={}, to_apply=%sum
   %m = f32[64]{0} all-reduce(%b), replica_groups={}, to_apply=%sum
-  ROOT %r = (f32[64]{0}, f32[64]{0}, f32[128]{0}, f32[64]{0}) tuple(%a, %n, %h, %m)
+  ROOT %r = (f32[64]{0}, f32[64]{0}, f32[64]{0}, f32[64]{0}) tuple(%a, %n, %h, %m)
 }
 """)
 
@@ -468,6 +468,31 @@ def test_what_hides_a_collective_stays():
     assert "%b moved out of the span of the asynchronous %g" in rejection(
         COLLECTIVE, apply(COLLECTIVE, Edits(order=out))
     )
+
+
+GATHERS = module_of("""HloModule m, is_scheduled=true
+
+%sum {
+  %s.0 = f32[] parameter(0)
+  %s.1 = f32[] parameter(1)
+  ROOT %s = f32[] add(%s.0, %s.1)
+}
+
+ENTRY %main {
+  %x = f32[64]{0} parameter(0)
+  %g = (f32[64]{0}, f32[128]{0}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %a = f32[64]{0} cosine(%x)
+  %h = f32[128]{0} all-gather-done(%g)
+  %k = f32[128]{0} all-gather(%a), replica_groups={}, dimensions={0}
+  %n = f32[64]{0} all-reduce(%a), replica_groups={}, to_apply=%sum
+  ROOT %r = (f32[128]{0}, f32[128]{0}, f32[64]{0}) tuple(%h, %k, %n)
+}
+""")
+
+
+@pytest.mark.parametrize("order", ["a k g h n r", "a n k g h r", "a g k h n r", "g a n k h r"])
+def test_gathers_may_come_later_and_in_another_order(order: str):
+    verify_equivalent(GATHERS, apply(GATHERS, Edits(order=tuple(order.split()))))
 
 
 def test_a_clone_may_stand_where_a_collective_is_hidden():
