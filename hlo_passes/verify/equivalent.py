@@ -13,8 +13,9 @@ in the original. What holds nothing new may come and go: barriers, copies, trans
 
 Contents are right when they are written; three things keep them so, whatever the order:
 nothing is read after its bytes were written over (`memory`); what others can observe keeps its
-order (`effects`); and what takes time stays inside, or outside, the asynchronous collectives that
-it stood inside of, for XLA chose what hides them. Clones are free in that: they stand at their
+order (`effects`), but for gathers, which all devices have in the same one; and what takes time
+stays inside, or outside, the other asynchronous collectives that it stood inside of, for XLA chose
+what hides them. Clones are free in that: they stand at their
 readers, which are not, and more work inside hides no less.
 """
 
