@@ -25,7 +25,7 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Sharding
+from jax.sharding import AxisType, NamedSharding, reshard
 
 from hlo_passes.equations import (
     Call,
@@ -79,7 +79,7 @@ def streamed(
     streams: Mapping[Path, Stream],
     *,
     opened: Collection[Path] = (),
-    whole: Mapping[int, Sharding | None] = MappingProxyType({}),
+    whole: Mapping[int, NamedSharding | None] = MappingProxyType({}),
     donated: Collection[int] = (),
     turned: Mapping[int, Turn] = MappingProxyType({}),
     turned_results: Mapping[int, Turn] = MappingProxyType({}),
@@ -345,11 +345,15 @@ def _on_device(value: Any) -> Any:
     return jax.device_put(value, DEVICE) if on_host(value) else value
 
 
-def _in_place(argument: Any, sharding: Sharding | None) -> Any:
+def _in_place(argument: Any, sharding: NamedSharding | None) -> Any:
     """An argument on its devices. What is divided there has to be said once more: where a reader
     needs all of it, XLA would gather it on the host, and bring all of it to each device."""
     value = _on_device(argument)
-    return value if sharding is None else lax.with_sharding_constraint(value, sharding)
+    if sharding is None:
+        return value
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return reshard(value, jax.typeof(value).sharding)
+    return lax.with_sharding_constraint(value, sharding)
 
 
 def _between(

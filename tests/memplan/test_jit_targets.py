@@ -22,6 +22,7 @@ from jax.sharding import (
     PartitionSpec,
     Sharding,
     SingleDeviceSharding,
+    reshard,
 )
 
 import memplan.api as memplan
@@ -183,6 +184,26 @@ def test_divided_weights_come_by_the_shard_and_are_gathered_on_the_devices(name:
     with pytest.raises(MemoryBudgetError, match=rf"{Path(__file__).name}:\d+") as refused:
         memplan.jit(run, hbm=1 << 20, **options).plan(*args)
     assert "placing.py" not in str(refused.value)
+
+
+@pytest.mark.tpu
+def test_divided_weights_whose_types_say_so():
+    devices = np.array(topologies.topology("v5e:2x2").devices)
+    mesh = Mesh(devices, ("x",), axis_types=(AxisType.Explicit,))
+    rows = NamedSharding(mesh, PartitionSpec("x", None))
+
+    def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ reshard(w, PartitionSpec(None, None)))
+        return x
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=rows)
+    step = memplan.jit(
+        run, in_shardings=(rows.with_memory_kind("pinned_host"), rows), hbm="80MiB", split=False
+    )
+    with jax.set_mesh(mesh):
+        plan = step.plan([weight] * 4, weight)
+    assert [t.size for t in plan.transfers] == [WEIGHT_BYTES // 4] * 4
 
 
 @pytest.mark.gpu
