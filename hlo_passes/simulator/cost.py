@@ -171,8 +171,12 @@ class _Costs:
         estimate = _custom_call_estimate(instruction)
         if estimate is not None:
             flops, size = estimate
-            dtype = self.module.instructions[instruction.operand_ids[0]].shape.dtype
-            return max(flops / _peak(self.machine, dtype), size / self._bytes_per_s)
+            # Those that come before what it multiplies (lengths, tables) are of other types.
+            known = dict(self.machine.peak_flops)
+            operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
+            dtypes = [shape.dtype for shape in operands if shape.dtype in known]
+            peak = _peak(self.machine, dtypes[0] if dtypes else "")
+            return max(flops / peak, size / self._bytes_per_s)
         work = matrix_work(self.module, instruction)
         return max(
             sum(_matrix_seconds(self.machine, part) for part in work),

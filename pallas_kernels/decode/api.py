@@ -187,6 +187,14 @@ def _refusal(problem: Problem, target: Target) -> Callable[[Implementation], str
 def _decode(
     problem: Problem, target: Target, implementation: Implementation, q: jax.Array, cache: Cache
 ) -> tuple[jax.Array, jax.Array]:
+    return _traced_once(problem, target, implementation, q, cache)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_once(
+    problem: Problem, target: Target, implementation: Implementation, q: jax.Array, cache: Cache
+) -> tuple[jax.Array, jax.Array]:
+    """The forward pass, which layers of one shape share: to lower a kernel takes a second."""
     return _batched(implementation, problem, target)(q, cache)
 
 

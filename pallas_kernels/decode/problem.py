@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ class Problem:
     def capacity(self) -> int:
         """Tokens that a sequence can have."""
         return self.max_pages * self.page_size
+
+    @property
+    def cost(self) -> pl.CostEstimate:
+        """What a kernel is expected to take where tables are full, as far as there are pages: for
+        XLA and memplan's planner, which do not know the lengths."""
+        seen = min(self.capacity, self.num_pages * self.page_size)
+        if self.window is not None:
+            seen = min(seen, self.q_len + self.window)
+        pairs = self.batch * self.kv_heads * self.rows * seen
+        tokens = min(self.batch * seen, self.num_pages * self.page_size)
+        token_bytes = self.head_dim * jnp.dtype(self.kv_dtype).itemsize + 4 * self.is_quantized
+        return pl.CostEstimate(
+            flops=4 * pairs * self.head_dim,
+            transcendentals=pairs,
+            bytes_accessed=2 * tokens * self.kv_heads * token_bytes,
+        )
 
     @property
     def is_quantized(self) -> bool:

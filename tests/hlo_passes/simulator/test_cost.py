@@ -218,6 +218,17 @@ def test_a_kernels_declared_cost_is_taken(flops, size, seconds):
     assert found["k"] == seconds
 
 
+def test_a_kernel_multiplies_what_the_machine_multiplies():
+    """Numbers that come before it, as lengths do, do not say how fast."""
+    peaks = (("f32", 1000.0), ("f64", 10.0))
+    call = (
+        'ROOT k = f32[100] custom-call(n, a), custom_call_target="tpu_custom_call", '
+        'backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000"}}}'
+    )
+    module = entry("n = s32[4] parameter(0)", "a = f32[100] parameter(1)", call)
+    assert costs_of(module, toy_machine(peak_flops=peaks))["k"] == pytest.approx(5.0)
+
+
 def test_a_kernel_of_ours_costs_the_cycles_that_it_is_expected_to_take():
     call = (
         'ROOT k = f32[100] custom-call(a), custom_call_target="tpu_custom_call", '
