@@ -7,13 +7,14 @@ A prompt of which keys and values of 32,768 tokens were stored, in the host's me
 room there) and an H200 (an 8B), nothing is run; seconds are the machine model's, for the final
 schedules.
 
-*load, then compute*: the pages come, and the step that computes what follows begins after that.
-*layer by layer*: the pages of a layer come while those before it compute.
-*from both ends*: the first pages are computed again meanwhile, as many as make the slower of the
-two fastest; how long a step takes that computes some, five executables say, and lines between.
+*Computed again* is a step for the whole prompt; *load, then compute* one that begins when all pages
+are there. In the others the pages come layer by layer, while those before it compute, and the
+first tokens of the prefix, the *head*, are computed again meanwhile: none, or as many as make the
+slower of the two fastest. How long a step takes that computes some, five executables say, and lines
+between; attention counts as if rows saw all that their tables have room for.
 
-The *slower* is that of two: what comes, at the link's speed, and the compute of the same step with
-everything there. The *head* are the tokens that are computed again.
+*Slower* is the slower of what comes, at the link's speed, and the compute of the same step with
+everything there. The budget is what that step takes, and four slots.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from memplan.demo import HOST_BYTES
 from memplan.report.tables import Column, Table
 from memplan.serve.model import Arriving, ModelConfig, make_pools, parameter_shapes, step
 from memplan.serve.resume import head_pages, resumed_rows
-from memplan.topologies import Topology
 
 LLAMA3_3B = dataclasses.replace(
     LLAMA3_8B, num_layers=28, embed_dim=3072, mlp_dim=8192, num_heads=24, tie_embeddings=True
@@ -51,7 +51,6 @@ _SSD_BYTES_PER_S = 7e9
 _PAGE = 128
 _STORED, _SUFFIX, _WIDTH = 32_768, 256, 256  # Tokens.
 _SLOTS = 4  # Of a layer's keys, or values.
-_BESIDE = 256 << 20  # Bytes that a step needs besides: activations and logits of its rows.
 _PROBES = (0, 1, 4, 8, 16)  # Sixteenths of the prefix that the executables compute again.
 
 
@@ -63,38 +62,38 @@ def _rows(rows: Rows) -> Iterator[Row]:
     jax.config.update("jax_platforms", "cpu")
     for target in FLAGS.target:
         for source in _SOURCES:
-            name, _ = _MODELS[target]
-            case = {"target": target, "model": name, "source": source}
-            yield rows.of(case, functools.partial(measure, target, source))
+            yield from _resumptions(rows, target, source)
 
 
-def measure(target: str, source: str) -> Row:
-    """Seconds of each way, predicted."""
-    _, config = _MODELS[target]
-    where = memplan.topology(target).with_host_memory(HOST_BYTES)
-    if source == "ssd":
-        where = dataclasses.replace(where, machine=_fed_at(where.machine, _SSD_BYTES_PER_S))
-    page_bytes = config.page_bytes(_PAGE)
-    link = where.machine.host_link
+def _resumptions(rows: Rows, target: str, source: str) -> Iterator[Row]:
+    name, config = _MODELS[target]
     pages = _STORED // _PAGE
+    rate = _machine(target, source).host_link.bytes_per_s / config.page_bytes(_PAGE)
 
     def load_s(count: int) -> float:
-        return count * page_bytes / link.bytes_per_s
+        return count / rate
+
+    def there(head: int) -> Row:
+        case = {"target": target, "source": "there", "head": head}
+        return rows.of(case, functools.partial(_all_there, target, head))
 
     probes = [share * pages // 16 for share in _PROBES]
-    seconds = [_all_there_s(target, head) for head in probes]
-    head = head_pages(pages, load_s, lambda n: float(np.interp(n, probes, seconds)))
-    return {
-        "bytes": pages * page_bytes,
-        "load_s": load_s(pages),
-        "compute_s": seconds[0],
-        "again_s": seconds[-1],
-        "layerwise": _resumed(where, config, 0),
-        "head": head,
-        "both": _resumed(where, config, head),
-        "both_load_s": load_s(pages - head),
-        "both_compute_s": _all_there_s(target, head),
-    }
+    seconds = [there(head)["step_s"] for head in probes]
+    best = head_pages(pages, load_s, lambda n: float(np.interp(n, probes, seconds)))
+    for head in (0, best):
+        beside = there(head)
+        figures: Row = {
+            "model": name, "bytes": pages * config.page_bytes(_PAGE), "again_s": seconds[-1],
+            "rest_s": seconds[0], "whole_s": load_s(pages), "load_s": load_s(pages - head),
+            "compute_s": beside["step_s"],
+        }  # fmt: skip
+        found = functools.partial(_resumed, target, source, head, beside["total"], figures)
+        yield rows.of({"target": target, "source": source, "head": head}, found)
+
+
+def _machine(target: str, source: str) -> Machine:
+    machine = memplan.topology(target).with_host_memory(HOST_BYTES).machine
+    return _fed_at(machine, _SSD_BYTES_PER_S) if source == "ssd" else machine
 
 
 def _fed_at(machine: Machine, bytes_per_s: float) -> Machine:
@@ -130,8 +129,8 @@ def _arguments(config: ModelConfig, head: int) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _all_there_s(target: str, head: int) -> float:
-    """Seconds of such a step where the other pages are in the pools."""
+def _all_there(target: str, head: int) -> Row:
+    """Seconds and bytes of such a step where the other pages are in the pools."""
     config, where = _MODELS[target][1], memplan.topology(target)
 
     def resume(params: Any, pools: Any, tokens: Any, starts: Any, counts: Any, tables: Any) -> Any:
@@ -139,11 +138,15 @@ def _all_there_s(target: str, head: int) -> float:
 
     args, _ = _arguments(config, head)
     run = memplan.jit(resume, machine=where, split=False, donate_argnames="pools")
-    return step_seconds(run.lower(*args).compile().module, where.machine)
+    compiled = run.lower(*args).compile()
+    seconds = step_seconds(compiled.module, where.machine)
+    return {"step_s": seconds, "total": compiled.device_bytes}
 
 
-def _resumed(where: Topology, config: ModelConfig, head: int) -> Row:
-    """Figures of such a step where the other pages come."""
+def _resumed(target: str, source: str, head: int, total: int, beside: Row) -> Row:
+    """Figures of such a step where the other pages come, within so many bytes and the slots."""
+    config = _MODELS[target][1]
+    where = dataclasses.replace(memplan.topology(target), machine=_machine(target, source))
 
     def resume(
         params: Any, pools: Any, tokens: Any, starts: Any, counts: Any, tables: Any, arriving: Any
@@ -156,35 +159,25 @@ def _resumed(where: Topology, config: ModelConfig, head: int) -> Row:
     there = jax.tree.map(lambda _: here.with_memory_kind("pinned_host"), arriving.layers)
     places = (*jax.tree.map(lambda _: here, args), arriving._replace(layers=there, pages=here))
     run = memplan.jit(
-        resume, hbm=bytes_of(args) + _SLOTS * slot + _BESIDE, machine=where, in_shardings=places,
+        resume, hbm=total + _SLOTS * slot, machine=where, in_shardings=places,
         offload="arriving.layers.*", split=False, donate_argnames="pools",
     )  # fmt: skip
     compiled = run.lower(*args, arriving).compile()
-    return compared(view_planned(compiled, where.machine))
+    return beside | {"slot": slot, **compared(view_planned(compiled, where.machine))}
 
 
 # --- tables ---------------------------------------------------------------------------------
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    ways = (
-        "computed again",
-        "load, then compute",
-        "layer by layer",
-        "/ slower",
-        "from both ends",
-        "/ slower",
-        "head",
-    )
+    columns = (
+        "stored", "computed again", "load, then compute", "head", "it comes", "it computes", "step",
+        "step / slower", "temporaries",
+    )  # fmt: skip
     yield Table(
         "A prompt of 32,768 stored tokens and 256 others, predicted",
-        (
-            Column("target"),
-            Column("from"),
-            Column("stored", right=True),
-            *(Column(way, right=True) for way in ways),
-        ),
-        tuple(map(_cells, rows)),
+        (Column("target"), Column("from"), *(Column(name, right=True) for name in columns)),
+        tuple(_cells(row) for row in rows if row["source"] != "there"),
     )
 
 
@@ -194,16 +187,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         row["source"],
         format_bytes(row["bytes"]),
         format_seconds(row["again_s"]),
-        format_seconds(row["load_s"] + row["compute_s"]),
-        *_beside(row["layerwise"], row["load_s"], row["compute_s"]),
-        *_beside(row["both"], row["both_load_s"], row["both_compute_s"]),
+        format_seconds(row["whole_s"] + row["rest_s"]),
         f"{row['head'] * _PAGE:,}",
+        *(format_seconds(row[name]) for name in ("load_s", "compute_s", "step_s")),
+        f"{row['step_s'] / max(row['load_s'], row['compute_s']):.3f}",
+        format_bytes(row["temp"]),
     )
-
-
-def _beside(found: Row, load_s: float, compute_s: float) -> tuple[str, str]:
-    """A way's seconds, and over the slower of the two."""
-    return format_seconds(found["step_s"]), f"{found['step_s'] / max(load_s, compute_s):.3f}"
 
 
 EXPERIMENT = Experiment(_rows, _tables, _define)

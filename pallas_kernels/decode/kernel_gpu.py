@@ -451,7 +451,6 @@ def forward(
         thread_name="warpgroup",
         compiler_params=gpu.PARAMS,
         kernel_name="decode_attention",
-        cost_estimate=problem.cost,
     )(*operands)
     out = out.reshape(*parts[:3], -1, problem.head_dim)[..., : problem.rows, :]
     lse = lse.reshape(*parts[:3], -1)[..., : problem.rows]

@@ -589,7 +589,6 @@ def forward(
             vmem_limit_bytes=TPUS[target.generation].vmem_bytes * 7 // 8,
         ),
         name="decode_attention",
-        cost_estimate=problem.cost,
     )(*operands)
     out = out.reshape(parts, problem.batch, problem.kv_heads, problem.rows, wide)
     return results_by_query(problem, *merge(out, lse.reshape(out.shape[:-1])))

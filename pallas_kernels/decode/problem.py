@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+
+from hlo_passes.analysis.kernel_cost import KernelCost
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,16 @@ class Problem:
         return self.max_pages * self.page_size
 
     @property
-    def cost(self) -> pl.CostEstimate:
-        """What a kernel is expected to take where tables are full, as far as there are pages: for
-        XLA and memplan's planner, which do not know the lengths."""
+    def cost(self) -> KernelCost:
+        """What a kernel is expected to take where tables are full, as far as there are pages: the
+        lengths are not known."""
         seen = min(self.capacity, self.num_pages * self.page_size)
         if self.window is not None:
             seen = min(seen, self.q_len + self.window)
-        pairs = self.batch * self.kv_heads * self.rows * seen
         tokens = min(self.batch * seen, self.num_pages * self.page_size)
         token_bytes = self.head_dim * jnp.dtype(self.kv_dtype).itemsize + 4 * self.is_quantized
-        return pl.CostEstimate(
-            flops=4 * pairs * self.head_dim,
-            transcendentals=pairs,
+        return KernelCost(
+            flops=4 * self.batch * self.kv_heads * self.rows * seen * self.head_dim,
             bytes_accessed=2 * tokens * self.kv_heads * token_bytes,
         )
 
