@@ -17,7 +17,8 @@ the host.
 
 *cycle*: pages for which there is nearly room, on an H200. A step reads all of them in the same
 order, so the least recently used is what is read next: a cache of that policy, with the same room,
-moves all of them in each step. The plan moves what has no room, and needs its slots.
+moves all of them in each step. The plan moves what has no room; it has the same, for its slots and
+all temporaries of the step as well.
 
 *disk*, run on this machine: a small model in float32, its cold pages in a file. Steps take turns
 with reads of the same bytes past the page cache, with steps whose cold pages are arrays in memory,
@@ -179,7 +180,7 @@ def _cycle(target: str, tokens: int, groups: int) -> dict[str, Any]:
     args = arguments(LLAMA3_8B, _HOT, tokens, groups)
     cold = args[-1]
     room = int(bytes_of(cold) / _ROOM)
-    compiled, machine = compile_step(target, args, bytes_of(args[:-1]) + room + _BESIDE)
+    compiled, machine = compile_step(target, args, bytes_of(args[:-1]) + room)
     order = [bytes_of(x) for layer in range(32) for group in cold for x in group.layers[layer]]
     return {
         "bytes": bytes_of(cold), "room": room, "lru": _moved_by_lru(order, room),
