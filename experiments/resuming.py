@@ -2,10 +2,10 @@
 
     python -m experiments.resuming [--target v5e h200] [--json FILE [--resume | --show]]
 
-A prompt of which keys and values of 32,768 tokens were stored, in the host's memory or on an SSD of
-7 GB/s, and 256 tokens follow. Compiled by the compilers of a v5e (a 3B: an 8B and its pages have no
-room there) and an H200 (an 8B), nothing is run; seconds are the machine model's, for the final
-schedules.
+A prompt of which keys and values of 32,768 tokens were stored, in the host's memory, or for a GPU
+on an SSD of 7 GB/s; 256 tokens follow. Compiled by the compilers of a v5e (a 3B: an 8B and its
+pages have no room there) and an H200 (an 8B), nothing is run; seconds are the machine model's, for
+the final schedules.
 
 *Computed again* is a step for the whole prompt; *load, then compute* one that begins when all pages
 are there. In the others the pages come layer by layer, while those before it compute, and the
@@ -46,7 +46,7 @@ LLAMA3_3B = dataclasses.replace(
 )
 
 _MODELS = {"v5e": ("3B", LLAMA3_3B), "h200": ("8B", LLAMA3_8B)}
-_SOURCES = ("host", "ssd")
+_SOURCES = {"v5e": ("host",), "h200": ("host", "ssd")}  # What is in files no TPU streams.
 _SSD_BYTES_PER_S = 7e9
 _PAGE = 128
 _STORED, _SUFFIX, _WIDTH = 32_768, 256, 256  # Tokens.
@@ -61,7 +61,7 @@ def _define() -> None:
 def _rows(rows: Rows) -> Iterator[Row]:
     jax.config.update("jax_platforms", "cpu")
     for target in FLAGS.target:
-        for source in _SOURCES:
+        for source in _SOURCES[target]:
             yield from _resumptions(rows, target, source)
 
 
