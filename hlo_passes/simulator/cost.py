@@ -44,6 +44,7 @@ from typing import Any
 from hlo_passes.analysis.async_chains import wrapped_by
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.flops import MatrixWork, matrix_work
+from hlo_passes.analysis.kernel_cost import KernelCost
 from hlo_passes.analysis.learned import known_by
 from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.analysis.moves import Move, moves
@@ -168,11 +169,13 @@ class _Costs:
         return (self._computation(computation) for computation in called)
 
     def _roofline(self, instruction: Instruction) -> float:
-        estimate = _custom_call_estimate(instruction)
-        if estimate is not None:
-            flops, size = estimate
-            dtype = self.module.instructions[instruction.operand_ids[0]].shape.dtype
-            return max(flops / _peak(self.machine, dtype), size / self._bytes_per_s)
+        if (declared := KernelCost.of(instruction)) is not None:
+            # Those that come before what it multiplies (lengths, tables) are of other types.
+            known = dict(self.machine.peak_flops)
+            operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
+            dtypes = [shape.dtype for shape in operands if shape.dtype in known]
+            peak = _peak(self.machine, dtypes[0] if dtypes else "")
+            return max(declared.flops / peak, declared.bytes_accessed / self._bytes_per_s)
         work = matrix_work(self.module, instruction)
         return max(
             sum(_matrix_seconds(self.machine, part) for part in work),
@@ -203,17 +206,6 @@ def _estimated_cycles(instruction: Instruction) -> int:
     window: Mapping[str, Any] = instruction.backend_config.get("window_config", {})
     cycles = int(window.get("estimated_cycles", 0))
     return cycles if cycles < _UNKNOWN_CYCLES else 0
-
-
-def _custom_call_estimate(instruction: Instruction) -> tuple[int, int] | None:
-    """FLOPs and bytes that a kernel's author declared (``pallas_call(cost_estimate=...)``)."""
-    if instruction.opcode != "custom-call":
-        return None
-    config = instruction.backend_config
-    estimate = config.get("custom_call_config", config).get("cost_estimate")
-    if estimate is None or not instruction.operand_ids:
-        return None
-    return int(estimate.get("flops", 0)), int(estimate.get("bytes_accessed", 0))
 
 
 def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:

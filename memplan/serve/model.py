@@ -17,9 +17,10 @@ rotation, softmax and logits are float32, the rest is of the parameters' type.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode import Cache, decode_attention_in_parts
 
 type Params = Mapping[str, Any]
 
@@ -100,6 +101,46 @@ class Pool(NamedTuple):
     values: jax.Array
 
 
+class Cold(NamedTuple):
+    """Whole pages of sequences that are in no pool: read where they are, and not written.
+
+    Attributes:
+      layers: pages of each layer, numbered in all as here.
+      tables: int32[B, P], which of them each sequence has.
+      counts: int32[B], how many, 0 of a row that is not in use; entries of `tables` behind these
+        may hold anything.
+    """
+
+    layers: Sequence[Pool]
+    tables: jax.Array
+    counts: jax.Array
+
+    @property
+    def lengths(self) -> jax.Array:
+        """int32[B], tokens of each sequence."""
+        return self.counts * self.layers[0].keys.shape[2]
+
+    def part(self, layer: int) -> Cache:
+        """What attention of a layer reads."""
+        return Cache(*self.layers[layer], self.lengths, self.tables)
+
+
+class Arriving(NamedTuple):
+    """Pages that were stored and come into the pools, layer by layer.
+
+    Attributes:
+      layers: pages of each layer, [n, num_kv_heads, page_size, head_dim].
+      pages: int32[n], those of the pools that they become; none twice.
+    """
+
+    layers: Sequence[Pool]
+    pages: jax.Array
+
+    def into(self, pool: Pool, layer: int) -> Pool:
+        """A layer's pool with them."""
+        return jax.tree.map(lambda x, y: x.at[self.pages].set(y), pool, self.layers[layer])
+
+
 def make_pools(config: ModelConfig, pages: int, page_size: int) -> list[Pool]:
     """Pages of zeros for each layer."""
     shape = (pages, config.num_kv_heads, page_size, config.head_dim)
@@ -164,19 +205,28 @@ def step(
     tokens: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
-    tables: jax.Array,
+    tables: jax.Array | Sequence[jax.Array],
+    cold: Sequence[Cold] = (),
+    arriving: Arriving | None = None,
 ) -> tuple[jax.Array, list[Pool]]:
     """Runs the next tokens of some sequences.
+
+    Rows may be of one sequence: all write before any reads.
 
     Args:
       params: by their names in a checkpoint, of `parameter_shapes`.
       pools: one a layer. Donate them: they are written in place.
       tokens: int32[B, T], those of row b in its last `counts[b]` columns; the others may be any
         that there are.
-      starts: int32[B], tokens of each sequence whose keys and values are in its pages.
+      starts: int32[B], tokens of each sequence whose keys and values are in its pages, cold ones
+        and those that arrive among them.
       counts: int32[B], how many follow, 0 to T; a row of 0 is not in use.
-      tables: int32[B, P], the pages of each sequence in order. Entries behind those of
-        `starts + counts` tokens may hold anything.
+      tables: int32[B, P], the pages of each sequence in order, without the cold ones. Entries
+        behind those of `starts + counts` tokens may hold anything. Or several, of consecutive rows,
+        each as wide as its own need: how long a step is predicted to take, widths say.
+      cold: any whole pages of the sequences, in groups that are read one after the other. The fewer
+        pages a group has, the less of a device's memory it takes while it is read.
+      arriving: pages that come into the pools with this step; a layer's are there when it reads.
 
     Returns:
       float32[B, vocab_size], logits of what follows each row's last token, and the pools. Nothing
@@ -185,11 +235,20 @@ def step(
     pages, _, page_size, _ = pools[0].keys.shape
     columns = jnp.arange(tokens.shape[1]) - tokens.shape[1]
     positions = jnp.maximum((starts + counts)[:, None] + columns, 0)
-    lengths = jnp.where(counts > 0, starts + counts, 0)
-    page = jnp.take_along_axis(tables, positions // page_size, axis=1, mode="clip")
+    # In the pools a sequence has no gaps where its cold pages are.
+    away = sum((group.lengths for group in cold), jnp.zeros_like(starts))
+    lengths = jnp.where(counts > 0, starts + counts - away, 0)
+    held = jnp.maximum(positions - away[:, None], 0)
+    groups = _rows_of(tables if isinstance(tables, Sequence) else [tables])
+    page = jnp.concatenate(
+        [
+            jnp.take_along_axis(table, held[rows] // page_size, axis=1, mode="clip")
+            for rows, table in groups
+        ]
+    )
     # What is written to no page there is, is dropped.
     page = jnp.where(columns >= -counts[:, None], page, pages)
-    slot = positions % page_size
+    slot = held % page_size
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
     rotation = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
@@ -200,11 +259,22 @@ def step(
         normal = p.norm("input_layernorm", x)
         q = _rotated(p.heads("q", normal), rotation)
         k = _rotated(p.heads("k", normal), rotation)
+        if arriving is not None:
+            pool = arriving.into(pool, layer)
         pool = Pool(
             pool.keys.at[page, :, slot].set(k, mode="drop"),
             pool.values.at[page, :, slot].set(p.heads("v", normal), mode="drop"),
         )
-        mixed = decode_attention(q, pool.keys, pool.values, lengths, block_tables=tables)
+        parts = [group.part(layer) for group in cold]
+        mixed = jnp.concatenate(
+            [
+                decode_attention_in_parts(
+                    q[rows],
+                    [*(_of_rows(x, rows) for x in parts), Cache(*pool, lengths[rows], table)],
+                )
+                for rows, table in groups
+            ]
+        )
         x += p.linear("self_attn.o_proj", mixed.reshape(*mixed.shape[:2], -1))
         normal = p.norm("post_attention_layernorm", x)
         gate = jax.nn.silu(p.linear("mlp.gate_proj", normal))
@@ -214,6 +284,17 @@ def step(
     last = _rms_norm(x[:, -1], params["model.norm.weight"], config.norm_eps)
     name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return _product(last, params[name], jnp.float32), written
+
+
+def _rows_of(tables: Sequence[jax.Array]) -> list[tuple[slice, jax.Array]]:
+    """Which rows of a step each table is of."""
+    ends = [*itertools.accumulate(table.shape[0] for table in tables)]
+    return [(slice(a, b), table) for a, b, table in zip([0, *ends], ends, tables, strict=False)]
+
+
+def _of_rows(part: Cache, rows: slice) -> Cache:
+    assert part.block_tables is not None, "cold pages have tables"
+    return replace(part, lengths=part.lengths[rows], block_tables=part.block_tables[rows])
 
 
 class _Layer(NamedTuple):

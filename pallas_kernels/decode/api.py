@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from hlo_passes.analysis.kernel_cost import KERNEL_COST_ATTRIBUTE
 from hlo_passes.analysis.page_reads import PAGE_READS_ATTRIBUTE, PageReads
 from pallas_kernels.arguments import (
     as_int32,
@@ -187,6 +188,14 @@ def _refusal(problem: Problem, target: Target) -> Callable[[Implementation], str
 def _decode(
     problem: Problem, target: Target, implementation: Implementation, q: jax.Array, cache: Cache
 ) -> tuple[jax.Array, jax.Array]:
+    return _traced_once(problem, target, implementation, q, cache)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_once(
+    problem: Problem, target: Target, implementation: Implementation, q: jax.Array, cache: Cache
+) -> tuple[jax.Array, jax.Array]:
+    """The forward pass, which layers of one shape share: to lower a kernel takes a second."""
     return _batched(implementation, problem, target)(q, cache)
 
 
@@ -204,7 +213,11 @@ def _batched(
 
     @custom_vmap
     def call(q: jax.Array, cache: Cache) -> Any:
-        with set_xla_metadata(**{PAGE_READS_ATTRIBUTE: _page_reads(problem).to_attribute()}):
+        said = {
+            PAGE_READS_ATTRIBUTE: _page_reads(problem).to_attribute(),
+            KERNEL_COST_ATTRIBUTE: problem.cost.to_attribute(),
+        }
+        with set_xla_metadata(**said):
             return run(problem, target, q, cache)
 
     @call.def_vmap

@@ -23,6 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+
+from hlo_passes.analysis.kernel_cost import KernelCost
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,20 @@ class Problem:
     def capacity(self) -> int:
         """Tokens that a sequence can have."""
         return self.max_pages * self.page_size
+
+    @property
+    def cost(self) -> KernelCost:
+        """What a kernel is expected to take where tables are full, as far as there are pages: the
+        lengths are not known."""
+        seen = min(self.capacity, self.num_pages * self.page_size)
+        if self.window is not None:
+            seen = min(seen, self.q_len + self.window)
+        tokens = min(self.batch * seen, self.num_pages * self.page_size)
+        token_bytes = self.head_dim * jnp.dtype(self.kv_dtype).itemsize + 4 * self.is_quantized
+        return KernelCost(
+            flops=4 * self.batch * self.kv_heads * self.rows * seen * self.head_dim,
+            bytes_accessed=2 * tokens * self.kv_heads * token_bytes,
+        )
 
     @property
     def is_quantized(self) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from hlo_passes.analysis.kernel_cost import KERNEL_COST_ATTRIBUTE, KernelCost
 from hlo_passes.analysis.learned import with_learned
 from hlo_passes.hardware.machine import Interconnect, load_machine
 from hlo_passes.ir import Learned, Module
@@ -216,6 +217,18 @@ def test_a_kernels_declared_cost_is_taken(flops, size, seconds):
         )
     )
     assert found["k"] == seconds
+
+
+def test_a_kernel_multiplies_what_the_machine_multiplies():
+    """Numbers that come before it, as lengths do, do not say how fast."""
+    peaks = (("f32", 1000.0), ("f64", 10.0))
+    cost = KernelCost(flops=5000, bytes_accessed=10).to_attribute()
+    call = (
+        'ROOT k = f32[100] custom-call(n, a), custom_call_target="mosaic_gpu_v2", '
+        f'frontend_attributes={{{KERNEL_COST_ATTRIBUTE}="{cost}"}}'
+    )
+    module = entry("n = s32[4] parameter(0)", "a = f32[100] parameter(1)", call)
+    assert costs_of(module, toy_machine(peak_flops=peaks))["k"] == pytest.approx(5.0)
 
 
 def test_a_kernel_of_ours_costs_the_cycles_that_it_is_expected_to_take():

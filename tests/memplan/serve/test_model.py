@@ -182,3 +182,16 @@ def test_accelerators_read_pages_with_the_kernel(target: str, kernel: str, rows:
     assert kernel in compiled.as_text()
     of_pools = 2 * 64 * 16 * config.num_kv_heads * 128 * 2
     assert compiled.memory_analysis().alias_size_in_bytes >= of_pools
+
+
+@pytest.mark.tpu
+def test_layers_share_one_kernel():
+    """To lower one takes a second."""
+    raw = FAMILIES["llama"] | {"vocab_size": VOCAB, "head_dim": 128, "torch_dtype": "bfloat16"}
+    config = model_config(raw | {"num_hidden_layers": 3}, "config.json")
+    shape = partial(jax.ShapeDtypeStruct, dtype=config.dtype)
+    params = {name: shape(of) for name, of in parameter_shapes(config).items()}
+    pools = jax.eval_shape(lambda: make_pools(config, 8, 16))
+    numbers = [jax.ShapeDtypeStruct(of, jnp.int32) for of in ((1, 1), (1,), (1,), (1, 8))]
+    run = memplan.jit(partial(step, config), machine="v5e")
+    assert run.lower(params, pools, *numbers).as_text().count("@tpu_custom_call") == 1
