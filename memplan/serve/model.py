@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode import decode_attention, write_tokens
 
 type Params = Mapping[str, Any]
 
@@ -182,14 +182,9 @@ def step(
       float32[B, vocab_size], logits of what follows each row's last token, and the pools. Nothing
       is written but the rows' new tokens.
     """
-    pages, _, page_size, _ = pools[0].keys.shape
     columns = jnp.arange(tokens.shape[1]) - tokens.shape[1]
     positions = jnp.maximum((starts + counts)[:, None] + columns, 0)
     lengths = jnp.where(counts > 0, starts + counts, 0)
-    page = jnp.take_along_axis(tables, positions // page_size, axis=1, mode="clip")
-    # What is written to no page there is, is dropped.
-    page = jnp.where(columns >= -counts[:, None], page, pages)
-    slot = positions % page_size
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
     rotation = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
@@ -201,8 +196,10 @@ def step(
         q = _rotated(p.heads("q", normal), rotation)
         k = _rotated(p.heads("k", normal), rotation)
         pool = Pool(
-            pool.keys.at[page, :, slot].set(k, mode="drop"),
-            pool.values.at[page, :, slot].set(p.heads("v", normal), mode="drop"),
+            *(
+                write_tokens(pages, new, lengths, counts=counts, block_tables=tables)
+                for pages, new in zip(pool, (k, p.heads("v", normal)), strict=True)
+            )
         )
         mixed = decode_attention(q, pool.keys, pool.values, lengths, block_tables=tables)
         x += p.linear("self_attn.o_proj", mixed.reshape(*mixed.shape[:2], -1))
