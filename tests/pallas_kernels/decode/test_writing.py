@@ -71,7 +71,7 @@ def test_without_a_table_a_sequence_has_its_own_row(lengths: Any) -> None:
 def test_what_does_not_go_together_is_refused(changed: dict[str, Any], sentence: str) -> None:
     shapes: dict[str, Any] = {"pool": (4, 2, 4, 8), "new": (2, 1, 2, 8), "lengths": (2,)}
     shapes |= {"block_tables": (2, 2), "counts": (2,)} | changed
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if of is None else jnp.zeros(of, float if name in ("pool", "new") else int)
         for name, of in shapes.items()
     }
@@ -99,11 +99,11 @@ def test_reads_and_writes_are_declared(
     pool = (pages, heads, size, width) if is_paged else (batch, heads, size, width)
 
     def layer(x: jax.Array, pools: Any, lengths: jax.Array, tables: jax.Array) -> Any:
-        named: dict[str, Any] = {"block_tables": tables if is_paged else None}
+        table = tables if is_paged else None
         lengths_of_new = lengths if is_paged else lengths[0]
-        pools = tuple(write_tokens(each, x, lengths_of_new, **named) for each in pools)
-        mixed = decode_attention(x, *pools, lengths, **named)
-        return jnp.tanh(mixed), pools
+        k, v = (write_tokens(each, x, lengths_of_new, block_tables=table) for each in pools)
+        mixed = decode_attention(x, k, v, lengths, block_tables=table)
+        return jnp.tanh(mixed), (k, v)
 
     def unrolled(x: jax.Array, pools: Any, lengths: jax.Array, tables: jax.Array) -> Any:
         done = []
