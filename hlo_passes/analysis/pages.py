@@ -9,7 +9,7 @@ XLA:TPU and XLA:GPU leave where they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -116,25 +116,16 @@ class PageUse(NamedTuple):
 
 def page_reads(module: Module) -> Iterator[PageUse]:
     """Yields who reads pages, and each of its operands that is a pool of these."""
-    for i, accesses in _declaring(module, PAGE_READS_ATTRIBUTE):
-        yield from _uses(module, i, i.operand_ids, accesses)
+    for i in _instructions(module):
+        yield from _uses(module, i, range(len(i.operand_ids)), PAGE_READS_ATTRIBUTE)
 
 
 def page_writes(module: Module) -> Iterator[PageUse]:
     """Yields who writes pages, and each of its operands that is a pool of these and that it works
     on in place."""
-    for i, accesses in _declaring(module, PAGE_WRITES_ATTRIBUTE):
-        written = [i.operand_ids[pair.operand] for pair in in_place_pairs(module, i)]
-        yield from _uses(module, i, written, accesses)
-
-
-def _uses(
-    module: Module, i: Instruction, operands: Sequence[int], accesses: Collection[PageAccess]
-) -> Iterator[PageUse]:
-    for access in accesses:
-        for operand in (module.instructions[o] for o in dict.fromkeys(operands)):
-            if access.is_pool(operand) or access.is_stack(operand):
-                yield PageUse(i, operand, access)
+    for i in _instructions(module):
+        written = [pair.operand for pair in in_place_pairs(module, i)]
+        yield from _uses(module, i, written, PAGE_WRITES_ATTRIBUTE)
 
 
 class Origin(NamedTuple):
@@ -171,23 +162,42 @@ def origin(dataflow: Dataflow, use: PageUse) -> Origin:
     return Origin(None, False, False)
 
 
-def _declaring(
-    module: Module, attribute: str
-) -> Iterator[tuple[Instruction, tuple[PageAccess, ...]]]:
+def _instructions(module: Module) -> Iterator[Instruction]:
+    """Those that may read or write, and are no part of a fusion."""
     for computation in module.computations.values():
         if not computation.is_fusion:
             for i in computation.instructions:
-                if accesses := _declared(module, i, attribute):
-                    yield i, accesses
+                if i.opcode not in ("bitcast", "copy", "copy-start", "parameter", "tuple"):
+                    yield i
 
 
-def _declared(module: Module, i: Instruction, attribute: str) -> tuple[PageAccess, ...]:
-    if i.opcode in ("bitcast", "copy", "copy-start", "parameter", "tuple"):
-        return ()
-    inside = [i]
+def _uses(
+    module: Module, i: Instruction, operands: Iterable[int], attribute: str
+) -> Iterator[PageUse]:
+    found: dict[PageUse, None] = {}
+    for number in operands:
+        pool = module.instructions[i.operand_ids[number]]
+        for access in _declared(module, i, number, attribute):
+            if access.is_pool(pool) or access.is_stack(pool):
+                found[PageUse(i, pool, access)] = None
+    yield from found
+
+
+def _declared(module: Module, i: Instruction, operand: int, attribute: str) -> Iterator[PageAccess]:
+    """What is declared of an operand. Of a fusion, by those that work on it first: others in it may
+    be about other pools."""
+    said = [i.proto.frontend_attributes.map.get(attribute, "")]
     if i.opcode == "fusion":
-        for called in i.called_computation_ids:
-            inside += module.computations[called].instructions
-    said = (one.proto.frontend_attributes.map.get(attribute) for one in inside)
-    found = (PageAccess.of_attribute(text) for text in said if text)
-    return tuple(dict.fromkeys(access for access in found if access is not None))
+        said = []
+        inside = module.computations[i.called_computation_ids[0]]
+        shown = {inside.parameters[operand].id}
+        for inner in inside.instructions:
+            if shown.isdisjoint(inner.operand_ids):
+                continue
+            if text := inner.proto.frontend_attributes.map.get(attribute):
+                said.append(text)
+            else:
+                shown.add(inner.id)
+    for text in said:
+        if (access := PageAccess.of_attribute(text)) is not None:
+            yield access

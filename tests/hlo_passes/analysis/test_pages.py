@@ -57,6 +57,40 @@ ENTRY e {{
     assert found == [("call", "k"), ("call", "moved"), ("layer", "stack")]
 
 
+def test_a_fusion_may_read_pools_of_several_declarations():
+    """XLA fuses what two layers do with the same numbers: each pool has its own window."""
+    first, second = (dataclasses.replace(READS, window=window) for window in (16, None))
+
+    def said(reads: PageAccess) -> str:
+        return f'frontend_attributes={{{PAGE_READS_ATTRIBUTE}="{reads.to_attribute()}"}}'
+
+    module = read_module(f"""
+HloModule m, is_scheduled=true
+
+fused {{
+  a = f32[8,2,16,64] parameter(0)
+  b = f32[8,2,16,64] parameter(1)
+  i = s32[3] parameter(2)
+  j = s32[3] negate(i), {said(second)}
+  c = f32[8,2,16,64] bitcast(a)
+  n = f32[8,2,16,64] negate(c), {said(first)}
+  m = f32[8,2,16,64] negate(b), {said(second)}
+  ROOT t = (f32[8,2,16,64], f32[8,2,16,64], s32[3]) tuple(n, m, j)
+}}
+
+ENTRY e {{
+  k = f32[8,2,16,64] parameter(0)
+  v = f32[8,2,16,64] parameter(1)
+  i = s32[3] parameter(2)
+  ROOT both = (f32[8,2,16,64], f32[8,2,16,64], s32[3]) fusion(k, v, i), kind=kLoop, calls=fused
+}}
+""")
+    assert [(use.pool.name, use.access) for use in page_reads(module)] == [
+        ("k", first),
+        ("v", second),
+    ]
+
+
 def test_writers_are_those_that_work_on_a_pool_in_place():
     said = f'frontend_attributes={{{PAGE_WRITES_ATTRIBUTE}="{READS.to_attribute()}"}}'
     module = read_module(f"""

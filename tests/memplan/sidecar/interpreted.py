@@ -181,6 +181,20 @@ def check_serving(width: int) -> None:
     check(trace, Call(tables, lengths, counts), *wrong)
 
 
+def windowed(*windows: int) -> Callable[..., Any]:
+    """A step of a layer of each window, of which each writes its pools and then reads them."""
+
+    def step(x: jax.Array, pools: Any, lengths: jax.Array, tables: jax.Array) -> Any:
+        done = []
+        for own, (k, v) in zip(windows, pools, strict=True):
+            k, v = (write_tokens(each, x, lengths, block_tables=tables) for each in (k, v))
+            x = decode_attention(x, k, v, lengths, block_tables=tables, window=own)
+            done.append((k, v))
+        return x, done
+
+    return step
+
+
 def check_windows(window: int, queries: int) -> None:
     """Lengths that end on a page's boundary and elsewhere, in layers of two windows."""
     rng = np.random.default_rng(window)
@@ -188,14 +202,7 @@ def check_windows(window: int, queries: int) -> None:
     lengths = np.array([33, 0, 24, 40, queries], np.int32)
     tables = tables_of([5, 0, 3, 5, 1], rng, 6)
 
-    def step(x: jax.Array, pools: Any, lengths: jax.Array, tables: jax.Array) -> Any:
-        done = []
-        for own, (k, v) in zip((window, 2 * window), pools, strict=True):
-            k, v = (write_tokens(each, x, lengths, block_tables=tables) for each in (k, v))
-            x = decode_attention(x, k, v, lengths, block_tables=tables, window=own)
-            done.append((k, v))
-        return x, done
-
+    step = windowed(window, 2 * window)
     pools = [
         tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)) for _ in range(2)
     ]
