@@ -10,7 +10,7 @@ XLA:TPU and XLA:GPU leave where they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from hlo_passes.analysis.aliasing import in_place_pairs
@@ -60,8 +60,22 @@ class PageAccess:
         end = min(-(-length // self.tokens), self.pages) if begin < length else 0
         return range(min(begin // self.tokens, end), end)
 
-    def is_pool(self, i: Instruction) -> bool:
-        return i.shape.is_array and i.shape.dimensions == self.pool
+    def on_device(self, i: Instruction) -> PageAccess | None:
+        """What is declared of an array that is a pool, or a stack of such. Where XLA has split what
+        was declared before over devices, by its heads or, where each has one page, by its
+        sequences, that of one device; None of other arrays."""
+        dimensions, pool = i.shape.dimensions[-len(self.pool) :], self.pool
+        if len(i.shape.dimensions) - len(pool) not in (0, 1) or dimensions[2:] != pool[2:]:
+            return None
+        if dimensions == pool:
+            return self
+        pages, heads = dimensions[:2]
+        if pages != pool[0] and (self.pages, self.sequences) != (1, pool[0]):
+            return None
+        if 0 in (pages, heads) or pool[0] % pages or pool[1] % heads:
+            return None
+        sequences = self.sequences * pages // pool[0]
+        return replace(self, pool=dimensions, sequences=sequences)
 
     def is_stack(self, i: Instruction) -> bool:
         """Whether it is an array of pools, one a layer."""
@@ -177,8 +191,10 @@ def _uses(
     found: dict[PageUse, None] = {}
     for number in operands:
         pool = module.instructions[i.operand_ids[number]]
-        for access in _declared(module, i, number, attribute):
-            if access.is_pool(pool) or access.is_stack(pool):
+        for declared in _declared(module, i, number, attribute):
+            access = declared.on_device(pool)
+            # A kernel is split by hand, and declares what it has.
+            if access is not None and (access == declared or attribute == PAGE_WRITES_ATTRIBUTE):
                 found[PageUse(i, pool, access)] = None
     yield from found
 
@@ -198,6 +214,12 @@ def _declared(module: Module, i: Instruction, operand: int, attribute: str) -> I
                 said.append(text)
             else:
                 shown.add(inner.id)
+        if not said and attribute == PAGE_WRITES_ATTRIBUTE:
+            # A layer with its new tokens goes to its place in a stack.
+            whole = (
+                one.proto.frontend_attributes.map.get(attribute, "") for one in inside.instructions
+            )
+            said = list(dict.fromkeys(whole))
     for text in said:
         if (access := PageAccess.of_attribute(text)) is not None:
             yield access

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import cache, partial
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import memplan
 from experiments.checkpoints import LLAMA, random_weights
@@ -16,6 +19,8 @@ from hlo_passes.analysis.pages import PageAccess
 from memplan.serve import model
 from memplan.serve.checkpoint import model_config
 from memplan.sidecar.intents import Intents
+from models import llama, scanned
+from models.configs import TINY
 from tests.memplan.sidecar import interpreted
 from tests.pallas_kernels import isolated
 
@@ -145,3 +150,42 @@ def test_each_layer_keeps_its_own_window(target: str | None) -> None:
     assert windows == {
         f"pools[{layer}][{n}]": {window} for layer, window in enumerate((16, 40)) for n in (0, 1)
     }
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("v5e:2x2", marks=pytest.mark.tpu),
+        pytest.param("h200:4", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_a_device_of_a_mesh_has_its_part_of_scanned_pools(is_prefill: bool, target: str) -> None:
+    """Tokens are written outside of what is split by hand, and read within: both are of one
+    device's heads and sequences."""
+    topology = memplan.topology(target)
+    mesh = topology.mesh((2, 2), ("fsdp", "model"))
+    config = dataclasses.replace(TINY, num_layers=2, embed_dim=512, attention="fused")
+    graphdef, params = nnx.split(scanned.abstract_model(config, mesh=mesh))
+    cache = scanned.abstract_cache(config, 4, 256)
+    params, tokens = (
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+            ),
+            tree,
+        )
+        for tree in (params, jax.ShapeDtypeStruct((4, 1), jnp.int32))
+    )
+    cache = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        cache,
+        scanned.cache_shardings(cache, mesh),
+    )
+    run = llama.prefill if is_prefill else llama.decode_step
+    step = memplan.jit(partial(run, graphdef), donate_argnums=2, machine=topology)
+    found = memplan.intents(step.lower(params, tokens, cache).compile())
+    write = PageAccess((2, 1, 256, 128), 256, 2, 1, 1, 0)
+    reads = set[PageAccess]() if is_prefill else {dataclasses.replace(write, window=None)}
+    assert accesses(found) == dict.fromkeys(("cache.keys", "cache.values"), (reads, {write}))
+    assert all(pool.is_stack for pool in found.pools)
