@@ -30,6 +30,7 @@ from hlo_passes.reading.reader import read_module
 from memplan.report.build import target_of, tier_names
 from memplan.report.names import Names
 from memplan.sidecar.clock import Clock, clock_of
+from memplan.sidecar.errors import IntentsOptionError
 from memplan.sidecar.intents import Buffer, Gap, Intents, Kind, Loop, PageIntent, Pool, Tick
 
 if TYPE_CHECKING:
@@ -61,17 +62,19 @@ def intents(source: Any, *, machine: Machine | None = None, plan: Plan | None = 
       UnreadableModuleError: as `read_module`.
       UnscheduledModuleError: when the module has no schedule.
       PlanMismatchError: when the plan was made for another module.
-      TypeError: for a plan without a machine, or either beside what was compiled.
+      IntentsOptionError: for a plan without a machine, or either beside what was compiled.
     """
     compiled = _compiled(source)
     if compiled is not None:
         if machine is not None or plan is not None:
-            raise TypeError("intents() of what was compiled take no machine= and no plan=")
+            expected = "neither machine= nor plan=, which it knows"
+            raise IntentsOptionError("what was compiled by memplan", expected)
         return _Builder(compiled.module, compiled.machine, compiled.plan).intents()
     module = read_module(source)
     if plan is not None:
         if machine is None:
-            raise TypeError("intents() with plan= need machine=, which the plan was made for")
+            expected = f"machine= beside plan=, which was made for {plan.machine}"
+            raise IntentsOptionError("a module", expected)
         module = rewrite_module(module, plan, machine)
     return _Builder(module, machine, plan).intents()
 

@@ -15,6 +15,13 @@ class IntentsFormatError(MemplanError, ValueError):
         )
 
 
+class IntentsOptionError(MemplanError, TypeError):
+    """Options of `memplan.intents` that do not go together."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(f"intents() of {found}: expected {expected}.")
+
+
 class PageTableError(MemplanError, ValueError):
     """Tables or lengths of other sequences than those that an intent is for."""
 

@@ -23,6 +23,7 @@ from hlo_passes.ir import Module
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.pipeline import plan_module
 from hlo_passes.reading.reader import read_module
+from memplan.errors import IntentsOptionError
 from memplan.report.build import target_of
 from memplan.sidecar.intents import Buffer, Gap, Intents
 from tests import corpus
@@ -329,14 +330,14 @@ def test_what_is_compiled_knows_its_plan() -> None:
     assert tiers == placed
     assert {*tiers.values()} - {found.device_tier}
     for wrong in ({"machine": compiled.machine}, {"plan": compiled.plan}):
-        with pytest.raises(TypeError, match="of what was compiled"):
+        with pytest.raises(IntentsOptionError, match="neither machine= nor plan="):
             memplan.intents(compiled, **wrong)
 
 
 def test_a_plan_needs_its_machine(toy: Any) -> None:
     module = read_module(streamed_text())
     plan = plan_module(module, toy, 850 * 1024)
-    with pytest.raises(TypeError, match="need machine="):
+    with pytest.raises(IntentsOptionError, match="machine= beside plan=, which was made for toy"):
         memplan.intents(module, plan=plan)
 
 
