@@ -44,6 +44,10 @@ _PASSING = frozenset(
     {"add-dependency", "async-done", "async-update", "bitcast", "call", "copy-done", "domain"}
     | {"get-tuple-element", "opt-barrier", "tuple", "while"}
 )
+# They show what they are given as it is, or begin to copy it.
+_SHOWING = frozenset(
+    {"async-start", "async-update", "bitcast", "copy-done", "copy-start", "get-tuple-element"}
+)
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
@@ -243,9 +247,8 @@ class _Builder:
         return "activation"
 
     def _label(self, b: Bytes) -> str:
-        """The user's name of an argument, or of what is copied; a transfer's flag has none."""
-        is_flag = b.instruction.opcode == "copy-start" and b.index != (0,)
-        return "" if is_flag else self._names.label(b.instruction)
+        """The user's name of an argument, or of what is copied."""
+        return "" if _is_flag(b) else self._names.label(b.instruction)
 
     def _live(self, b: Bytes) -> Iterator[LiveRange]:
         for start, end in merged(self._ranges.of_value[v.id] for v in b.values):
@@ -344,7 +347,7 @@ class _Builder:
         """Seconds to bring it to the device, and to take it away."""
         if self._away is None or kind == "constant" or b.memory_space not in (0, HOST_MEMORY_SPACE):
             return None, None
-        if b.kind == "temp" and kind != "copy" and b.id not in self._temporaries:
+        if b.kind == "temp" and kind != "copy" and not self._can_move(b):
             return None, None
         into, out = self._away[1:]
         load = into.latency_s + b.size / into.bytes_per_s
@@ -352,6 +355,27 @@ class _Builder:
             return load, None
         is_kept = kind == "copy" and len([v for v in b.values if not v.is_phi]) == 1
         return load, 0.0 if is_kept else out.latency_s + b.size / out.bytes_per_s
+
+    def _can_move(self, b: Bytes) -> bool:
+        """Whether a temporary is an array of the entry with bytes of its own, which nothing
+        carries, updates or returns; XLA may copy it onto the chip, piece by piece or as a whole."""
+        value, *more = b.values
+        if more or not value.shape.is_array or _is_flag(b) or b.id in self._lying:
+            return False
+        entry, wrapped = self._module.entry.id, self._names.wrapped_by
+        own, *others = (p.instruction for p in value.positions)
+        return own.computation_id == entry and all(
+            i.computation_id in wrapped
+            or (i.computation_id == entry and (i is own or i.opcode in _SHOWING))
+            for i in others
+        )
+
+    @cached_property
+    def _lying(self) -> frozenset[int]:
+        """The ids of buffers that lie in bytes that are there anyway."""
+        spaces = {b.memory_space for b in self._held}
+        found = (find_allocations(self._ranges, self._target, space).reused for space in spaces)
+        return frozenset(n for reused in found for n in reused)
 
     @cached_property
     def _away(self) -> tuple[str, Any, Any] | None:
@@ -384,7 +408,7 @@ class _Builder:
 
     @cached_property
     def _temporaries(self) -> Mapping[int, Temporary]:
-        """Those that can go and come back, by the ids of their buffers."""
+        """Those of which it is known what they are made from, by the ids of their buffers."""
         return {self._dataflow.buffer_at(t.handle).id: t for t in self._entry[1] if not t.obstacle}
 
     def _again(self, b: Bytes, idle: Gap | None) -> float | None:
@@ -445,6 +469,11 @@ class _Builder:
             yield Pool(
                 self._index[buffer], is_stack, shape.byte_size // pages, those(False), those(True)
             )
+
+
+def _is_flag(b: Bytes) -> bool:
+    """Whether it only says that a copy is under way."""
+    return b.instruction.opcode == "copy-start" and b.index != (0,)
 
 
 def _is_backward(op_name: str) -> bool:
