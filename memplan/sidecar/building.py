@@ -183,6 +183,20 @@ class _Builder:
         i = self._sequence[tick]
         return self._clock.begins[i.id] + self._clock.costs.get(i.id, 0.0)
 
+    def _ends_last(self, tick: LogicalTime) -> float:
+        """When it ends in the last iteration of the outermost loop that it is in."""
+        assert self._clock is not None
+        outer = n = self._loop_of.get(self._sequence[tick].computation_id)
+        while n is not None:
+            outer, n = n, self._loops[n].outer
+        if outer is None:
+            return self._ends(tick)
+        loop = self._whiles[outer]
+        behind = self._loops[outer].tick + 1
+        end = self._begins(behind) if behind < self._ranges.end else self._clock.step_s
+        iteration = self._clock.iterations[loop.called_computation_ids[0]]
+        return end - iteration + self._ends(tick) - self._clock.begins[loop.id]
+
     # Buffers.
 
     @cached_property
@@ -338,7 +352,7 @@ class _Builder:
     ) -> float | None:
         if self._clock is None or not reads:
             return None
-        last = max(map(self._ends, (*reads, *writes)))
+        last = max(map(self._ends_last, (*reads, *writes)))
         return max(0.0, self._clock.step_s - last) + self._begins(reads[0])
 
     # What it costs to do without.

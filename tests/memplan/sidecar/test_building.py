@@ -284,6 +284,8 @@ body {
     assert w.idle is not None
     assert (w.idle.start, w.idle.end) == (read + 1, read)
     assert w.idle.seconds == pytest.approx(2 * PASS + 2 * PASS, abs=1e-7)
+    # The last of five iterations reads it four passes before the end of the loop.
+    assert w.next_read_s == pytest.approx(4 * PASS + 2 * PASS, rel=1e-3)
     a, b = (next(n for n, t in enumerate(found.ticks) if t.instruction == k) for k in "ab")
     begins = [tick.begin_s or 0.0 for tick in found.ticks]
     assert begins[b] == pytest.approx(begins[a] + 3 * PASS)
