@@ -216,6 +216,7 @@ class _Builder:
         load, evict = self._moving(b, kind)
         recompute = self._again(b, idle)
         outlives = is_given or b.live_out or b.kind == "constant"
+        live = tuple(self._live(b))
         return Buffer(
             name=str(b),
             label=self._label(b),
@@ -227,10 +228,10 @@ class _Builder:
             size=b.size,
             tier=self._tier(b),
             block=self._blocks.get(b.id, self._index[b.id]),
-            live=tuple(self._live(b)),
+            live=live,
             writes=writes,
             reads=reads,
-            dead_after=None if outlives else 1 + max((*writes, *reads)),
+            dead_after=None if outlives else max((*writes, *reads), default=live[0].start) + 1,
             idle=idle,
             next_read_s=self._next_read(reads, writes) if is_given else None,
             load_s=load,

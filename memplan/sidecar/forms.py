@@ -97,7 +97,7 @@ def _write(record: Any, message: Any) -> None:
         value = getattr(record, name)
         if value is None:
             continue
-        if name in message.DESCRIPTOR.fields_by_name and _is_record(type(value)):
+        if _is_record(type(value)):
             part = getattr(message, name)
             part.SetInParent()
             _write(value, part)
