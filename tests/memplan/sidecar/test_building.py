@@ -383,6 +383,28 @@ def test_the_command_compiles_a_function(
     assert {b["label"] for b in found["buffers"] if b["kind"] == "argument"} == {"w", "x"}
 
 
+def test_the_command_follows_a_plan_of_a_function(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(ws, x):\n"
+        "    for w in ws:\n"
+        "        x = jnp.tanh(x @ w)\n"
+        "    return x\n"
+        "def program():\n"
+        "    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)\n"
+        "    return step, ([w] * 6, jax.ShapeDtypeStruct((8, 512), jnp.float32))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = tmp_path / "plan.json"
+    run("plan", "planned:program", "--machine", "cpu", "--hbm", "4MiB", "--out", plan)
+    words = ("intents", "planned:program", "--machine", "cpu", "--plan", plan, "--json")
+    found = Intents.from_bytes(run(*words).encode())
+    assert found.key == memplan.Plan.load(plan).fingerprint
+    assert {b.tier for b in found.buffers if b.label.startswith("ws")} == {"dram", "cxl"}
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
