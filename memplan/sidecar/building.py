@@ -368,7 +368,9 @@ class _Builder:
         load = into.latency_s + b.size / into.bytes_per_s
         if self._tier(b) != self._tiers[0]:
             return load, None
-        is_kept = kind == "copy" and len([v for v in b.values if not v.is_phi]) == 1
+        # One that nothing but other copies has written over is still where it came from.
+        made = (v.instruction for v in b.values if not v.is_phi)
+        is_kept = kind == "copy" and all(map(self._names.label, made))
         return load, 0.0 if is_kept else out.latency_s + b.size / out.bytes_per_s
 
     def _can_move(self, b: Bytes) -> bool:

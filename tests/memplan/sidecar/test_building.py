@@ -336,6 +336,32 @@ def test_what_is_compiled_knows_its_plan() -> None:
             memplan.intents(compiled, **wrong)
 
 
+@pytest.mark.tpu
+def test_slots_of_a_ring_are_copies_that_can_go_at_no_cost() -> None:
+    """Sixteen scanned layers through two slots, two layers a turn; the last two come behind."""
+
+    def step(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 2048, 2048), (256, 2048)))
+    planned = memplan.jit(step, hbm="40MiB", machine=memplan.topology("v5e"))
+    compiled = planned.lower(*shapes).compile()
+    assert compiled.plan is not None
+    (ring,) = compiled.plan.streams
+    found = memplan.intents(compiled)
+    (loop,) = found.loops
+    assert loop.executions == ring.length // 2 - 1
+    slots = [b for b in found.buffers if b.label == "ws[i]" and b.size == 1 << 23]
+    assert {(b.kind, b.tier, b.evict_s) for b in slots} == {("copy", "hbm", 0.0)}
+    in_loop = [b for b in slots if any(found.ticks[t].loop == 0 for t in b.writes)]
+    assert len(in_loop) == ring.slots
+    (stack,) = (b for b in found.buffers if b.label == "ws")
+    assert (stack.kind, stack.tier, stack.size) == ("argument", "host", 1 << 27)
+    # Twice before the loop or behind it, twice in it: each layer is fetched once.
+    fetched = Counter(found.ticks[t].loop for t in stack.reads)
+    assert fetched[None] + loop.executions * fetched[0] == ring.length
+
+
 def test_a_plan_needs_its_machine(toy: Any) -> None:
     module = read_module(streamed_text())
     plan = plan_module(module, toy, 850 * 1024)
