@@ -102,7 +102,7 @@ class PageAccess:
         try:
             said = dict(part.split("=", 1) for part in text.split())
             pool = tuple(map(int, said["pool"].split(",")))
-            return cls(
+            found = cls(
                 pool,
                 int(said["tokens"]),
                 int(said["sequences"]),
@@ -112,6 +112,7 @@ class PageAccess:
             )
         except (KeyError, ValueError, TypeError):
             return None
+        return found if found.tokens > 0 else None
 
 
 class PageUse(NamedTuple):

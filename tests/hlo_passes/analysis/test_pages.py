@@ -26,7 +26,16 @@ def test_what_is_declared_is_read_back(window: int | None) -> None:
     assert PageAccess.of_attribute(reads.to_attribute()) == reads
 
 
-@pytest.mark.parametrize("text", ["", "pool=8", "pool=a tokens=1", READS.to_attribute()[:-4]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "pool=8",
+        "pool=a tokens=1",
+        READS.to_attribute()[:-4],
+        READS.to_attribute().replace("=16 ", "=0 "),
+    ],
+)
 def test_what_is_no_declaration_is_left_alone(text: str) -> None:
     assert PageAccess.of_attribute(text) is None
 
