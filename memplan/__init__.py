@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from memplan.out_of_memory import explain_oom
     from memplan.progress import Progress
     from memplan.replaying import replay
+    from memplan.sidecar.building import intents
+    from memplan.sidecar.intents import Intents
     from memplan.topologies import Topology, topology
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BudgetWarning": "memplan.inlined",
     "Curve": "memplan.curves",
+    "Intents": "memplan.sidecar.intents",
     "Machine": "hlo_passes.hardware.machine",
     "MemoryBudgetError": "hlo_passes.errors",
     "MemplanError": "hlo_passes.errors",
@@ -63,6 +66,7 @@ _HOME = {
     "curve": "memplan.curves",
     "explain": "memplan.explaining",
     "explain_oom": "memplan.out_of_memory",
+    "intents": "memplan.sidecar.building",
     "jit": "memplan.api",
     "load_machine": "hlo_passes.hardware.machine",
     "machine_names": "hlo_passes.hardware.machine",
@@ -74,6 +78,7 @@ _HOME = {
 __all__ = [
     "BudgetWarning",
     "Curve",
+    "Intents",
     "Machine",
     "MemoryBudgetError",
     "MemplanError",
@@ -90,6 +95,7 @@ __all__ = [
     "curve",
     "explain",
     "explain_oom",
+    "intents",
     "jit",
     "load_machine",
     "machine_names",

@@ -12,3 +12,6 @@ from memplan.serve.errors import CheckpointError as CheckpointError
 from memplan.serve.errors import ExtraMissingError as ExtraMissingError
 from memplan.serve.errors import RequestError as RequestError
 from memplan.serve.errors import ServeSettingError as ServeSettingError
+from memplan.sidecar.errors import IntentsFormatError as IntentsFormatError
+from memplan.sidecar.errors import IntentsOptionError as IntentsOptionError
+from memplan.sidecar.errors import PageTableError as PageTableError

@@ -30,6 +30,7 @@ from jax.sharding import Sharding
 from models.attending import cached_attention, fused_attention
 from models.configs import CacheLayout, LlamaConfig
 from models.sharding import AnyMesh
+from pallas_kernels.decode import write_tokens
 
 # The `initializer_range` of the published configurations.
 _INIT_STDDEV = 0.02
@@ -168,7 +169,7 @@ def write(
     """
     if layout == "by_token":
         return lax.dynamic_update_slice_in_dim(buffer, new, position, axis=1)
-    return lax.dynamic_update_slice_in_dim(buffer, new.swapaxes(1, 2), position, axis=2)
+    return write_tokens(buffer, new, jnp.asarray(position + new.shape[1], jnp.int32))
 
 
 class Attention(nnx.Module):

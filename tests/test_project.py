@@ -123,7 +123,7 @@ def test_another_jax_is_refused_in_one_sentence_and_as_the_project_requires():
 
 def test_generated_protobuf_code_is_not_newer_than_the_required_runtime():
     (required,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "protobuf")
-    for path in ROOT.glob("hlo_passes/**/*_pb2.py"):
+    for path in (p for of in ("hlo_passes", "memplan") for p in ROOT.glob(f"{of}/**/*_pb2.py")):
         match = re.search(r"Protobuf Python Version: (\S+)", path.read_text())
         assert match, f"{path} does not say which protobuf generated it"
         assert f">={match[1]}" in str(required.specifier), f"{path} needs protobuf >= {match[1]}"

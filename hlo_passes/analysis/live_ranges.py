@@ -20,7 +20,7 @@ there is closed; add one to its end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hlo_passes.analysis.async_chains import ASYNC_LINKS, async_chains
@@ -70,6 +70,17 @@ def compute_live_ranges(dataflow: Dataflow) -> LiveRanges:
     for buffer in dataflow.buffers:
         _untangle(buffer, ranges)
     return LiveRanges(dataflow, tuple(line.sequence), line.time_of, tuple(ranges))
+
+
+def merged(ranges: Iterable[LiveRange]) -> tuple[LiveRange, ...]:
+    """Returns the times at which any of some ranges is live, in order; what touches is one."""
+    found: list[LiveRange] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1].end:
+            found[-1] = LiveRange(found[-1].start, max(found[-1].end, end))
+        else:
+            found.append(LiveRange(start, end))
+    return tuple(found)
 
 
 class _TimeLine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from memplan.cli.console import (
     without_devices,
     write,
 )
-from memplan.cli.reading import check_choice, read
+from memplan.cli.reading import check_choice, compiled, read_scheduled
 from memplan.cli.reports import report_of, write_trace
 
 if TYPE_CHECKING:
@@ -89,27 +88,12 @@ def _inspected(options: argparse.Namespace) -> tuple[Module, Executable | None, 
         from hlo_passes.reading.reader import read_module
         from memplan.unplanned import compile_in_chunks, compile_reference
 
-        plain = _compiled(lambda: compile_reference(program, options.machine))
+        plain = compiled(lambda: compile_reference(program, options.machine))
         with progress("Compiling in chunks"):
             found = compile_in_chunks(program, options.machine)
             in_chunks = [(splits, (read_module(e), e)) for splits, e in found]
         return *plain, in_chunks
-    with progress("Reading"):
-        module = read(options)
-    if module.is_scheduled or not options.machine:
-        return module, None, []
-    without_devices()
-    from memplan.unplanned import compile_module
-
-    return *_compiled(lambda: compile_module(module, options.machine)), []
-
-
-def _compiled(compile_program: Callable[[], Executable]) -> _Compiled:
-    from hlo_passes.reading.reader import read_module
-
-    with progress("Compiling"):
-        executable = compile_program()
-        return read_module(executable), executable
+    return *read_scheduled(options), []
 
 
 def _list(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from memplan.cli.listing import run_demo, run_machines, run_passes
 from memplan.cli.planning import run_curve, run_plan
 from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
 from memplan.cli.serving import run_serve
+from memplan.cli.sidecar import run_intents
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -118,6 +119,23 @@ def make_parser() -> argparse.ArgumentParser:
     curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
     _add_json(curve)
     curve.set_defaults(run=run_curve)
+
+    intents = commands.add_parser(
+        "intents", help="what a step will do with each buffer and page, for a runtime beside it"
+    )
+    intents.add_argument(
+        "source",
+        help="a scheduled module or module:function, as for inspect; or intents, which are printed",
+    )
+    intents.add_argument("--machine", help="predict seconds on this machine, as for inspect")
+    intents.add_argument(
+        "--plan", type=Path, metavar="FILE", help="a plan for it, as plan --out writes, is followed"
+    )
+    _add_choice(intents)
+    intents.add_argument("--out", type=Path, metavar="FILE", help="write their binary form")
+    intents.add_argument("--text", action="store_true", help="print text that is read back")
+    _add_json(intents)
+    intents.set_defaults(run=run_intents)
 
     dis = commands.add_parser("dis", help="a descriptor chain as text")
     dis.add_argument("chain", type=Path, help="a chain, in its binary form or as text")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.cli.console import UsageError
+from memplan.cli.console import UsageError, progress, without_devices
 
 if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine
     from hlo_passes.ir import Module
+    from memplan.executable import Executable
 
 
 def check_choice(options: argparse.Namespace, of_folder: bool = False) -> None:
@@ -42,6 +44,28 @@ def read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
         )
     _check_platform(chosen.path(options.stage), machine)
     return chosen.read(options.stage)
+
+
+def read_scheduled(options: argparse.Namespace) -> tuple[Module, Executable | None]:
+    """Reads as `read`; what is not compiled yet is, for ``--machine``, and comes with its
+    executable."""
+    with progress("Reading"):
+        module = read(options)
+    if module.is_scheduled or not options.machine:
+        return module, None
+    without_devices()
+    from memplan.unplanned import compile_module
+
+    return compiled(lambda: compile_module(module, options.machine))
+
+
+def compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Executable]:
+    """Compiles, and reads what became of it."""
+    from hlo_passes.reading.reader import read_module
+
+    with progress("Compiling"):
+        executable = compile_program()
+        return read_module(executable), executable
 
 
 def _check_platform(path: Path, machine: Machine | None) -> None:

@@ -20,7 +20,7 @@ from hlo_passes.analysis.async_chains import async_chains
 from hlo_passes.analysis.call_graph import call_graph
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.dataflow import Position, Value, analyze_dataflow
-from hlo_passes.analysis.live_ranges import compute_live_ranges
+from hlo_passes.analysis.live_ranges import compute_live_ranges, merged
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.hardware.machine import Machine
@@ -224,10 +224,7 @@ class _Builder:
 
     @cached_property
     def _tier_names(self) -> Mapping[int, str]:
-        if self.machine is None:
-            return {**_TIER_NAMES, 0: "dram"} if self.target == "cpu" else _TIER_NAMES
-        tiers = self.machine.tiers
-        return {t.memory_space: t.name for t in tiers if t.memory_space is not None}
+        return tier_names(self.target, self.machine)
 
     @cached_property
     def _capacities(self) -> Mapping[str, int | None]:
@@ -258,7 +255,7 @@ class _Builder:
         for members in groups.values():
             values = [held.value for held in members]
             arrived = next((value for value in values if self._arrives(value)), None)
-            ranges = _union([self.ranges.of_value[value.id] for value in values])
+            ranges = merged(self.ranges.of_value[value.id] for value in values)
             kind = "temporaries" if arrived is None else "transferred"
             yield _Block(arrived or values[0], members[0].size, kind, ranges)
 
@@ -554,17 +551,13 @@ def target_of(module: Module, machine: Machine | None = None) -> Target:
     return "cpu" if spaces == {0} else "tpu"
 
 
+def tier_names(target: Target, machine: Machine | None) -> Mapping[int, str]:
+    """Returns what memory spaces are called: as the machine's tiers, where there is one."""
+    if machine is None:
+        return {**_TIER_NAMES, 0: "dram"} if target == "cpu" else _TIER_NAMES
+    return {t.memory_space: t.name for t in machine.tiers if t.memory_space is not None}
+
+
 def _without_iteration(name: TransferId) -> str:
     """``copy-start.3#2``, the start in a loop's third iteration, is ``copy-start.3``."""
     return str(name).partition("#")[0]
-
-
-def _union(ranges: Sequence[LiveRange]) -> tuple[LiveRange, ...]:
-    """Merges ranges that touch."""
-    merged: list[LiveRange] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1].end:
-            merged[-1] = LiveRange(merged[-1].start, max(merged[-1].end, end))
-        else:
-            merged.append(LiveRange(start, end))
-    return tuple(merged)

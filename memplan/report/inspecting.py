@@ -14,7 +14,7 @@ from hlo_passes.analysis.dataflow import Value, analyze_dataflow
 from hlo_passes.analysis.donation import donations
 from hlo_passes.analysis.launches import count_launches
 from hlo_passes.analysis.live_ranges import compute_live_ranges
-from hlo_passes.analysis.page_reads import PageReads, page_reads
+from hlo_passes.analysis.pages import PageAccess, PageUse, origin, page_reads
 from hlo_passes.analysis.sharing import Target
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.edits.idle import idle_temporaries
@@ -246,40 +246,31 @@ class Inspector:
 
     def _pages(self) -> Iterator[PagesView]:
         loops = nests(self.module)
-        found: dict[tuple[int, PageReads], list[tuple[Instruction, Instruction]]] = {}
-        for reader, pool, reads in page_reads(self.module):
-            if reader.computation_id in loops:
-                buffer = self._ranges.dataflow.buffer_at(pool)
-                found.setdefault((buffer.instruction.id, reads), []).append((reader, pool))
-        for (_, reads), pairs in found.items():
-            shape = pairs[0][1].shape
+        found: dict[tuple[int, PageAccess], list[PageUse]] = {}
+        for use in page_reads(self.module):
+            if use.instruction.computation_id in loops:
+                buffer = self._ranges.dataflow.buffer_at(use.pool)
+                found.setdefault((buffer.instruction.id, use.access), []).append(use)
+        for (_, access), uses in found.items():
+            shape = uses[0].pool.shape
             yield PagesView(
-                self._pool_name(pairs[0][1], reads),
+                self._pool_name(uses[0]),
                 str(shape),
-                shape.byte_size // math.prod(shape.dimensions[: -len(reads.pool) + 1]),
-                reads.tokens,
-                reads.sequences,
-                reads.pages,
-                reads.window,
-                sum(loops[reader.computation_id].executions for reader, _ in pairs),
-                self.names.step(pairs[0][0]),
+                shape.byte_size // math.prod(shape.dimensions[: -len(access.pool) + 1]),
+                access.tokens,
+                access.sequences,
+                access.pages,
+                access.window,
+                sum(loops[use.instruction.computation_id].executions for use in uses),
+                self.names.step(uses[0].instruction),
             )
 
-    def _pool_name(self, pool: Instruction, reads: PageReads) -> str:
-        if name := self._argument(pool):
-            return f"{name}[i]" if reads.is_stack(pool) else name
-        maker = self._ranges.dataflow.buffer_at(pool).instruction
-        for operand in map(self.module.instructions.__getitem__, maker.operand_ids):
-            if reads.is_stack(operand) and (name := self._argument(operand)):
-                return f"a copy of {name}[i]"
-        return f"%{maker.name}"
-
-    def _argument(self, i: Instruction) -> str:
-        """The user's name of the argument in whose bytes an array is; empty if it is in none."""
-        values = self._ranges.dataflow.buffer_at(i).values
-        arguments = {p.id for p in self.module.entry.parameters}
-        of = next((v.instruction for v in values if v.instruction.id in arguments), None)
-        return "" if of is None else self.names.label(of)
+    def _pool_name(self, use: PageUse) -> str:
+        found = origin(self._ranges.dataflow, use)
+        name = "" if found.argument is None else self.names.label(found.argument)
+        if not name:
+            return f"%{self._ranges.dataflow.buffer_at(use.pool).instruction.name}"
+        return "a copy of " * found.is_copy + name + "[i]" * found.of_stack
 
     def _pairs(self) -> Iterator[PairView]:
         for p in fusion_pairs(self.module):

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from pallas_kernels.decode import Cache, decode_attention_in_parts
+from pallas_kernels.decode import Cache, decode_attention_in_parts, write_pages, write_tokens
 
 type Params = Mapping[str, Any]
 
@@ -138,7 +138,8 @@ class Arriving(NamedTuple):
 
     def into(self, pool: Pool, layer: int) -> Pool:
         """A layer's pool with them."""
-        return jax.tree.map(lambda x, y: x.at[self.pages].set(y), pool, self.layers[layer])
+        stored = self.layers[layer]
+        return Pool(*(write_pages(x, y, self.pages) for x, y in zip(pool, stored, strict=True)))
 
 
 def make_pools(config: ModelConfig, pages: int, page_size: int) -> list[Pool]:
@@ -232,23 +233,12 @@ def step(
       float32[B, vocab_size], logits of what follows each row's last token, and the pools. Nothing
       is written but the rows' new tokens.
     """
-    pages, _, page_size, _ = pools[0].keys.shape
     columns = jnp.arange(tokens.shape[1]) - tokens.shape[1]
     positions = jnp.maximum((starts + counts)[:, None] + columns, 0)
     # In the pools a sequence has no gaps where its cold pages are.
     away = sum((group.lengths for group in cold), jnp.zeros_like(starts))
     lengths = jnp.where(counts > 0, starts + counts - away, 0)
-    held = jnp.maximum(positions - away[:, None], 0)
     groups = _rows_of(tables if isinstance(tables, Sequence) else [tables])
-    page = jnp.concatenate(
-        [
-            jnp.take_along_axis(table, held[rows] // page_size, axis=1, mode="clip")
-            for rows, table in groups
-        ]
-    )
-    # What is written to no page there is, is dropped.
-    page = jnp.where(columns >= -counts[:, None], page, pages)
-    slot = held % page_size
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
     rotation = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
@@ -261,10 +251,16 @@ def step(
         k = _rotated(p.heads("k", normal), rotation)
         if arriving is not None:
             pool = arriving.into(pool, layer)
-        pool = Pool(
-            pool.keys.at[page, :, slot].set(k, mode="drop"),
-            pool.values.at[page, :, slot].set(p.heads("v", normal), mode="drop"),
-        )
+        values = p.heads("v", normal)
+        for rows, table in groups:
+            pool = Pool(
+                *(
+                    write_tokens(
+                        pages, new[rows], lengths[rows], counts=counts[rows], block_tables=table
+                    )
+                    for pages, new in zip(pool, (k, values), strict=True)
+                )
+            )
         parts = [group.part(layer) for group in cold]
         mixed = jnp.concatenate(
             [

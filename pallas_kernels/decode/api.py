@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from hlo_passes.analysis.kernel_cost import KERNEL_COST_ATTRIBUTE
-from hlo_passes.analysis.page_reads import PAGE_READS_ATTRIBUTE, PageReads
+from hlo_passes.analysis.pages import PAGE_READS_ATTRIBUTE, PageAccess
 from pallas_kernels.arguments import (
     as_int32,
     check_filled,
@@ -252,10 +252,10 @@ def _batched(
     return call
 
 
-def _page_reads(problem: Problem) -> PageReads:
+def _page_reads(problem: Problem) -> PageAccess:
     """What the compiled program says of its reads, to whoever looks at it (``memplan inspect``)."""
     p = problem
-    return PageReads(
+    return PageAccess(
         (p.num_pages, p.kv_heads, p.page_size, p.head_dim),
         p.page_size, p.batch, p.max_pages, p.q_len, p.window,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def visible(problem: Problem, lengths: jax.Array) -> jax.Array:
 
 
 def gather(problem: Problem, pool: jax.Array, cache: Cache) -> jax.Array:
-    """The pages of each sequence in order, zero past its length.
+    """The pages of each sequence in order, zero past its length and before its window.
 
     Args:
       pool: [num_pages, kv_heads, page_size, ...].
@@ -44,10 +44,14 @@ def gather(problem: Problem, pool: jax.Array, cache: Cache) -> jax.Array:
     size = problem.page_size
     token = jnp.arange(problem.capacity)
     used = token < cache.lengths[:, None]
+    if problem.window is not None:
+        # Else what is not a number there would not be one in the sum, either.
+        used &= token >= cache.lengths[:, None] - problem.q_len - problem.window
     if cache.block_tables is None:
         dense = pool
     else:
-        tables = jnp.where(used[:, ::size], cache.block_tables, 0)
+        of_page = used.reshape(problem.batch, problem.max_pages, size).any(axis=2)
+        tables = jnp.where(of_page, cache.block_tables, 0)
         pages = jnp.moveaxis(pool[tables], 2, 1)
         dense = pages.reshape(*pages.shape[:2], problem.capacity, *pages.shape[4:])
     used = used.reshape(problem.batch, 1, problem.capacity, *(1,) * (dense.ndim - 3))

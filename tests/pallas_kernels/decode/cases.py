@@ -58,8 +58,9 @@ def make(
 ) -> Case:
     """Random numbers for sequences of these lengths, in a pool whose pages are shuffled.
 
-    Table entries past a length are garbage. Tokens past a length, and pages of no sequence,
-    are NaN where the type has it, and so are all of their scales.
+    Table entries past a length, or wholly before a window, are garbage. Tokens past a length, pages
+    wholly before a window and pages of no sequence are NaN where the type has it, and so are all of
+    their scales.
     """
     rng = np.random.default_rng(seed)
     kv_dtype = kv_dtype or dtype
@@ -88,7 +89,8 @@ def make(
     used = np.zeros((num_pages, page_size), bool)
     tables = rng.choice(GARBAGE, pages.shape)
     for row, length in enumerate(lengths):
-        for page in range(-(-length // page_size)):
+        begin = 0 if window is None else max(length - q_len - window, 0)
+        for page in range(begin // page_size, -(-length // page_size)):
             tables[row, page] = pages[row, page]
             used[pages[row, page], : length - page * page_size] = True
 
