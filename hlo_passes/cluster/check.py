@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hlo_passes.chains import check as chains
-from hlo_passes.chains.chain import Copy, Execute, Slot, SpaceKind, extent, touched
+from hlo_passes.chains.chain import Copy, Execute, Slot, Space, SpaceKind, extent, touched
 from hlo_passes.cluster.cluster import Place, Wire
 from hlo_passes.cluster.plan import ClusterPlan, Timed
 from hlo_passes.cluster.work import MARK, Flow, Operand, Program, Task, Traffic, begun
@@ -91,8 +91,11 @@ class _Values:
         self.plan, self.chain, self.work = plan, plan.chain, plan.work
         self.overlapping = _overlapping(plan.chain.slots)
         self.values = [_NOTHING] * len(plan.chain.slots)
+        # What the caller hands in, and what it looks for in the end: states are both.
+        self.given, self.taken = set[str](), set[str]()
+        self.declare()
         for k, slot in enumerate(plan.chain.slots):
-            if plan.chain.spaces[slot.space].kind == SpaceKind.BOUND:
+            if slot.name in self.given and self.space(k).kind == SpaceKind.BOUND:
                 self.put(k, slot.name)
         self.due: dict[str, tuple[Task, int]] = {}
         self.collectives: dict[str, tuple[Task, Traffic]] = {}
@@ -108,6 +111,23 @@ class _Values:
         # Of each node the run that is under way and its next segment, and of each program its run.
         self.under_way: dict[str, tuple[Task, int]] = {}
         self.last: dict[str, int] = {}
+
+    def declare(self) -> None:
+        states = {state.name for state in self.work.states}
+        self.given |= states
+        self.taken |= states
+        for flow in self.work.flows:
+            ends = {f"{flow.name}#{n}" for n in self.work.runs(flow)}
+            self.given |= ends if not flow.source else set()
+            self.taken |= ends if not flow.destination else set()
+        for program in self.work.programs:
+            for t in program.traffic:
+                value = self.work.value(Task(program.name, 0), t)
+                if not t.is_collective and not t.leaves and value.startswith(f"{program.name}/"):
+                    self.given.add(value)
+
+    def space(self, slot: int) -> Space:
+        return self.chain.spaces[self.chain.slots[slot].space]
 
     def put(self, slot: int, value: str) -> None:
         own = extent(self.chain.slots, slot)
@@ -130,12 +150,13 @@ class _Values:
                     pass
         for name in (*self.due, *self.collectives):
             raise ClusterCheckError(f"{name!r} never runs")
-        for flow in self.work.flows:
-            for n in () if flow.destination else self.work.runs(flow):
-                value = f"{flow.name}#{n}"
-                found = [k for k, slot in enumerate(self.chain.slots) if slot.name == value]
-                if [self.values[k] for k in found] != [value]:
-                    raise ClusterCheckError(f"{value!r} is not where its caller looks for it")
+        for k, slot in enumerate(self.chain.slots):
+            if slot.name in self.taken and self.space(k).kind == SpaceKind.BOUND:
+                self.taken.remove(slot.name)
+                if self.values[k] != slot.name:
+                    raise ClusterCheckError(f"{slot.name!r} is not left where its caller has it")
+        for name in sorted(self.taken):
+            raise ClusterCheckError(f"{name!r} is in no bound space")
 
     def execute(self, timed: Timed, index: int) -> None:
         name = self.chain.segments[index].name
@@ -158,9 +179,13 @@ class _Values:
             raise _refuse(self.plan, timed, f"runs {name!r}, which belongs on {at!r}")
         if timed.span.end - timed.span.begin < int(seconds * _NS):
             raise _refuse(self.plan, timed, f"takes less than {seconds} s")
-        count = self.plan.cluster.node(self.work.program(task.program).node).count
-        self.operands(timed, self.chain.segments[index].arguments, read, count, is_read=True)
-        self.operands(timed, self.chain.segments[index].results, written, count, is_read=False)
+        node = self.plan.cluster.node(self.work.program(task.program).node)
+        segment = self.chain.segments[index]
+        for slot in (*segment.arguments, *segment.results):
+            if self.space(slot).tier != str(node.memory):
+                raise _refuse(self.plan, timed, f"works on {self.chain.slots[slot].name!r} afar")
+        self.operands(timed, segment.arguments, read, node.count, is_read=True)
+        self.operands(timed, segment.results, written, node.count, is_read=False)
 
     def follow(self, timed: Timed, program: Program, task: Task, k: int) -> None:
         """Runs of a node one at a time, those of a program in order, segments in order."""

@@ -85,7 +85,9 @@ class _Reading:
             if isinstance(e, Start | Exchange) and e.transfer not in on_chip
         }
         inside = [e for e in events if isinstance(e, Compute) or e.transfer in on_chip]
-        self._ends = [span.end for span in simulate(inside, machine).computes]
+        timeline = simulate(inside, machine)
+        self._ends = [span.end for span in timeline.computes]
+        self._end = timeline.step_time_s
         self._entry = {i.name: i for i in module.entry.instructions}
 
     def _is_inside(self, start: Start) -> bool:
@@ -97,11 +99,13 @@ class _Reading:
         seen: list[tuple[int, int]] = []  # Of the entry's instructions, when, and the segment.
         ends = iter(self._ends)
         closed = reached = 0.0
+        awaited = 0
 
-        def close() -> int:
-            """Ends a segment, if anything was computed since; returns how many there are."""
+        def close(after: int = 0) -> int:
+            """Ends a segment, if anything was computed since, or there are no more than `after`;
+            returns how many there are."""
             nonlocal closed
-            if reached > closed or not segments:
+            if reached > closed or len(segments) <= after:
                 segments.append(reached - closed)
                 closed = reached
             return len(segments)
@@ -114,10 +118,12 @@ class _Reading:
                         seen.append((self._ranges.time_of[self._entry[name].id], len(segments)))
                 case Start(transfer) | Exchange(transfer):
                     if transfer in self._own:
-                        begun[transfer] = _Begun(event, close())
+                        # What starts behind a done is not issued before that.
+                        begun[transfer] = _Begun(event, close(awaited))
                 case Done(transfer):
                     if transfer in self._own and begun[transfer].done is None:
-                        begun[transfer].done = close()
+                        begun[transfer].done = awaited = close()
+        reached = self._end
         close()
         traffic = self._traffic(begun, seen, len(segments))
         return tuple(segments), tuple(traffic)

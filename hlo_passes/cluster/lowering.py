@@ -93,7 +93,7 @@ class _Lowering:
             for t in p.traffic:
                 at = (memory + owns[p.name][0][t.name]) * node.count
                 size = own_bytes(t) * node.count
-                self.own[p.name, t.name] = self.build.slot(f"{p.name}/{t.name}", arena, at, size)
+                self.own[p.name, t.name] = self.build.slot(f"{p.name}: {t.name}", arena, at, size)
         for key, size in zip(rings, sizes, strict=True):
             name, _, k = key
             label = f"{name}[{k}] at {place}"

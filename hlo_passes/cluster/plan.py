@@ -86,7 +86,7 @@ class ClusterPlan:
     def wire_bytes(self) -> Mapping[str, int]:
         """Bytes that go over each wire in a replay; none where nothing does."""
         found: defaultdict[str, int] = defaultdict(int)
-        collectives = self._collective_bytes()
+        collectives = self.collective_bytes
         for timed in self.timed:
             match timed.descriptor.action:
                 case Copy() as copy:
@@ -99,8 +99,9 @@ class ClusterPlan:
                 found[wire] += size
         return dict(found)
 
-    def _collective_bytes(self) -> Mapping[str, int]:
-        """By the name of what is executed."""
+    @cached_property
+    def collective_bytes(self) -> Mapping[str, int]:
+        """Of each collective, by the name of what is executed."""
         return {
             f"{p.name}#{run}/{t.name}": t.bytes * self.cluster.node(p.node).count
             for p in self.work.programs

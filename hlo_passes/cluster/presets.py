@@ -110,23 +110,34 @@ def gpu_nodes(
     made: list[Node] = []
     wires: list[Wire] = []
     sources: list[tuple[str, str]] = []
+    own, each = gpu.host_link, gpus // parts
     for k in range(nodes):
-        host, nvlink, pcie = f"host{k}", f"nvlink{k}", f"pcie{k}"
+        host, nvlink, nic = f"host{k}", f"nvlink{k}", f"nic{k}"
+        made += [_host(host, gpu, gpus), Node(nvlink, 1)]
         for part in range(parts):
-            name = f"gpu{k}" if parts == 1 else f"gpu{k}-{part}"
+            mark = f"{k}" if parts == 1 else f"{k}-{part}"
+            pcie = Place(f"pcie{mark}", "")
             memory = (gpu.device_memory,)
-            made.append(Node(name, gpus // parts, memory, gpu, host, Place(pcie, ""), nvlink))
-        made += [_host(host, gpu, gpus), Node(nvlink, 1), Node(pcie, 1)]
-        # Each GPU has the width of its own link up to the host's memory.
-        own = gpu.host_link
-        ends = Place(pcie, ""), Place(host, "dram")
-        for source, destination in (ends, ends[::-1]):
-            speed = own.nominal_bytes_per_s, own.efficiency, 0.0
-            wires.append(Wire(source, destination, gpus, *speed, own.full_duplex))
-        if nodes > 1:
-            count = 1 if one_nic else gpus
-            wires += _nic(Place(pcie, ""), "network", count, _GPU_NIC[0])
-            sources += _nic_sources(pcie, "network", _GPU_NIC[1])
+            made += [
+                Node(f"gpu{mark}", each, memory, gpu, host, pcie, nvlink),
+                Node(pcie.node, 1),
+            ]
+            # Each GPU has the width of its own link up to the host's memory.
+            ends = pcie, Place(host, "dram")
+            for source, destination in (ends, ends[::-1]):
+                speed = own.nominal_bytes_per_s, own.efficiency, 0.0
+                wires.append(Wire(source, destination, each, *speed, own.full_duplex))
+            if nodes > 1 and one_nic:
+                speed = own.nominal_bytes_per_s, own.efficiency, 0.0
+                for ends in ((pcie, Place(nic, "")), (Place(nic, ""), pcie)):
+                    wires.append(Wire(*ends, 1, *speed, own.full_duplex))
+            elif nodes > 1:
+                wires += _nic(pcie, "network", each, _GPU_NIC[0])
+                sources += _nic_sources(str(pcie), "network", _GPU_NIC[1])
+        if nodes > 1 and one_nic:
+            made.append(Node(nic, 1))
+            wires += _nic(Place(nic, ""), "network", 1, _GPU_NIC[0])
+            sources += _nic_sources(nic, "network", _GPU_NIC[1])
     made += [Node("network", 1)] if nodes > 1 else []
     return Cluster(f"{nodes} x {gpus} {gpu.name}", _arranged(made), tuple(wires), tuple(sources))
 

@@ -5,11 +5,11 @@
     chips b               │ f0 │ b0 │ f1 │ b1 │
 
 Of all that could begin, what can begin first does, and is placed for good: a run of a program with
-all traffic of its own, or one leg of a flow. So while a flow looks for its moment, the transfers of
-the programs that are running are on the calendars of the wires already, and it goes into the gaps
-they leave. Of transfers that could begin at the same moment the one goes first that is read first:
-earliest deadline first (Liu and Layland, 1973), the deadline being when its reader would begin if
-it waited for nothing.
+all traffic of its own, or one leg of a flow; a run also before a leg that would still be under way
+when it begins. So while a flow looks for its moment, the transfers of the programs that run
+meanwhile are on the calendars of the wires already, and it goes into the gaps they leave. Of legs
+that could begin at the same moment the one goes first that is read first: earliest deadline first
+(Liu and Layland, 1973), the deadline being when its reader would begin if it waited for nothing.
 """
 
 from __future__ import annotations
@@ -141,18 +141,23 @@ class _Bytes:
     since: int
 
 
-class _Moving(NamedTuple):
-    flow: str
-    number: int
-
-
-class _Start(NamedTuple):
-    """Something that could begin: `urgency` decides between what could at the same moment."""
+class _Run(NamedTuple):
+    """A task that could begin."""
 
     begin: int
-    urgency: int
+    node: str
+    task: Task
+
+
+class _Leg(NamedTuple):
+    """A leg that could begin: `deadline` decides between what could at the same moment."""
+
+    begin: int
+    deadline: int
     name: str
-    what: Task | _Moving
+    number: int
+    end: int
+    slot: int
 
 
 @dataclass
@@ -174,7 +179,7 @@ class _Scheduler:
             name: [_Slots([0] * count) for count in ring.slots] for name, ring in self.rings.items()
         }
         self.at: dict[tuple[str, int], _Bytes] = {}
-        self.moving: list[_Moving] = []
+        self.moving: list[tuple[str, int]] = []
         self.flows = {flow.name: flow for flow in self.work.flows}
         for flow in self.work.flows:
             if not flow.source:
@@ -188,12 +193,15 @@ class _Scheduler:
 
     def run(self) -> Scheduled | None:
         """None where nothing can go on: an order that its slots do not allow."""
-        while starts := [*self._tasks(), *self._hands()]:
-            first = min(starts, key=lambda of: of[:3])
-            if isinstance(first.what, Task):
-                self._place_task(first.what, first.begin)
+        while True:
+            task = min(self._tasks(), default=None, key=lambda of: of[:2])
+            hand = min(self._hands(), default=None, key=lambda of: of[:3])
+            if task is not None and (hand is None or task.begin < hand.end):
+                self._place_task(task.task, task.begin)
+            elif hand is not None:
+                self._place_hand(hand)
             else:
-                self._place_hand(*first.what)
+                break
         if self.moving or any(self.next[node] < len(of) for node, of in self.orders.items()):
             return None
         # Sorting keeps the order of what begins at once, in which one was placed for the other.
@@ -204,13 +212,13 @@ class _Scheduler:
     def _least(self, task: Task) -> int:
         return sum(map(nanoseconds, self.work.program(task.program).segments))
 
-    def _tasks(self) -> Iterator[_Start]:
+    def _tasks(self) -> Iterator[_Run]:
         for node, order in self.orders.items():
             if self.next[node] < len(order):
                 task = order[self.next[node]]
                 begin = self._ready(task)
                 if begin is not None:
-                    yield _Start(begin, 0, node, task)
+                    yield _Run(begin, node, task)
 
     def _ready(self, task: Task) -> int | None:
         """When it could begin; None while that is not known."""
@@ -267,7 +275,7 @@ class _Scheduler:
             for flow in here:
                 self.at[flow.name, task.run] = _Bytes(0, written[flow.name], end)
                 if len(self.rings[flow.name].stops) > 1:
-                    self.moving.append(_Moving(flow.name, task.run))
+                    self.moving.append((flow.name, task.run))
             for flow, number, at in reads:
                 if flow.needed == k and flow.source:
                     self.slots[flow.name][at.stop].free[at.slot] = end
@@ -294,7 +302,7 @@ class _Scheduler:
         self.placed.append(Placed(own, self._take(leg, at, duration, rate)))
         return at + duration
 
-    def _hands(self) -> Iterator[_Start]:
+    def _hands(self) -> Iterator[_Leg]:
         for name, number in self.moving:
             found, ring = self.at[name, number], self.rings[name]
             slot = self.slots[name][found.stop + 1].best(found.since)
@@ -302,8 +310,9 @@ class _Scheduler:
                 continue
             leg = ring.legs[found.stop]
             rate = int(leg.bytes_per_s)
-            begin = self._first(leg, slot[1], self._duration(leg, ring.bytes, rate), rate)
-            yield _Start(begin, self._deadline(name, number), name, _Moving(name, number))
+            duration = self._duration(leg, ring.bytes, rate)
+            begin = self._first(leg, slot[1], duration, rate)
+            yield _Leg(begin, self._deadline(name, number), name, number, begin + duration, slot[0])
 
     def _deadline(self, name: str, number: int) -> int:
         """When its reader would begin, if it and all before it waited for nothing."""
@@ -315,22 +324,18 @@ class _Scheduler:
         task = Task(flow.destination, flow.reader(number))
         return self.free[node] + ahead[position[task]] - ahead[self.next[node]]
 
-    def _place_hand(self, name: str, number: int) -> None:
+    def _place_hand(self, of: _Leg) -> None:
+        name, number = of.name, of.number
         found, ring = self.at[name, number], self.rings[name]
-        here, there = self.slots[name][found.stop], self.slots[name][found.stop + 1]
-        slot = there.best(found.since)
-        assert slot is not None
-        leg, rate = ring.legs[found.stop], int(ring.legs[found.stop].bytes_per_s)
-        duration = self._duration(leg, ring.bytes, rate)
-        begin = self._first(leg, slot[1], duration, rate)
-        span = self._take(leg, begin, duration, rate)
-        hand = Hand(name, number, found.stop, found.slot, slot[0])
+        leg = ring.legs[found.stop]
+        span = self._take(leg, of.begin, of.end - of.begin, int(leg.bytes_per_s))
+        hand = Hand(name, number, found.stop, found.slot, of.slot)
         self.placed.append(Placed(hand, span))
-        there.free[slot[0]] = None
-        here.free[found.slot] = span.end
-        self.at[name, number] = _Bytes(found.stop + 1, slot[0], span.end)
+        self.slots[name][found.stop].free[found.slot] = span.end
+        self.slots[name][found.stop + 1].free[of.slot] = None
+        self.at[name, number] = _Bytes(found.stop + 1, of.slot, span.end)
         if found.stop + 1 == len(ring.legs):
-            self.moving.remove(_Moving(name, number))
+            self.moving.remove((name, number))
 
     def _duration(self, leg: Leg, size: int, rate: int) -> int:
         return nanoseconds(leg.latency_s) + -(-size * NANOSECONDS // rate)

@@ -112,14 +112,16 @@ class _Search:
         return self._known[key]
 
     def _starts(self) -> Iterator[Delays]:
-        """Delays by how many flows lead to a program from the first one of its node: none; half a
-        run for each flow on the way and its own, which is one forward, one backward; up to two,
-        which hides as long a transfer behind each stage; and all runs, which is GPipe."""
+        """Delays by how many flows lead to a program from the first one of its node: half a run for
+        each flow on the way and its own, which is one forward, one backward; up to two, which hides
+        as long a transfer behind each stage; all runs, which is GPipe. And no more of each than
+        some number, for where slots are few."""
         steps = self._steps()
-        for share in (0.0, 0.5, 0.75, 1.0, 1.5, 2.0):
-            yield {name: round(share * (n + 1)) if n else 0 for name, n in steps.items()}
         most = max(p.runs for p in self._work.programs)
-        yield {name: most if n else 0 for name, n in steps.items()}
+        for share in (0.5, 0.75, 1.0, 1.5, 2.0, most):
+            due = {name: max(1, round(share * (n + 1))) if n else 0 for name, n in steps.items()}
+            for bits in range(most.bit_length() + 1):
+                yield {name: min(delay, 1 << bits) for name, delay in due.items()}
 
     def _steps(self) -> Mapping[str, int]:
         """How many flows further down each program is than the first one of its node."""

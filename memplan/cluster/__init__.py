@@ -12,10 +12,15 @@ What the words mean, `hlo_passes.cluster` says: a cluster in `cluster`, work in 
 
 from hlo_passes.cluster.check import check
 from hlo_passes.cluster.cluster import Cluster, Node, Place, Wire
+from hlo_passes.cluster.compiled import program_of
 from hlo_passes.cluster.plan import ClusterPlan
 from hlo_passes.cluster.presets import gpu_nodes, over_network, tpu_slice, workstation
+from hlo_passes.cluster.projection import chain_of
 from hlo_passes.cluster.search import plan_cluster as plan
+from hlo_passes.cluster.windows import text, windows
 from hlo_passes.cluster.work import Flow, Program, State, Traffic, Work, pipeline
+from memplan.cluster.files import read_work
+from memplan.cluster.report import render_trace
 from memplan.cluster.running import run
 
 __all__ = [
@@ -29,12 +34,18 @@ __all__ = [
     "Traffic",
     "Wire",
     "Work",
+    "chain_of",
     "check",
     "gpu_nodes",
     "over_network",
     "pipeline",
     "plan",
+    "program_of",
+    "read_work",
+    "render_trace",
     "run",
+    "text",
     "tpu_slice",
+    "windows",
     "workstation",
 ]

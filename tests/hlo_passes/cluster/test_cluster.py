@@ -144,9 +144,9 @@ def test_gpus_of_a_node_use_nvlink_and_those_of_others_their_nics():
     assert [w.destination.node for leg in near for w in leg.wires] == ["nvlink0", "gpu0-1"]
     # Past the host's memory, and over the GPU's own PCIe link.
     assert [w.destination.node for leg in far for w in leg.wires] == [
-        "pcie0",
+        "pcie0-0",
         "network",
-        "pcie1",
+        "pcie1-1",
         "gpu1-1",
     ]
     assert len(far) == 1

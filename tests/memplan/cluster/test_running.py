@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.cluster_works import chips_of, training, two_slices
 from hlo_passes.errors import ClusterError
 from memplan import cluster
-from tests.hlo_passes.cluster.pipelines import chips_of, training, two_slices
 
 WIDTH, ROWS, MICROBATCHES = 64, 16, 6
 ACTIVATION, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH

@@ -1,4 +1,4 @@
-"""Small works and clusters to test with."""
+"""Small works on small clusters, which mutants and tests begin with."""
 
 from __future__ import annotations
 
