@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hlo_passes.chains import check as chains
-from hlo_passes.chains.chain import Copy, Execute, Slot, Space, SpaceKind, extent, touched
+from hlo_passes.chains.chain import Copy, Execute, Extent, Space, SpaceKind, extent, touched
 from hlo_passes.cluster.cluster import Place, Wire
 from hlo_passes.cluster.plan import ClusterPlan, Timed
 from hlo_passes.cluster.work import MARK, Flow, Operand, Program, Task, Traffic, begun
@@ -89,8 +89,10 @@ class _Values:
 
     def __init__(self, plan: ClusterPlan) -> None:
         self.plan, self.chain, self.work = plan, plan.chain, plan.work
-        self.overlapping = _overlapping(plan.chain.slots)
-        self.values = [_NOTHING] * len(plan.chain.slots)
+        # Values lie in extents; several slots may have the same one.
+        self.extents = [extent(plan.chain.slots, k) for k in range(len(plan.chain.slots))]
+        self.overlapping = _overlapping(self.extents)
+        self.values = dict.fromkeys(self.extents, _NOTHING)
         # What the caller hands in, and what it looks for in the end: states are both.
         self.given, self.taken = set[str](), set[str]()
         self.declare()
@@ -130,11 +132,12 @@ class _Values:
         return self.chain.spaces[self.chain.slots[slot].space]
 
     def put(self, slot: int, value: str) -> None:
-        own = extent(self.chain.slots, slot)
-        for other in self.overlapping[slot]:
-            is_same = extent(self.chain.slots, other) == own
-            self.values[other] = value if is_same else _NOTHING
-        self.values[slot] = value
+        for other in self.overlapping[self.extents[slot]]:
+            self.values[other] = _NOTHING
+        self.values[self.extents[slot]] = value
+
+    def held(self, slot: int) -> str:
+        return self.values[self.extents[slot]]
 
     def check(self) -> None:
         for timed in self.plan.timed:
@@ -143,7 +146,7 @@ class _Values:
                     sizes = {self.chain.slots[k].bytes for k in (source, destination)}
                     if start or end or sizes != {size}:
                         raise _refuse(self.plan, timed, "copies a part of a slot")
-                    self.put(destination, self.values[source])
+                    self.put(destination, self.held(source))
                 case Execute(segment):
                     self.execute(timed, segment)
                 case _:
@@ -153,7 +156,7 @@ class _Values:
         for k, slot in enumerate(self.chain.slots):
             if slot.name in self.taken and self.space(k).kind == SpaceKind.BOUND:
                 self.taken.remove(slot.name)
-                if self.values[k] != slot.name:
+                if self.held(k) != slot.name:
                     raise ClusterCheckError(f"{slot.name!r} is not left where its caller has it")
         for name in sorted(self.taken):
             raise ClusterCheckError(f"{name!r} is in no bound space")
@@ -212,8 +215,8 @@ class _Values:
         if found != (sizes := [self.size(of, count) for of in expected]):
             raise _refuse(self.plan, timed, f"has operands of {found} bytes, expected {sizes}")
         for slot, operand in zip(slots, expected, strict=True):
-            if is_read and self.values[slot] != operand.value:
-                value = self.values[slot]
+            if is_read and self.held(slot) != operand.value:
+                value = self.held(slot)
                 raise _refuse(self.plan, timed, f"reads {value}, and should read {operand.value}")
             if not is_read:
                 self.put(slot, operand.value)
@@ -228,16 +231,16 @@ class _Values:
                 return next(state.bytes for state in self.work.states if state.name == name)
 
 
-def _overlapping(slots: Sequence[Slot]) -> Sequence[Sequence[int]]:
-    """For each slot the others that have some of its bytes."""
-    found: list[list[int]] = [[] for _ in slots]
-    order = sorted(range(len(slots)), key=lambda k: extent(slots, k))
-    for at, k in enumerate(order):
-        for other in order[at + 1 :]:
-            if not extent(slots, other).overlaps(extent(slots, k)):
+def _overlapping(extents: Iterable[Extent]) -> Mapping[Extent, Sequence[Extent]]:
+    """For each extent the others that have some of its bytes."""
+    order = sorted(set(extents))
+    found: dict[Extent, list[Extent]] = {of: [] for of in order}
+    for k, of in enumerate(order):
+        for other in order[k + 1 :]:
+            if not other.overlaps(of):
                 break
-            found[k].append(other)
-            found[other].append(k)
+            found[of].append(other)
+            found[other].append(of)
     return found
 
 
@@ -323,7 +326,8 @@ def _check_memory(plan: ClusterPlan) -> None:
         if size > capacity:
             raise ClusterCheckError(f"{tier} has {capacity} bytes, and {size} are taken")
     used = {slot for d in plan.chain.descriptors for slot in touched(d.action, plan.chain.segments)}
-    overlapping = _overlapping(plan.chain.slots)
+    extents = [extent(plan.chain.slots, k) for k in range(len(plan.chain.slots))]
+    overlapping = _overlapping(extents)
     for node in plan.cluster.chips:
         need = max((p.memory_bytes for p in plan.work.programs if p.node == node.name), default=0)
         name = f"{node.name}: programs"
@@ -332,5 +336,5 @@ def _check_memory(plan: ClusterPlan) -> None:
         if need and (len(has) != 1 or has[0] < need * node.count):
             raise ClusterCheckError(f"programs of {node.name} have not {need} bytes a chip")
         for k in found:
-            if k in used or overlapping[k]:
+            if k in used or overlapping[extents[k]] or extents.count(extents[k]) > 1:
                 raise ClusterCheckError(f"{name!r} is touched by others")

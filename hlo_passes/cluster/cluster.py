@@ -102,11 +102,11 @@ class Wire:
     latency_s: float
     full_duplex: bool
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.source}->{self.destination}"
 
-    @property
+    @cached_property
     def medium(self) -> str:
         """Wires of one medium share its bandwidth."""
         if self.full_duplex:

@@ -33,9 +33,9 @@ def program_of(module: Module, machine: Machine, *, name: str, node: str, runs: 
     """Reads a scheduled module, XLA's own or one that a plan was written into, as a program.
 
     Its segments are what it computes between the starts and dones of its transfers from and to the
-    host and of its asynchronous collectives; a synchronous one computes. Prefetches into the chip's
-    own memory are no traffic, and what is waited for them belongs to the segment. A loop that moves
-    bytes is taken apart into its iterations.
+    host, and of its collectives. Prefetches into the chip's own memory are no traffic, and what is
+    waited for them belongs to the segment. A loop that moves bytes is taken apart into its
+    iterations.
 
     What a transfer brings stays in a slot until its last reader in the entry has run; in a loop,
     until it has arrived. Slices that a loop stores, and another one fetches, are taken to be there.
@@ -48,7 +48,8 @@ def program_of(module: Module, machine: Machine, *, name: str, node: str, runs: 
       MalformedModuleError: when the module is not scheduled, or a done has no start.
       NotOnMachineError: when the machine has no link for a transfer.
     """
-    events = [*schedule_events(module, instruction_costs(module, machine), machine)]
+    costs = instruction_costs(module, machine)
+    events = [*schedule_events(module, costs, machine, with_synchronous=True)]
     ranges = compute_live_ranges(analyze_dataflow(module))
     reading = _Reading(module, machine, ranges, events)
     segments, traffic = reading.run()

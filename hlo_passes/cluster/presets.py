@@ -87,7 +87,13 @@ def tpu_slice(topology: str, parts: str = "", *, name: str = "") -> Cluster:
 
 
 def gpu_nodes(
-    machine: str, nodes: int = 1, gpus: int = 8, *, parts: int = 1, one_nic: bool = False
+    machine: str,
+    nodes: int = 1,
+    gpus: int = 8,
+    *,
+    parts: int = 1,
+    one_nic: bool = False,
+    name: str = "",
 ) -> Cluster:
     """Servers of GPUs joined by NVLink, and by NICs to each other.
 
@@ -99,6 +105,7 @@ def gpu_nodes(
       nodes, gpus: how many servers, and GPUs in each.
       parts: into how many nodes the GPUs of a server are cut, each for a program of its own.
       one_nic: one NIC a server instead of one a GPU.
+      name: what the names of all nodes begin with.
 
     Raises:
       UnknownMachineError: when the library has no such machine.
@@ -112,14 +119,14 @@ def gpu_nodes(
     sources: list[tuple[str, str]] = []
     own, each = gpu.host_link, gpus // parts
     for k in range(nodes):
-        host, nvlink, nic = f"host{k}", f"nvlink{k}", f"nic{k}"
+        host, nvlink, nic = (f"{name}{of}{k}" for of in ("host", "nvlink", "nic"))
         made += [_host(host, gpu, gpus), Node(nvlink, 1)]
         for part in range(parts):
             mark = f"{k}" if parts == 1 else f"{k}-{part}"
-            pcie = Place(f"pcie{mark}", "")
+            pcie = Place(f"{name}pcie{mark}", "")
             memory = (gpu.device_memory,)
             made += [
-                Node(f"gpu{mark}", each, memory, gpu, host, pcie, nvlink),
+                Node(f"{name}gpu{mark}", each, memory, gpu, host, pcie, nvlink),
                 Node(pcie.node, 1),
             ]
             # Each GPU has the width of its own link up to the host's memory.

@@ -78,17 +78,18 @@ def own_slots(program: Program) -> tuple[Mapping[str, int], int]:
     First fit in the order in which they are needed; those of the same segments lie apart.
     """
     offsets: dict[str, int] = {}
-    placed: list[tuple[int, int, tuple[int, int]]] = []
+    # Offsets of what is still held, and until which segment.
+    held: list[tuple[int, int, int]] = []
     most = 0
     for t in sorted(program.traffic, key=lambda t: (t.held[0], -t.bytes, t.name)):
         size, at = -(-own_bytes(t) // ALIGNMENT) * ALIGNMENT, 0
-        for begin, end, held in sorted(placed, key=lambda of: of[:2]):
-            if held[0] < t.held[1] and t.held[0] < held[1]:
-                if begin - at >= size:
-                    break
-                at = max(at, end)
+        held = [of for of in held if of[2] > t.held[0]]
+        for begin, end, _ in sorted(held):
+            if begin - at >= size:
+                break
+            at = max(at, end)
         offsets[t.name] = at
-        placed.append((at, at + size, t.held))
+        held.append((at, at + size, t.held[1]))
         most = max(most, at + size)
     return offsets, most
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -160,6 +160,25 @@ class _Leg(NamedTuple):
     slot: int
 
 
+class _Way(NamedTuple):
+    """What a transfer takes of which calendars, for how many nanoseconds."""
+
+    calendars: Sequence[Calendar]
+    rates: Sequence[int]
+    duration: int
+    wires: tuple[str, ...]
+    bytes_per_s: int
+
+    def first(self, begin: int) -> int:
+        return first_free(self.calendars, begin, self.duration, self.rates)
+
+    def take(self, begin: int) -> Span:
+        end = begin + self.duration
+        for calendar, rate in zip(self.calendars, self.rates, strict=True):
+            calendar.take(begin, end, rate)
+        return Span(begin, end, self.wires, self.bytes_per_s)
+
+
 @dataclass
 class _Scheduler:
     network: Network
@@ -173,6 +192,18 @@ class _Scheduler:
     def __post_init__(self) -> None:
         self.calendars = {name: Calendar(of) for name, of in self.network.capacities.items()}
         self.streams = {}
+        self.ways = {
+            name: [self._way_of(leg, ring.bytes) for leg in ring.legs]
+            for name, ring in self.rings.items()
+        }
+        self.own = {
+            (program.name, traffic.name): self._own_way(program, traffic)
+            for program in self.work.programs
+            for traffic in program.traffic
+        }
+        programs = self.work.programs
+        self.starts = {p.name: _grouped(p.traffic, lambda t: t.start) for p in programs}
+        self.dones = {p.name: _grouped(p.traffic, lambda t: t.done) for p in programs}
         self.next = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, 0)
         self.slots = {
@@ -189,6 +220,9 @@ class _Scheduler:
             node: list(accumulate((self._least(task) for task in order), initial=0))
             for node, order in self.orders.items()
         }
+        tasks = [task for order in self.orders.values() for task in order]
+        self.reads = {task: list(self.work.read_by(task)) for task in tasks}
+        self.writes = {task: list(self.work.written_by(task)) for task in tasks}
         self.position = {task: k for order in self.orders.values() for k, task in enumerate(order)}
 
     def run(self) -> Scheduled | None:
@@ -224,13 +258,13 @@ class _Scheduler:
         """When it could begin; None while that is not known."""
         program = self.work.program(task.program)
         begin = self.free[program.node]
-        for flow, number in self.work.read_by(task):
+        for flow, number in self.reads[task]:
             found = self._arrived(flow, number)
             if found is None:
                 return None
             if flow.needed == 0:
                 begin = max(begin, found.since)
-        for flow in self.work.written_by(task):
+        for flow in self.writes[task]:
             slot = self.slots[flow.name][0].best(begin)
             if slot is None:
                 return None
@@ -245,20 +279,17 @@ class _Scheduler:
 
     def _place_task(self, task: Task, begin: int) -> None:
         program = self.work.program(task.program)
-        reads = [
-            (flow, number, self.at[flow.name, number]) for flow, number in self.work.read_by(task)
-        ]
+        reads = [(flow, number, self.at[flow.name, number]) for flow, number in self.reads[task]]
         written: dict[str, int] = {}
         ended: dict[str, int] = {}
         now, end = begin, begin
         for k, seconds in enumerate(program.segments):
-            for traffic in program.traffic:
-                if traffic.start == k:
-                    ended[traffic.name] = self._place_own(Own(task, traffic), now)
-            begins = [ended[t.name] for t in program.traffic if t.done == k]
+            for traffic in self.starts[task.program].get(k, ()):
+                ended[traffic.name] = self._place_own(Own(task, traffic), now)
+            begins = [ended[t.name] for t in self.dones[task.program].get(k, ())]
             begins += [of.since for flow, _, of in reads if flow.needed == k]
             now = max([now, *begins])
-            here = [f for f in self.work.written_by(task) if self.work.written_in(f) == k]
+            here = [f for f in self.writes[task] if self.work.written_in(f) == k]
             for flow in here:
                 found = self.slots[flow.name][0].best(now)
                 assert found is not None  # `_ready` has seen it.
@@ -281,9 +312,8 @@ class _Scheduler:
                     self.slots[flow.name][at.stop].free[at.slot] = end
                     del self.at[flow.name, number]
             now = end
-        for traffic in program.traffic:
-            if traffic.start == len(program.segments):
-                ended[traffic.name] = self._place_own(Own(task, traffic), now)
+        for traffic in self.starts[task.program].get(len(program.segments), ()):
+            ended[traffic.name] = self._place_own(Own(task, traffic), now)
         self.free[program.node] = max([now, *ended.values()])
         self.next[program.node] += 1
 
@@ -291,28 +321,20 @@ class _Scheduler:
 
     def _place_own(self, own: Own, begin: int) -> int:
         """Returns when it has ended."""
-        leg, size = self.network.own(own.task.program, own.traffic.name)
-        rate, duration = int(leg.bytes_per_s), nanoseconds(own.traffic.seconds)
-        if own.traffic.is_collective:
-            rate = min(rate, -(-size * NANOSECONDS // max(duration, 1)))
-            duration = max(duration, -(-size * NANOSECONDS // rate))
-        else:
-            duration = self._duration(leg, size, rate)
-        at = self._first(leg, begin, duration, rate)
-        self.placed.append(Placed(own, self._take(leg, at, duration, rate)))
-        return at + duration
+        way = self.own[own.task.program, own.traffic.name]
+        begin = way.first(begin)
+        self.placed.append(Placed(own, way.take(begin)))
+        return begin + way.duration
 
     def _hands(self) -> Iterator[_Leg]:
         for name, number in self.moving:
-            found, ring = self.at[name, number], self.rings[name]
+            found = self.at[name, number]
             slot = self.slots[name][found.stop + 1].best(found.since)
             if slot is None:
                 continue
-            leg = ring.legs[found.stop]
-            rate = int(leg.bytes_per_s)
-            duration = self._duration(leg, ring.bytes, rate)
-            begin = self._first(leg, slot[1], duration, rate)
-            yield _Leg(begin, self._deadline(name, number), name, number, begin + duration, slot[0])
+            way = self.ways[name][found.stop]
+            begin, deadline = way.first(slot[1]), self._deadline(name, number)
+            yield _Leg(begin, deadline, name, number, begin + way.duration, slot[0])
 
     def _deadline(self, name: str, number: int) -> int:
         """When its reader would begin, if it and all before it waited for nothing."""
@@ -326,35 +348,47 @@ class _Scheduler:
 
     def _place_hand(self, of: _Leg) -> None:
         name, number = of.name, of.number
-        found, ring = self.at[name, number], self.rings[name]
-        leg = ring.legs[found.stop]
-        span = self._take(leg, of.begin, of.end - of.begin, int(leg.bytes_per_s))
+        found, slots = self.at[name, number], self.slots[name]
+        span = self.ways[name][found.stop].take(of.begin)
         hand = Hand(name, number, found.stop, found.slot, of.slot)
         self.placed.append(Placed(hand, span))
-        self.slots[name][found.stop].free[found.slot] = span.end
-        self.slots[name][found.stop + 1].free[of.slot] = None
+        slots[found.stop].free[found.slot] = span.end
+        slots[found.stop + 1].free[of.slot] = None
         self.at[name, number] = _Bytes(found.stop + 1, of.slot, span.end)
-        if found.stop + 1 == len(ring.legs):
+        if found.stop + 1 == len(self.ways[name]):
             self.moving.remove((name, number))
 
-    def _duration(self, leg: Leg, size: int, rate: int) -> int:
-        return nanoseconds(leg.latency_s) + -(-size * NANOSECONDS // rate)
+    # Ways.
 
-    def _first(self, leg: Leg, begin: int, duration: int, rate: int) -> int:
-        calendars, rates = self._taken(leg, rate)
-        return first_free(calendars, begin, duration, rates)
+    def _way_of(self, leg: Leg, size: int) -> _Way:
+        rate = int(leg.bytes_per_s)
+        duration = nanoseconds(leg.latency_s) + -(-size * NANOSECONDS // rate)
+        return self._taking(leg, rate, duration)
 
-    def _take(self, leg: Leg, begin: int, duration: int, rate: int) -> Span:
-        for calendar, of in zip(*self._taken(leg, rate), strict=True):
-            calendar.take(begin, begin + duration, of)
-        return Span(begin, begin + duration, tuple(wire.name for wire in leg.wires), rate)
+    def _own_way(self, program: Program, traffic: Traffic) -> _Way:
+        leg, size = self.network.own(program.name, traffic.name)
+        if not traffic.is_collective:
+            return self._way_of(leg, size)
+        least = nanoseconds(traffic.seconds)
+        rate = min(int(leg.bytes_per_s), -(-size * NANOSECONDS // max(least, 1)))
+        return self._taking(leg, rate, max(least, -(-size * NANOSECONDS // rate)))
 
-    def _taken(self, leg: Leg, rate: int) -> tuple[list[Calendar], list[int]]:
-        """What a transfer takes: of each medium its rate, and all of its stream."""
+    def _taking(self, leg: Leg, rate: int, duration: int) -> _Way:
+        """It takes its rate of each medium, and all of its stream."""
         media = Counter(wire.medium for wire in leg.wires)
         stream = self.streams.setdefault((leg.source, leg.destination), Calendar(1))
         calendars = [*(self.calendars[medium] for medium in media), stream]
-        return calendars, [*(rate * count for count in media.values()), 1]
+        rates = [*(rate * count for count in media.values()), 1]
+        return _Way(calendars, rates, duration, tuple(wire.name for wire in leg.wires), rate)
+
+
+def _grouped(
+    traffic: Iterable[Traffic], key: Callable[[Traffic], int]
+) -> Mapping[int, Sequence[Traffic]]:
+    found: dict[int, list[Traffic]] = {}
+    for t in traffic:
+        found.setdefault(key(t), []).append(t)
+    return found
 
 
 def place(

@@ -51,12 +51,13 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Window:
-    """Nanoseconds `begin` to `end` of the clock, half-open; see the module.
+    """Nanoseconds `begin` to `end` of the clock, half-open; windows are numbered from 0.
 
     Attributes:
       released: slots whose bytes are dead from some moment of it on.
     """
 
+    number: int
     begin: int
     end: int
     computing: list[Computing] = field(default_factory=list[Computing])
@@ -74,7 +75,7 @@ def windows(plan: ClusterPlan) -> Sequence[Window]:
     begins = {t.span.begin for t in plan.timed if not t.span.wires} | {0}
     last = max((t.span.end for t in plan.timed), default=0)
     moments = [*sorted(begins - {last}), last]
-    made = [Window(a, b) for a, b in pairwise(moments)]
+    made = [Window(n, a, b) for n, (a, b) in enumerate(pairwise(moments))]
     collectives = plan.collective_bytes
     for timed in plan.timed:
         name, stream = described(plan, timed.descriptor.action), _stream(plan, timed)
@@ -109,9 +110,9 @@ def text(made: Sequence[Window]) -> str:
     """Writes windows, a line for each thing that happens. What is waited for of the replay before
     has a ``'``, as in the text of chains."""
     lines: list[str] = []
-    for n, window in enumerate(made):
+    for window in made:
         begin, end = _at(window.begin), _at(window.end)
-        lines.append(f"window {n}, {begin} to {end} ms")
+        lines.append(f"window {window.number}, {begin} to {end} ms")
         lines += (
             f"  computes  {of.name} on {of.node}, {format_seconds(of.ns / NANOSECONDS)}"
             + ("" if of.is_new else ", goes on")

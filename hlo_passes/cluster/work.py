@@ -19,7 +19,7 @@ Bytes of flows and states are of all chips of the node together; bytes of progra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -249,10 +249,8 @@ class Work:
         for flow, number in self.read_by(task):
             if flow.needed == segment:
                 yield Operand(f"{flow.name}#{number}", flow)
-        for t in program.traffic:
-            # Those between the first and the last read it on the same stream.
-            if not t.leaves and segment in (t.done, t.end - 1):
-                yield Operand(self.value(task, t), t)
+        for t in self._brought[program.name].get(segment, ()):
+            yield Operand(self.value(task, t), t)
 
     def results(self, task: Task, segment: int) -> Iterator[Operand]:
         """What a segment of a run writes: flows, states, and what its program's traffic takes."""
@@ -262,18 +260,43 @@ class Work:
                 yield Operand(f"{flow.name}#{task.run}", flow)
         if segment + 1 == len(program.segments):
             yield from (Operand(name, name) for name in program.writes)
-        for t in program.traffic:
-            if segment + 1 == t.start and (t.leaves or t.is_collective):
-                yield Operand(begun(task, t) if t.is_collective else self.value(task, t), t)
+        for t in self._sent[program.name].get(segment, ()):
+            yield Operand(begun(task, t) if t.is_collective else self.value(task, t), t)
+
+    @cached_property
+    def _brought(self) -> Mapping[str, Mapping[int, Sequence[Traffic]]]:
+        """What a program's traffic brought, by the segments that are the first and last to read it:
+        those between them are on the same stream."""
+        found: dict[str, dict[int, list[Traffic]]] = {p.name: {} for p in self.programs}
+        for p in self.programs:
+            for t in p.traffic:
+                for k in dict.fromkeys((t.done, t.end - 1)):
+                    if not t.leaves:
+                        found[p.name].setdefault(k, []).append(t)
+        return found
+
+    @cached_property
+    def _sent(self) -> Mapping[str, Mapping[int, Sequence[Traffic]]]:
+        """What a program's traffic takes from the device, by the segment that makes it."""
+        found: dict[str, dict[int, list[Traffic]]] = {p.name: {} for p in self.programs}
+        for p in self.programs:
+            for t in p.traffic:
+                if t.leaves or t.is_collective:
+                    found[p.name].setdefault(t.start - 1, []).append(t)
+        return found
+
+    @cached_property
+    def _stored(self) -> Mapping[str, Set[str]]:
+        """What of the host each program writes itself, by name."""
+        return {p.name: {t.of for t in p.traffic if t.leaves} for p in self.programs}
 
     def value(self, task: Task, traffic: Traffic) -> str:
         """What its program's traffic brings or takes: of what the host has from the beginning, the
         same in each run."""
         if traffic.is_collective:
             return f"{task}/{traffic.name}"
-        program = self.program(task.program)
-        made = any(t.of == traffic.of and t.leaves for t in program.traffic)
-        return f"{task if made else task.program}/{traffic.of}"
+        is_stored = traffic.of in self._stored[task.program]
+        return f"{task if is_stored else task.program}/{traffic.of}"
 
     def check(self, cluster: Cluster) -> None:
         """
