@@ -41,10 +41,13 @@ from hlo_passes.cluster.routes import route
 from hlo_passes.cluster.search import orders_of, plan_cluster
 from hlo_passes.cluster.windows import text, windows
 from hlo_passes.cluster.work import Flow, Program, Work, pipeline
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Module
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.report.tables import Column, Table
+from models.configs import CONFIGS
 
 _SLICES = {
     "v5e:2x2": ((2, 2), "llama-160m", 8, 1024),
@@ -55,6 +58,7 @@ _SLICES = {
 """Mesh, model, sequences and tokens of each."""
 
 _STAGES, _LAYERS, _SEQUENCES, _TOKENS = 8, 4, 8, 2048
+_MICROBATCHES = 16, 32
 _WIDTH, _HEADS, _KV_HEADS, _HEAD, _MLP = 4096, 32, 8, 128, 14336
 
 _PIPELINES: Mapping[str, tuple[Callable[[], Cluster], Mapping[str, str]]] = {
@@ -81,7 +85,6 @@ _PIPELINES: Mapping[str, tuple[Callable[[], Cluster], Mapping[str, str]]] = {
 def _define() -> None:
     kinds = ["slice", "pipeline", "serving"]
     flags.DEFINE_multi_enum("only", kinds, kinds, "which")
-    flags.DEFINE_multi_integer("microbatches", [16, 32], "of the pipelines")
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
@@ -89,15 +92,10 @@ def _rows(rows: Rows) -> Iterator[Row]:
         case = {"kind": "slice", "slice": name, "model": _SLICES[name][1]}
         yield rows.of(case, lambda name=name: found_apart(_slice, name, timeout_s=1800))
     for name in _PIPELINES if "pipeline" in FLAGS.only else ():
-        for count in FLAGS.microbatches:
-            case = {"kind": "pipeline", "cluster": name, "microbatches": count}
-            yield rows.of(
-                case, lambda n=name, c=count: found_apart(_pipeline, n, c, timeout_s=1800)
-            )
+        case = {"kind": "pipeline", "cluster": name}
+        yield rows.of(case, lambda name=name: found_apart(_pipeline, name, timeout_s=1800))
     if "serving" in FLAGS.only:
-        for every in (3, 4, 6):
-            case = {"kind": "serving", "every": every}
-            yield rows.of(case, lambda of=every: found_apart(_serving, of, timeout_s=1800))
+        yield rows.of({"kind": "serving"}, lambda: found_apart(_serving, timeout_s=1800))
 
 
 # --- slices -----------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ def _stage(machine: str, sequences: int) -> tuple[Any, Any]:
     return forward.module, backward.compile().module
 
 
-def _pipeline(name: str, microbatches: int) -> Row:
+def _pipeline(name: str) -> Row:
     make, machines = _PIPELINES[name]
     cluster = make()
     stages: dict[tuple[str, int], tuple[Any, Any]] = {}
@@ -206,6 +204,15 @@ def _pipeline(name: str, microbatches: int) -> Row:
         assert node.machine is not None
         for kind, module, made in zip("fb", stages[key], (forward, backward), strict=True):
             made.append(program_of(module, node.machine, name=f"{kind}{s}", node=node.name))
+    return {
+        "rows": [_compared(cluster, forward, backward, count) for count in _MICROBATCHES],
+        "forward_s": [sum(p.segments) for p in forward],
+    }
+
+
+def _compared(
+    cluster: Cluster, forward: Sequence[Program], backward: Sequence[Program], microbatches: int
+) -> Row:
     size = _SEQUENCES * _TOKENS * _WIDTH * 2
     work = pipeline(
         forward,
@@ -226,6 +233,7 @@ def _pipeline(name: str, microbatches: int) -> Row:
         held = max(found.held[str(n.memory)] // n.count for n in cluster.chips)
         usual[way] = {"step_s": found.step_time_s, "held": held}
     return {
+        "microbatches": microbatches,
         "planned": {"step_s": plan.step_time_s, "held": _held(plan)},
         **usual,
         "bound_s": _bound_s(cluster, work),
@@ -286,16 +294,16 @@ def _bound_s(cluster: Cluster, work: Work) -> float:
 
 _MODEL, _MODEL_LAYERS, _PROMPT, _BATCH, _PREFILLS = "llama2-7b-8l", 8, 512, 8, 8
 
+_EVERY = 3, 4, 6
+
 _STREAMED = 64 << 20
 """Bytes that the decode step's budget is below what it takes with everything on the device."""
 
 
-def _serving(every: int) -> Row:
-    """A prompt every so many steps of decode."""
+def _serving() -> Row:
     from memplan.api import jit
     from memplan.demo import HOST_BYTES
     from memplan.topologies import topology
-    from models.configs import CONFIGS
     from models.workloads import decode, prefill
 
     target = topology("v5e").with_host_memory(HOST_BYTES)
@@ -306,11 +314,15 @@ def _serving(every: int) -> Row:
     whole = jit(function, machine=target, donate_argnames="cache").lower(*args).compile()
     budget = whole.device_bytes - _STREAMED
     step = jit(function, hbm=budget, machine=target, donate_argnames="cache").lower(*args).compile()
-    machine = target.machine
-    decoding = program_of(
-        step.module, machine, name="decode", node="b", runs=every * (_PREFILLS + 1)
-    )
-    plain = program_of(first.module, machine, name="prefill", node="a", runs=_PREFILLS)
+    modules = first.module, step.module
+    return {"rows": [_served(cluster, target.machine, *modules, every) for every in _EVERY]}
+
+
+def _served(cluster: Cluster, machine: Machine, first: Module, step: Module, every: int) -> Row:
+    """A prompt every so many steps of decode."""
+    runs = every * (_PREFILLS + 1)
+    decoding = program_of(step, machine, name="decode", node="b", runs=runs)
+    plain = program_of(first, machine, name="prefill", node="a", runs=_PREFILLS)
     # Its layers are alike: each ends when its part of the step has passed.
     layers = (sum(plain.segments) / _MODEL_LAYERS,) * _MODEL_LAYERS
     prefilling = replace(plain, segments=layers, traffic=())
@@ -330,7 +342,8 @@ def _serving(every: int) -> Row:
     assert usual is not None
     into = next(w for w in cluster.wires if w.name == "b-host.dram->b.hbm")
     return {
-        "runs": decoding.runs,
+        "every": every,
+        "runs": runs,
         "streamed": sum(t.bytes for t in decoding.traffic if t.source == "host"),
         "kv": size * _MODEL_LAYERS // cluster.node("b").count,
         "alone_s": alone.step_time_s,
@@ -345,15 +358,12 @@ def _serving(every: int) -> Row:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    of = {
-        kind: [row for row in rows if row["kind"] == kind and "failure" not in row]
-        for kind in ("slice", "pipeline", "serving")
-    }
-    return [
-        _slices_table(of["slice"]),
-        _pipelines_table(of["pipeline"]),
-        _serving_table(of["serving"]),
-    ]
+    of: dict[str, list[Row]] = {"slice": [], "pipeline": [], "serving": []}
+    for row in rows:
+        if "failure" not in row:
+            of[row["kind"]] += [{**row, **more} for more in row.get("rows", [{}])]
+    tables = zip((_slices_table, _pipelines_table, _serving_table), of.values(), strict=True)
+    return [table(found) for table, found in tables]
 
 
 def _slices_table(rows: Sequence[Row]) -> Table:
