@@ -88,10 +88,12 @@ class _Search:
         if not found:
             return None
         best, delays = min(found, key=lambda of: of[0].score)
-        steps = self._steps()
+        # Only what is between programs of one node matters.
+        first = {program.node: program.name for program in reversed(self._work.programs)}
+        behind = [name for name in delays if name not in first.values()]
         for _ in range(_ROUNDS):
             before = best
-            for name in [name for name, n in steps.items() if n]:
+            for name in behind:
                 for change in (1, -1):
                     while (changed := delays[name] + change) >= 0:
                         other = {**delays, name: changed}
