@@ -256,12 +256,41 @@ class NotOnMachineError(MemplanError, LookupError):
 class MachineFileError(MemplanError, ValueError):
     """A machine file that cannot be read."""
 
+    example = "The files in hlo_passes/hardware/machines/ show the form."
+
     def __init__(self, file: str, key: str, expected: str, found: str) -> None:
         where = f"{file}, {key}" if key else file
-        super().__init__(
-            f"{where}: expected {expected}, found {found}. "
-            "The files in hlo_passes/hardware/machines/ show the form."
-        )
+        super().__init__(f"{where}: expected {expected}, found {found}. {self.example}")
+
+
+class ClusterFileError(MachineFileError):
+    """A cluster, what is to be done on it, or a plan for that, that cannot be read."""
+
+    example = "docs/questions/cluster.md shows the form."
+
+
+class ClusterError(MemplanError, ValueError):
+    """What is asked of a cluster is not possible there: a route, memory, an order.
+
+    Attributes:
+      problem: what is not possible, and where.
+    """
+
+    def __init__(self, problem: str, advice: str) -> None:
+        self.problem = problem
+        super().__init__(f"{problem}. {advice}")
+
+
+class ClusterCheckError(MemplanError, ValueError):
+    """A cluster's plan that is wrong.
+
+    Attributes:
+      problem: the first thing that is wrong.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"the cluster's plan is wrong: {problem}. Plan it again.")
 
 
 class CompilerMissingError(MemplanError, ImportError):

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hlo_passes.cluster.cluster import Cluster
     from hlo_passes.errors import (
         MemoryBudgetError,
         MemplanError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine, load_machine, machine_names
     from hlo_passes.plan import Plan
     from hlo_passes.reading.reader import read_module
+    from memplan import cluster as cluster
     from memplan import disk as disk
     from memplan import kv as kv
     from memplan import state as state
@@ -48,6 +50,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BudgetWarning": "memplan.inlined",
+    "Cluster": "hlo_passes.cluster.cluster",
     "Curve": "memplan.curves",
     "Intents": "memplan.sidecar.intents",
     "Machine": "hlo_passes.hardware.machine",
@@ -77,6 +80,7 @@ _HOME = {
 
 __all__ = [
     "BudgetWarning",
+    "Cluster",
     "Curve",
     "Intents",
     "Machine",
@@ -106,7 +110,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("disk", "kv", "state"):  # Modules, which their import makes attributes.
+    if name in ("cluster", "disk", "kv", "state"):  # Modules, which their import makes attributes.
         return import_module(f"memplan.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
+from hlo_passes.hardware.file_table import FileTable, is_number
 from hlo_passes.ir import ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
@@ -279,7 +280,7 @@ class Machine:
 
         def table(item: Tier | Link | Gpu | Interconnect, prefix: str) -> dict[str, object]:
             return {
-                key: number(f"{prefix}.{key}", value) if _is_number(value) else value
+                key: number(f"{prefix}.{key}", value) if is_number(value) else value
                 for key, value in asdict(item).items()
                 if value is not None
             }
@@ -358,7 +359,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     Raises:
       MachineFileError: when a key is missing, unknown, or its value not as expected.
     """
-    root = _Table(data, file)
+    root = FileTable(data, file)
     name = root.text("name")
     aliases = tuple(root.texts("aliases"))
     platform = cast(Platform, root.choice("platform", get_args(Platform)))
@@ -370,13 +371,13 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     if not tiers or tiers[0].memory_space != 0:
         found = f"{tiers[0].name} first" if tiers else "no tier"
         raise MachineFileError(file, "tiers", "device memory (memory_space = 0) first", found)
-    _reject_repeats(file, "tiers", [tier.name for tier in tiers])
+    root.reject_repeats("tiers", [tier.name for tier in tiers])
     links = tuple(
         link
         for table in root.tables("links")
         for link in _links(table, tuple(tier.name for tier in tiers))
     )
-    _reject_repeats(file, "links", [f"{link.source}->{link.destination}" for link in links])
+    root.reject_repeats("links", [f"{link.source}->{link.destination}" for link in links])
     gpu = _gpu(root.table("gpu")) if platform == "gpu" and "gpu" in root.unread else None
     interconnect = (
         _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
@@ -419,17 +420,7 @@ def _normalized(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _reject_repeats(file: str, key: str, names: list[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise MachineFileError(file, key, "each once", f"{name} twice")
-
-
-def _tier(table: _Table) -> Tier:
+def _tier(table: FileTable) -> Tier:
     name = table.text("name")
     table.key = f"tiers.{name}"
     # TOML has no null: a tier that XLA has no memory space for leaves the key out.
@@ -439,7 +430,7 @@ def _tier(table: _Table) -> Tier:
     return tier
 
 
-def _links(table: _Table, tiers: tuple[str, ...]) -> Iterator[Link]:
+def _links(table: FileTable, tiers: tuple[str, ...]) -> Iterator[Link]:
     """Reads a link, or two of the same numbers where ``between`` names both ends."""
     if "between" not in table.unread:
         yield _link(table, tiers)
@@ -447,10 +438,10 @@ def _links(table: _Table, tiers: tuple[str, ...]) -> Iterator[Link]:
     ends = table.texts("between", length=2)
     for source, destination in (ends, reversed(ends)):
         directed = {"source": source, "destination": destination, **table.unread}
-        yield _link(_Table(directed, table.file, table.key, table.sources), tiers)
+        yield _link(FileTable(directed, table.file, table.key, table.sources), tiers)
 
 
-def _link(table: _Table, tiers: tuple[str, ...]) -> Link:
+def _link(table: FileTable, tiers: tuple[str, ...]) -> Link:
     source = table.choice("source", tiers)
     destination = table.choice("destination", tuple(tier for tier in tiers if tier != source))
     table.key = f"links.{source}->{destination}"
@@ -467,7 +458,7 @@ def _link(table: _Table, tiers: tuple[str, ...]) -> Link:
     return link
 
 
-def _interconnect(table: _Table) -> Interconnect:
+def _interconnect(table: FileTable) -> Interconnect:
     interconnect = Interconnect(
         name=table.text("name"),
         nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
@@ -478,7 +469,7 @@ def _interconnect(table: _Table) -> Interconnect:
     return interconnect
 
 
-def _gpu(table: _Table) -> Gpu:
+def _gpu(table: FileTable) -> Gpu:
     gpu = Gpu(
         description=table.text("description"),
         compute_capability=table.text("compute_capability"),
@@ -497,106 +488,3 @@ def _gpu(table: _Table) -> Gpu:
         raise table.error("compute_capability", expected, repr(gpu.compute_capability))
     table.close()
     return gpu
-
-
-class _Table:
-    """One table of a machine file, read key by key.
-
-    A key read is taken out of `unread`, so that `close` can reject a misspelt one. All
-    tables of a file share the list of sources.
-    """
-
-    def __init__(
-        self,
-        data: object,
-        file: str,
-        key: str = "",
-        sources: list[tuple[str, str]] | None = None,
-    ) -> None:
-        self.file = file
-        self.key = key
-        self.sources: list[tuple[str, str]] = [] if sources is None else sources
-        if not isinstance(data, Mapping):
-            raise MachineFileError(file, key, "a table", repr(data))
-        self.unread = dict(cast("Mapping[str, object]", data))
-
-    def path(self, key: str) -> str:
-        return f"{self.key}.{key}" if self.key else key
-
-    def error(self, key: str, expected: str, found: str) -> MachineFileError:
-        return MachineFileError(self.file, self.path(key), expected, found)
-
-    def take(self, key: str, expected: str) -> object:
-        if key not in self.unread:
-            raise self.error(key, expected, "nothing")
-        return self.unread.pop(key)
-
-    def text(self, key: str) -> str:
-        value = self.take(key, "a string")
-        if not isinstance(value, str):
-            raise self.error(key, "a string", repr(value))
-        return value
-
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.text(key)
-        if value not in allowed:
-            raise self.error(key, f"one of {', '.join(allowed)}", repr(value))
-        return value
-
-    def texts(self, key: str, length: int | None = None) -> list[str]:
-        expected = "a list of strings" if length is None else f"a list of {length} strings"
-        value = self.take(key, expected)
-        items = cast("list[object]", value) if isinstance(value, list) else None
-        if items is None or not all(isinstance(item, str) for item in items):
-            raise self.error(key, expected, repr(value))
-        if length is not None and len(items) != length:
-            raise self.error(key, expected, repr(value))
-        return cast("list[str]", items)
-
-    def flag(self, key: str) -> bool:
-        value = self.take(key, "true or false")
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false", repr(value))
-        return value
-
-    def number(self, key: str, *, zero: bool = False) -> float:
-        """Takes a number, bare or as ``{ value = ..., source = "..." }``."""
-        expected = "a number that is not negative" if zero else "a positive number"
-        value = self.take(key, expected)
-        if isinstance(value, Mapping):
-            pair = _Table(value, self.file, self.path(key))
-            value = pair.take("value", expected)
-            self.sources.append((self.path(key), pair.text("source")))
-            pair.close()
-        if not isinstance(value, int | float) or not _is_number(value):
-            raise self.error(key, expected, repr(value))
-        # Written so that a NaN, which compares false with everything, is refused.
-        if not (0 < value < float("inf") or (zero and value == 0)):
-            raise self.error(key, expected, repr(value))
-        return value
-
-    def fraction(self, key: str) -> float:
-        value = self.number(key)
-        if value > 1:
-            raise self.error(key, "a fraction of at most 1", repr(value))
-        return value
-
-    def whole(self, key: str, *, zero: bool = False) -> int:
-        value = self.number(key, zero=zero)
-        if not isinstance(value, int):
-            raise self.error(key, "a whole number", repr(value))
-        return value
-
-    def table(self, key: str) -> _Table:
-        return _Table(self.take(key, "a table"), self.file, self.path(key), self.sources)
-
-    def tables(self, key: str) -> Iterator[_Table]:
-        value = self.take(key, "a list of tables")
-        if not isinstance(value, list):
-            raise self.error(key, "a list of tables", repr(value))
-        for index, item in enumerate(cast("list[object]", value)):
-            yield _Table(item, self.file, f"{self.path(key)}[{index}]", self.sources)
-
-    def close(self) -> None:
-        for key, value in self.unread.items():
-            raise self.error(key, "no such key", repr(value))

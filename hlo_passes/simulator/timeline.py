@@ -326,7 +326,11 @@ def scheduled_step(module: Module, machine: Machine) -> Timeline:
 
 
 def schedule_events(
-    module: Module, costs: Mapping[int, float], machine: Machine
+    module: Module,
+    costs: Mapping[int, float],
+    machine: Machine,
+    *,
+    with_synchronous: bool = False,
 ) -> Iterator[TimelineEvent]:
     """Yields the events of a scheduled module's entry, memplan's or XLA's own alike.
 
@@ -342,6 +346,8 @@ def schedule_events(
     Args:
       module: scheduled.
       costs: of `cost.instruction_costs`, for the same module and machine.
+      with_synchronous: whether a synchronous collective is on the interconnect too, for as long as
+        it costs, with its done right behind it.
 
     Raises:
       MalformedModuleError: when the module is not scheduled, or a done has no start.
@@ -353,9 +359,14 @@ def schedule_events(
     exchanges: dict[int, tuple[Collective, float]] = {}
     if machine.interconnect is not None:
         exchanges = {
-            start: (collective, collective.seconds(machine.interconnect))
+            start: (
+                collective,
+                costs[start]
+                if collective.done is None
+                else collective.seconds(machine.interconnect),
+            )
             for start, collective in collectives(module).items()
-            if collective.done is not None
+            if with_synchronous or collective.done is not None
         }
     moved = moves(module, machine, traffic(module))
     return _ScheduleEvents(module, costs, moved, exchanges).entry()
@@ -373,7 +384,11 @@ class _ScheduleEvents:
         self._costs = costs
         self._moves = moves
         self._exchanges = exchanges
-        self._starts = {c.done: module.instructions[id_] for id_, (c, _) in exchanges.items()}
+        self._starts = {
+            c.done: module.instructions[id_]
+            for id_, (c, _) in exchanges.items()
+            if c.done is not None
+        }
         self._moving: dict[int, bool] = {}
 
     def entry(self) -> Iterator[TimelineEvent]:
@@ -391,6 +406,9 @@ class _ScheduleEvents:
             if i.id in self._exchanges:
                 collective, seconds = self._exchanges[i.id]
                 yield Exchange(i.name + suffix, collective.sent_bytes, seconds)
+                if collective.done is None:
+                    yield Done(i.name + suffix)
+                    continue
             if (start := self._awaited(i)) is not None:
                 yield Done(start.name + suffix)
             elif i.opcode in ("while", "call", "conditional") and self._sends_bytes(i):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from memplan import __version__
 from memplan.cli.caching import run_kv_replay
+from memplan.cli.clustering import run_cluster
 from memplan.cli.diffing import run_diff
 from memplan.cli.inspecting import run_inspect
 from memplan.cli.listing import run_demo, run_machines, run_passes
@@ -136,6 +137,32 @@ def make_parser() -> argparse.ArgumentParser:
     intents.add_argument("--text", action="store_true", help="print text that is read back")
     _add_json(intents)
     intents.set_defaults(run=run_intents)
+    cluster = commands.add_parser(
+        "cluster", help="one plan for several chips, and the wires between them"
+    )
+    cluster.add_argument(
+        "cluster", type=Path, help="a cluster, TOML or JSON; or, alone, a plan that --out wrote"
+    )
+    cluster.add_argument(
+        "work",
+        type=Path,
+        nargs="?",
+        help="programs and what flows between them, TOML or JSON; a program may name a compiled "
+        "module",
+    )
+    cluster.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    cluster.add_argument(
+        "--windows",
+        action="store_true",
+        help="what computes, moves, is awaited and released, from one execution to the next",
+    )
+    cluster.add_argument(
+        "--chain", type=Path, metavar="FILE", help="write the descriptor chain of a chip of --node"
+    )
+    cluster.add_argument("--node", metavar="NAME", help="whose chain is written")
+    cluster.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    _add_json(cluster)
+    cluster.set_defaults(run=run_cluster)
 
     dis = commands.add_parser("dis", help="a descriptor chain as text")
     dis.add_argument("chain", type=Path, help="a chain, in its binary form or as text")

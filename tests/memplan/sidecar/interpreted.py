@@ -190,8 +190,8 @@ def _serve(
     )
     tokens = rng.integers(0, 40, (len(starts), width)).astype(np.int32)
 
-    def step(params: Any, pools: Any, *numbers: jax.Array) -> Any:
-        return model.step(config, params, pools, *numbers)
+    def step(params: Any, pools: Any, *rows: Any) -> Any:
+        return model.step(config, params, pools, *rows)
 
     trace = traced(step, params, pools, tokens, starts, counts, tables, pools=1)
     buffers = [trace.intents.buffers[pool.buffer] for pool in trace.intents.pools]

@@ -1,0 +1,1 @@
+"""One plan for a cluster: which chip computes what, and which wire carries which bytes, when."""

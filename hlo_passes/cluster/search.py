@@ -1,0 +1,157 @@
+"""In which order each node runs its tasks, and with that the whole plan: see `plan_cluster`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from hlo_passes.cluster.check import check
+from hlo_passes.cluster.cluster import Cluster
+from hlo_passes.cluster.lowering import lower
+from hlo_passes.cluster.plan import ClusterPlan
+from hlo_passes.cluster.rings import Ring, rings_within
+from hlo_passes.cluster.schedule import Compute, Hand, Network, Orders, Scheduled, place
+from hlo_passes.cluster.work import Task, Work
+from hlo_passes.errors import ClusterError
+from hlo_passes.garbage import collection_paused
+
+type Delays = Mapping[str, int]
+"""Of each program after how many runs of its node's first one it begins: one forward, one backward
+(PipeDream: Narayanan and others, SOSP 2019) is a delay of a backward program by as many runs as
+there are stages behind it, and GPipe (Huang and others, NeurIPS 2019) by all."""
+
+_ROUNDS = 8
+
+
+@collection_paused()
+def plan_cluster(cluster: Cluster, work: Work) -> ClusterPlan:
+    """Plans work on a cluster: the order of each chip's tasks, every transfer's moment, way and
+    slots, and what waits for what. The plan has been checked.
+
+    On each node the runs of a program follow each other, and programs follow each other with
+    *delays* of so many runs. Those are searched: from a few starts, one is changed at a time, as
+    long as the step gets shorter. Effort is counted, so the same work has the same plan.
+
+    Raises:
+      ClusterError: when the work does not fit the cluster, or no order was found in which nothing
+        waits for good.
+    """
+    work.check(cluster)
+    rings = rings_within(cluster, work)
+    network = Network(cluster, work)
+    search = _Search(network, work, rings)
+    best = search.run()
+    if best is None:
+        raise ClusterError(
+            "in every order that was tried something waits for a slot for good",
+            "Give a flow more of them (in_flight=), or a chip more memory.",
+        )
+    plan = lower(cluster, work, best.rings, best.scheduled)
+    check(plan)
+    return plan
+
+
+def orders_of(work: Work, delays: Delays) -> Orders:
+    """The tasks of each node, by run and delay; of equal ones the later program's first."""
+    orders: dict[str, list[tuple[int, int, Task]]] = {}
+    for k, program in enumerate(work.programs):
+        of = orders.setdefault(program.node, [])
+        # Programs of fewer runs than others of their node are spread over those of them.
+        most = max(p.runs for p in work.programs if p.node == program.node)
+        for run in range(program.runs):
+            at = run * most // program.runs + delays[program.name]
+            of.append((at, -k, Task(program.name, run)))
+    return {node: [task for *_, task in sorted(of)] for node, of in orders.items()}
+
+
+class _Found(NamedTuple):
+    scheduled: Scheduled
+    rings: Mapping[str, Ring]
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """Nanoseconds, and bytes of slots."""
+        size = sum(ring.bytes * sum(ring.slots) for ring in self.rings.values())
+        return self.scheduled.step_ns, size
+
+
+class _Search:
+    def __init__(self, network: Network, work: Work, rings: Mapping[str, Ring]) -> None:
+        self._network, self._work, self._rings = network, work, rings
+        self._known: dict[tuple[int, ...], _Found | None] = {}
+
+    def run(self) -> _Found | None:
+        """What takes least time, and of that what takes least memory."""
+        found = [(of, delays) for delays in self._starts() if (of := self._of(delays))]
+        if not found:
+            return None
+        best, delays = min(found, key=lambda of: of[0].score)
+        # Only what is between programs of one node matters.
+        first = {program.node: program.name for program in reversed(self._work.programs)}
+        behind = [name for name in delays if name not in first.values()]
+        for _ in range(_ROUNDS):
+            before = best
+            for name in behind:
+                for change in (1, -1):
+                    while (changed := delays[name] + change) >= 0:
+                        other = {**delays, name: changed}
+                        now = self._of(other)
+                        if now is None or now.score >= best.score:
+                            break
+                        delays, best = other, now
+            if best is before:
+                break
+        return best
+
+    def _of(self, delays: Delays) -> _Found | None:
+        key = tuple(delays.values())
+        if key not in self._known:
+            orders = orders_of(self._work, delays)
+            found = place(self._network, self._work, self._rings, orders)
+            self._known[key] = None if found is None else self._found(found)
+        return self._known[key]
+
+    def _starts(self) -> Iterator[Delays]:
+        """Delays by how many flows lead to a program from the first one of its node: half a run for
+        each flow on the way and its own, which is one forward, one backward; up to two, which hides
+        as long a transfer behind each stage; all runs, which is GPipe. And no more of each than
+        some number, for where slots are few."""
+        steps = self._steps()
+        most = max(p.runs for p in self._work.programs)
+        for share in (0.5, 0.75, 1.0, 1.5, 2.0, most):
+            due = {name: max(1, round(share * (n + 1))) if n else 0 for name, n in steps.items()}
+            for bits in range(most.bit_length() + 1):
+                yield {name: min(delay, 1 << bits) for name, delay in due.items()}
+
+    def _steps(self) -> Mapping[str, int]:
+        """How many flows further down each program is than the first one of its node."""
+        depths: dict[str, int] = {}
+        for name, before in self._work.sorted().items():
+            depths[name] = max((depths[other] + 1 for other in before), default=0)
+        first: dict[str, str] = {}
+        for program in self._work.programs:
+            first.setdefault(program.node, program.name)
+        return {p.name: depths[p.name] - depths[first[p.node]] for p in self._work.programs}
+
+    def _found(self, scheduled: Scheduled) -> _Found:
+        """With the rings without the slots that nothing is ever in."""
+        used = Counter[tuple[str, int]]()
+        for what, _ in scheduled.placed:
+            match what:
+                case Hand(flow, _, leg, _, destination):
+                    used[flow, leg + 1] = max(used[flow, leg + 1], destination + 1)
+                case Compute(task, k, _, written):
+                    of = [f for f in self._work.written_by(task) if self._work.written_in(f) == k]
+                    for flow, slot in zip(of, written, strict=True):
+                        used[flow.name, 0] = max(used[flow.name, 0], slot + 1)
+                case _:
+                    pass
+        rings = {
+            name: ring
+            if ring.is_given
+            else replace(ring, slots=tuple(used[name, stop] for stop in range(len(ring.stops))))
+            for name, ring in self._rings.items()
+        }
+        return _Found(scheduled, rings)
