@@ -106,11 +106,12 @@ class Cache:
     """Keys and values of all sequences.
 
     Attributes:
-      k, v: `kv_dtype`[num_pages, kv_heads, page_size, head_dim].
-      lengths: int32[batch], from 0 to `capacity`.
-      block_tables: int32[batch, max_pages], where `paged`. Entries past the last page of a
+      k, v: [num_pages, kv_heads, page_size, head_dim]; without pages [batch, kv_heads, max_len,
+        head_dim].
+      lengths: int32[batch], from 0 to as many as there is room for.
+      block_tables: int32[batch, max_pages], of pages; None without. Entries past the last page of a
         sequence may hold anything.
-      k_scales, v_scales: f32[num_pages, kv_heads, page_size], where `is_quantized`: a key is
+      k_scales, v_scales: f32[num_pages, kv_heads, page_size], of keys of 8 bits: a key is
         its stored number times its scale.
     """
 
