@@ -335,7 +335,7 @@ def _from_dict(data: Mapping[str, object], file: str) -> Cluster:
             if end and end not in ends:
                 raise root.error(f"chips.{node.name}.{key}", f"one of {', '.join(ends)}", repr(end))
     tables = root.tables("wires") if "wires" in root.unread else ()
-    wires = tuple(wire for table in tables for wire in _wires(table, ends))
+    wires = tuple(_wire(one, ends) for table in tables for one in table.directed())
     cluster = Cluster(name, nodes, wires, tuple(root.sources))
     root.reject_repeats("wires", [wire.name for wire in cluster.wires])
     root.close()
@@ -385,16 +385,6 @@ def _machine(table: _Table) -> Machine:
     if isinstance(table.unread.get("machine"), Mapping):
         return machine_from_dict(table.table("machine").unread, f"{table.file}, {table.key}")
     return load_machine(table.text("machine"))
-
-
-def _wires(table: _Table, ends: tuple[str, ...]) -> Iterator[Wire]:
-    if "between" not in table.unread:
-        yield _wire(table, ends)
-        return
-    between = table.texts("between", length=2)
-    for source, destination in (between, reversed(between)):
-        directed = {"source": source, "destination": destination, **table.unread}
-        yield _wire(_Table(directed, table.file, table.key, table.sources), ends)
 
 
 def _wire(table: _Table, ends: tuple[str, ...]) -> Wire:

@@ -115,6 +115,17 @@ class FileTable:
         for index, item in enumerate(cast("list[object]", value)):
             yield type(self)(item, self.file, f"{self.path(key)}[{index}]", self.sources)
 
+    def directed(self) -> Iterator[Self]:
+        """The table itself; where ``between`` names two ends, one for each direction, with
+        ``source`` and ``destination``."""
+        if "between" not in self.unread:
+            yield self
+            return
+        ends = self.texts("between", length=2)
+        for source, destination in (ends, reversed(ends)):
+            data = {"source": source, "destination": destination, **self.unread}
+            yield type(self)(data, self.file, self.key, self.sources)
+
     def close(self) -> None:
         for key, value in self.unread.items():
             raise self.error(key, "no such key", repr(value))

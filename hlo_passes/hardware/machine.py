@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
@@ -372,11 +372,8 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         found = f"{tiers[0].name} first" if tiers else "no tier"
         raise MachineFileError(file, "tiers", "device memory (memory_space = 0) first", found)
     root.reject_repeats("tiers", [tier.name for tier in tiers])
-    links = tuple(
-        link
-        for table in root.tables("links")
-        for link in _links(table, tuple(tier.name for tier in tiers))
-    )
+    ends = tuple(tier.name for tier in tiers)
+    links = tuple(_link(one, ends) for table in root.tables("links") for one in table.directed())
     root.reject_repeats("links", [f"{link.source}->{link.destination}" for link in links])
     gpu = _gpu(root.table("gpu")) if platform == "gpu" and "gpu" in root.unread else None
     interconnect = (
@@ -428,17 +425,6 @@ def _tier(table: FileTable) -> Tier:
     tier = Tier(name, space, table.whole("capacity_bytes"))
     table.close()
     return tier
-
-
-def _links(table: FileTable, tiers: tuple[str, ...]) -> Iterator[Link]:
-    """Reads a link, or two of the same numbers where ``between`` names both ends."""
-    if "between" not in table.unread:
-        yield _link(table, tiers)
-        return
-    ends = table.texts("between", length=2)
-    for source, destination in (ends, reversed(ends)):
-        directed = {"source": source, "destination": destination, **table.unread}
-        yield _link(FileTable(directed, table.file, table.key, table.sources), tiers)
 
 
 def _link(table: FileTable, tiers: tuple[str, ...]) -> Link:
