@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -260,6 +261,29 @@ class TestHints:
             request.release()
         cache.pin([9], session=9, now=1.0)
         assert len(cache._sessions) == 1
+
+    def test_the_oldest_sessions_are_forgotten_but_for_open_ones(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4, history=2)
+        first = cache.pin([0], session="open", now=0.0)
+        for k in range(9):
+            cache.pin([k], session=k, now=1.0 + k).release()
+        assert {*cache._sessions} == {"open", 6, 7, 8}, "two, and those of open requests"
+        first.release()
+        for k in range(9, 12):
+            cache.pin([k], session=k, now=1.0 + k).release()
+        assert {*cache._sessions} == {9, 10, 11}
+
+    def test_a_request_costs_no_more_where_sessions_are_forgotten(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4, history=1 << 15)
+
+        def seconds(sessions: range) -> float:
+            begin = time.process_time()
+            for k in sessions:
+                cache.pin([k], session=k, now=float(k)).release()
+            return (time.process_time() - begin) / len(sessions)
+
+        before = seconds(range(1 << 15))
+        assert seconds(range(1 << 15, (1 << 15) + 256)) < 20 * before
 
     def test_who_ends_goes_before_who_returns(self) -> None:
         engine = Engine(PrefixCache(block_tokens=1, device=2))
