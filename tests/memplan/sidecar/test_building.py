@@ -50,6 +50,8 @@ def test_others_modules(path: Path) -> None:
         assert Intents.from_bytes(data) == found
     assert found.module_fingerprint == found.key == module.fingerprint
     _check_time(module, found)
+    arguments = {p.name for p in module.entry.parameters if p.shape.byte_size}
+    assert arguments <= {b.name for b in found.buffers}
     for buffer in found.buffers:
         _check_buffer(found, buffer)
     _check_bytes(module, found)
@@ -125,8 +127,8 @@ def _check_reads(module: Module, found: Intents) -> None:
         return
     tick = {t.instruction: n for n, t in enumerate(found.ticks)}
     for p in module.entry.parameters:
-        (b,) = [b for b in found.buffers if b.name == p.name] or [None]
-        if b is None or b.kind != "argument":
+        b = named(found, p.name)
+        if b.kind != "argument":
             continue
         shown, reads = {p.id}, set[int]()
         for i in module.entry.instructions:
@@ -274,6 +276,10 @@ body {
 
 """,
     )
+
+    def written(name: str) -> int:
+        return next(n for n, t in enumerate(found.ticks) if t.instruction == name)
+
     (loop,) = found.loops
     assert (loop.trip_count, loop.executions, loop.outer) == (5, 5, None)
     assert found.ticks[loop.tick].instruction == "loop"
@@ -284,9 +290,12 @@ body {
     assert w.idle is not None
     assert (w.idle.start, w.idle.end) == (read + 1, read)
     assert w.idle.seconds == pytest.approx(2 * PASS + 2 * PASS, abs=1e-7)
+    # The argument that the loop works on in place is that argument still.
+    s = named(found, "s")
+    assert (s.kind, s.writes, s.reads) == ("state", (written("c"),), (read, written("y")))
     # The last of five iterations reads it four passes before the end of the loop.
     assert w.next_read_s == pytest.approx(4 * PASS + 2 * PASS, rel=1e-3)
-    a, b = (next(n for n, t in enumerate(found.ticks) if t.instruction == k) for k in "ab")
+    a, b = written("a"), written("b")
     begins = [tick.begin_s or 0.0 for tick in found.ticks]
     assert begins[b] == pytest.approx(begins[a] + 3 * PASS)
     # Behind all five.
