@@ -402,6 +402,9 @@ def test_the_command_writes_what_it_prints_again(
     assert json.loads(printed)["plan_fingerprint"] == found.key
     assert Intents.from_bytes(run("intents", out, "--text").encode()) == found
     assert run("intents", out).startswith("jit_step: a step of ")
+    # As others write it again.
+    out.write_text(json.dumps(json.loads(printed), sort_keys=True))
+    assert run("intents", out, "--json") == printed
 
 
 def test_the_command_compiles_a_function(
@@ -447,7 +450,7 @@ def test_the_command_follows_a_plan_of_a_function(
         (("a.module:function",), "a.module:function needs --machine"),
         (("STEP", "--json", "--text"), "--json and --text: expected one of them"),
         (("INTENTS", "--machine", "cpu"), "has intents already: --machine and --plan are for a"),
-        (("PLAN",), "plan.json: "),
+        (("PLAN",), "plan.json, format: found 'memplan.plan', expected 'memplan.intents'"),
     ],
 )
 def test_the_command_refuses(
