@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,6 +304,31 @@ class TestHints:
         engine.cache.hint("never seen", ends=True)
         serve(engine, [3], 1.0)
         assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
+
+    def test_a_return_that_is_said_after_an_end(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=2))
+        for token in (1, 2):
+            with engine.begin([token], 0.0, token) as request:
+                engine.compute(request, [token], 0)
+                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 1e4)
+        engine.cache.hint(1, return_in=5.0)
+        serve(engine, [3], 1.0)
+        assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
+
+
+def test_requests_that_are_over_take_no_memory() -> None:
+    cache = PrefixCache(block_tokens=1, device=4, history=16)
+
+    def serve_many() -> int:
+        for k in range(200_000):
+            with cache.pin(np.array([k % 1000], np.int32), now=0.0) as request:
+                request.extend(1 - request.hit_tokens)
+                request.commit(np.empty(0, np.int32))
+        resident = Path("/proc/self/statm").read_text().split()[1]
+        return int(resident) * resource.getpagesize()
+
+    before = serve_many()
+    assert serve_many() - before < 4 << 20
 
 
 REQUESTS = st.lists(

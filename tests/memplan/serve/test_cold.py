@@ -122,6 +122,13 @@ def test_a_prefix_from_both_ends_is_the_prefix(params: Any, head: int, width: in
             np.testing.assert_allclose(x[:7], y[:7], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [[], [1], [2], [1, 3]])
+def test_each_row_has_a_table(params: Any, rows: list[int]):
+    pools, zeros = make_pools(CONFIG, PAGES, SIZE), partial(np.zeros, dtype=np.int32)
+    with pytest.raises(ServeSettingError, match=r"^tables=\[.*\]: expected 3 rows in all"):
+        STEP(params, pools, zeros((3, 1)), zeros(3), zeros(3), [zeros((n, 2)) for n in rows])
+
+
 def test_the_head_is_the_best_of_all():
     random = np.random.default_rng(0)
     for pages in (0, 1, 2, 40):
