@@ -310,7 +310,7 @@ class TestHints:
         for token in (1, 2):
             with engine.begin([token], 0.0, token) as request:
                 engine.compute(request, [token], 0)
-                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 1e4)
+                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 30.0)
         engine.cache.hint(1, return_in=5.0)
         serve(engine, [3], 1.0)
         assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
