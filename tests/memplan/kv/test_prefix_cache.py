@@ -316,6 +316,18 @@ class TestHints:
         assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
 
 
+    def test_who_came_back_to_his_own_is_believed(self) -> None:
+        """Of what others ask for as well he would not know the end."""
+        engine = Engine(PrefixCache(block_tokens=1, device=2))
+        serve(engine, [1], 0.0)
+        for now, token in ((10.0, 1), (11.0, 2)):
+            with engine.begin([token], now, token) as request:
+                engine.compute(request, [token], request.hit_tokens)
+                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 200.0)
+        serve(engine, [3], 12.0)
+        assert [engine.cache.lookup([token]).device for token in (1, 2)] == [0, 1]
+
+
 def test_requests_that_are_over_take_no_memory() -> None:
     cache = PrefixCache(block_tokens=1, device=4, history=16)
 
