@@ -315,7 +315,6 @@ class TestHints:
         serve(engine, [3], 1.0)
         assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
 
-
     def test_who_came_back_to_his_own_is_believed(self) -> None:
         """Of what others ask for as well he would not know the end."""
         engine = Engine(PrefixCache(block_tokens=1, device=2))
