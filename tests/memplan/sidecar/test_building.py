@@ -236,6 +236,37 @@ ENTRY e {
     assert named(found, "c").recompute_s == pytest.approx(4 * PASS)
     s = named(found, "s")
     assert (s.writes, s.reads) == ((7,), (2,))
+    # Its last access is the write, three instructions before the end.
+    assert s.next_read_s == pytest.approx((2 + 3 + 3) * PASS, rel=1e-3)
+
+
+def test_what_chooses_a_branch_is_read() -> None:
+    found = of_text(
+        """
+ENTRY e {
+  s = f32[16384] parameter(0)
+  is_left = pred[] parameter(1)
+  x = f32[16384] conditional(is_left, s, s), true_computation=left, false_computation=right
+  new = f32[16384] negate(s)
+  ROOT t = (f32[16384], f32[16384]) tuple(new, x)
+}
+""",
+        before="""
+left {
+  a = f32[16384] parameter(0)
+  ROOT b = f32[16384] tanh(a)
+}
+
+right {
+  c = f32[16384] parameter(0)
+  ROOT d = f32[16384] sine(c)
+}
+
+""",
+    )
+    tick = {t.instruction: n for n, t in enumerate(found.ticks)}
+    assert named(found, "is_left").reads == (tick["x"],)
+    assert named(found, "s").reads == (tick["b"], tick["d"], tick["new"])
 
 
 def test_loops_repeat_what_is_in_them() -> None:
