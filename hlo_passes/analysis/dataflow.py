@@ -129,13 +129,21 @@ class Buffer:
     live_out: bool
 
     @property
+    def first(self) -> Value:
+        """What names it: the argument, whose id in a loop's bytes is not the least; else the value
+        of the least."""
+        if self.kind != "parameter":
+            return self.values[0]
+        return next(v for v in self.values if not v.is_phi and v.instruction.opcode == "parameter")
+
+    @property
     def instruction(self) -> Instruction:
-        """The instruction that defines it first."""
-        return self.values[0].instruction
+        """The instruction that defines `first`."""
+        return self.first.instruction
 
     @property
     def index(self) -> ShapeIndex:
-        return self.values[0].index
+        return self.first.index
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -146,7 +154,7 @@ class Buffer:
         return tuple(u for v in self.values for u in v.uses)
 
     def __str__(self) -> str:
-        return str(self.values[0])
+        return str(self.first)
 
 
 @dataclass(frozen=True, eq=False)

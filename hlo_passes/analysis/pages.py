@@ -112,7 +112,8 @@ class PageAccess:
             )
         except (KeyError, ValueError, TypeError):
             return None
-        return found if found.tokens > 0 else None
+        counts = *pool, found.sequences, found.pages, found.queries, found.window or 0
+        return found if len(pool) > 1 and found.tokens > 0 and min(counts) >= 0 else None
 
 
 class PageUse(NamedTuple):

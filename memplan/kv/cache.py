@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -117,6 +118,7 @@ class PrefixCache:
         self._most_sessions = history
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()
         self._open: set[int] = set()
+        self._lock = threading.Lock()  # Of the sessions; the core's calls are whole.
 
     def lookup(self, tokens: Tokens) -> Found:
         """Says how much of a prefix is held, and touches nothing.
@@ -147,18 +149,18 @@ class PrefixCache:
         number = self._core.begin(self._blocks(tokens), now)
         self._open.add(number)
         if session is not None:
-            self._sessions.pop(session, None)
-            self._sessions[session] = number
-            self._forget_sessions()
+            with self._lock:
+                self._sessions[session] = number
+                self._sessions.move_to_end(session)
+                self._forget_sessions()
         return Request(self._core, number, self.block_tokens, self._end)
 
     def _forget_sessions(self) -> None:
-        """The oldest, but for those whose requests are open."""
-        surplus = len(self._sessions) - self._most_sessions - len(self._open)
-        for session, number in [*self._sessions.items()] if surplus > 0 else ():
-            if number not in self._open and surplus > 0:
-                self._sessions.pop(session, None)
-                surplus -= 1
+        """The oldest; those whose requests are open are newest again."""
+        while len(self._sessions) > self._most_sessions + len(self._open):
+            session, number = self._sessions.popitem(last=False)
+            if number in self._open:
+                self._sessions[session] = number
 
     def _end(self, number: int) -> None:
         self._core.end(number)
@@ -189,7 +191,8 @@ class PrefixCache:
                 raise KvSettingError(name, value, "a finite number of at least 0")
         if ends and return_in is not None:
             raise KvSettingError("return_in", return_in, "none of who ends")
-        number = self._sessions.get(session)
+        with self._lock:
+            number = self._sessions.get(session)
         if number is None:
             return
         if ends:

@@ -248,7 +248,7 @@ class _Builder:
             if b.memory_space != space or not b.size or b.id in allocations.reused:
                 continue
             if b.kind not in ("temp", "tuple"):
-                yield _Block(b.values[0], b.size, _KINDS[b.kind], whole)
+                yield _Block(b.first, b.size, _KINDS[b.kind], whole)
         groups: dict[int, list[HeapRange]] = defaultdict(list)
         for held in allocations.heap:
             groups[held.group].append(held)

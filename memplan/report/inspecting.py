@@ -105,7 +105,7 @@ class Inspector:
         """What is in device memory at the peak, each block of bytes once: who defines it, and its
         bytes."""
         anyway = (
-            (b.values[0], b.size)
+            (b.first, b.size)
             for b in self._ranges.dataflow.buffers
             if b.memory_space == DEVICE_MEMORY_SPACE and b.kind in _THERE_ANYWAY
         )

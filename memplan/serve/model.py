@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from memplan.serve.errors import ServeSettingError
 from pallas_kernels.decode import Cache, decode_attention_in_parts, write_pages, write_tokens
 
 type Params = Mapping[str, Any]
@@ -231,14 +232,17 @@ def step(
 
     Returns:
       float32[B, vocab_size], logits of what follows each row's last token, and the pools. Nothing
-      is written but the rows' new tokens.
+      is written but the rows' new tokens, and what arrives.
+
+    Raises:
+      ServeSettingError: for tables of more or fewer rows than `tokens` has.
     """
     columns = jnp.arange(tokens.shape[1]) - tokens.shape[1]
     positions = jnp.maximum((starts + counts)[:, None] + columns, 0)
     # In the pools a sequence has no gaps where its cold pages are.
     away = sum((group.lengths for group in cold), jnp.zeros_like(starts))
     lengths = jnp.where(counts > 0, starts + counts - away, 0)
-    groups = _rows_of(tables if isinstance(tables, Sequence) else [tables])
+    groups = _rows_of(tables if isinstance(tables, Sequence) else [tables], len(tokens))
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
     rotation = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
@@ -282,9 +286,12 @@ def step(
     return _product(last, params[name], jnp.float32), written
 
 
-def _rows_of(tables: Sequence[jax.Array]) -> list[tuple[slice, jax.Array]]:
+def _rows_of(tables: Sequence[jax.Array], batch: int) -> list[tuple[slice, jax.Array]]:
     """Which rows of a step each table is of."""
     ends = [*itertools.accumulate(table.shape[0] for table in tables)]
+    if ends[-1:] != [batch]:
+        shapes = [table.shape for table in tables]
+        raise ServeSettingError("tables", shapes, f"{batch} rows in all, one a row of tokens")
     return [(slice(a, b), table) for a, b, table in zip([0, *ends], ends, tables, strict=False)]
 
 

@@ -224,7 +224,7 @@ class _Builder:
                 self._sequence[reads[0]] if is_given and reads else maker
             ).source_line,
             kind=kind,
-            shape=str(b.values[0].shape),
+            shape=str(b.first.shape),
             size=b.size,
             tier=self._tier(b),
             block=self._blocks.get(b.id, self._index[b.id]),
@@ -471,7 +471,7 @@ class _Builder:
         for b, is_stack, use, is_write in uses:
             of[b.id, is_stack].append((use, is_write))
         for (buffer, is_stack), found in of.items():
-            shape = self._dataflow.buffers[buffer].values[0].shape
+            shape = self._dataflow.buffers[buffer].first.shape
             pages = math.prod(shape.dimensions[: -len(found[0][0].access.pool) + 1])
 
             def those(wanted: bool, found: Sequence[tuple[PageUse, bool]] = found) -> Any:

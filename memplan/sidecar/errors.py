@@ -8,9 +8,9 @@ from hlo_passes.errors import MemplanError
 class IntentsFormatError(MemplanError, ValueError):
     """Bytes that are no intents, or whose parts do not fit together."""
 
-    def __init__(self, where: str, found: object, expected: str) -> None:
+    def __init__(self, name: str, where: str, found: object, expected: str) -> None:
         super().__init__(
-            f"intents, {where}: found {found}, expected {expected}. `memplan intents --out` writes "
+            f"{name}, {where}: found {found}, expected {expected}. `memplan intents --out` writes "
             "such a file; memplan/sidecar/intents.proto is its format."
         )
 

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -31,9 +32,10 @@ _CRC_TAG = b"\x7d"
 
 
 def is_intents(path: Path) -> bool:
-    """Whether a file begins as one of the three forms does."""
+    """Whether a file begins as one of the three forms does, and as no module."""
     with path.open("rb") as file:
-        return FORMAT.encode() in file.read(64)
+        begin = file.read(64)
+    return FORMAT.encode() in begin or begin.lstrip()[:1] == b"{"
 
 
 def to_bytes(intents: Intents) -> bytes:
@@ -55,8 +57,11 @@ def to_text(intents: Intents) -> str:
 
 
 @collection_paused()
-def read[T: Intents](kind: type[T], data: bytes) -> T:
+def read[T: Intents](kind: type[T], data: bytes, name: str) -> T:
     """
+    Args:
+      name: whose bytes these are, as errors say it.
+
     Raises:
       IntentsFormatError: at the first thing that is wrong.
     """
@@ -65,24 +70,26 @@ def read[T: Intents](kind: type[T], data: bytes) -> T:
         if data.startswith(_MAGIC):
             body, found = data[:-5], data[-5:]
             if found != sealed(body)[-5:]:
-                raise IntentsFormatError("crc32", "another one", "that of the bytes before it")
+                raise IntentsFormatError(
+                    name, "crc32", "another one", "that of the bytes before it"
+                )
             message.ParseFromString(body)
         elif data.lstrip()[:1] == b"{":
-            json_format.Parse(data.decode(), message)
+            json_format.Parse(data.decode(), message, ignore_unknown_fields=True)
         elif data.lstrip().startswith(b"format:"):
-            text_format.Parse(data.decode(), message)
+            text_format.Parse(data.decode(), message, allow_unknown_field=True)
         else:
-            raise IntentsFormatError("format", data[:16], f"{_MAGIC!r}, '{{' or 'format:'")
+            raise IntentsFormatError(name, "format", data[:16], f"{_MAGIC!r}, '{{' or 'format:'")
     except (DecodeError, UnicodeDecodeError) as error:
-        raise IntentsFormatError("file", error, "a message, whole") from error
+        raise IntentsFormatError(name, "file", error, "a message, whole") from error
     except (json_format.ParseError, text_format.ParseError) as error:
-        raise IntentsFormatError("file", " ".join(str(error).split()), "a message") from error
-    for name, expected in (("format", FORMAT), ("version", VERSION)):
-        if (found := getattr(message, name)) != expected:
-            raise IntentsFormatError(name, repr(found), repr(expected))
+        raise IntentsFormatError(name, "file", " ".join(str(error).split()), "a message") from error
+    for field, expected in (("format", FORMAT), ("version", VERSION)):
+        if (found := getattr(message, field)) != expected:
+            raise IntentsFormatError(name, field, repr(found), repr(expected))
     intents = _record_of(kind, message)
     for where, found, expected in _problems(intents):
-        raise IntentsFormatError(where, found, expected)
+        raise IntentsFormatError(name, where, found, expected)
     return intents
 
 
@@ -147,11 +154,19 @@ def _problems(intents: Intents) -> Iterator[tuple[str, object, str]]:
         if number is not None and number >= ends[of]:
             yield where, number, f"below {ends[of]}, the number of {of}"
 
+    def wrong(where: str, seconds: float | None) -> Iterator[tuple[str, object, str]]:
+        if seconds is not None and not 0 <= seconds < math.inf:
+            yield where, seconds, "finite seconds of at least 0"
+
+    yield from wrong("step_s", intents.step_s)
     for n, tick in enumerate(intents.ticks):
         yield from outside(f"ticks[{n}].loop", tick.loop, "loops")
+        yield from wrong(f"ticks[{n}].begin_s", tick.begin_s)
     for n, loop in enumerate(intents.loops):
         yield from outside(f"loops[{n}].tick", loop.tick, "ticks")
         yield from outside(f"loops[{n}].outer", loop.outer, "loops")
+        if loop.outer is not None and loop.outer <= n:
+            yield f"loops[{n}].outer", loop.outer, f"above {n}: inner loops come first"
         if not loop.body.start <= loop.body.end <= loop.tick:
             yield f"loops[{n}].body", tuple(loop.body), f"ticks before {loop.tick}"
     for n, buffer in enumerate(intents.buffers):
@@ -166,8 +181,17 @@ def _problems(intents: Intents) -> Iterator[tuple[str, object, str]]:
             if ticks and list(ticks) != sorted({*ticks}):
                 yield f"{where}.{name}", ticks, "ticks in order"
             yield from outside(f"{where}.{name}", max(ticks, default=None), "ticks")
+        if buffer.dead_after is not None:
+            yield from outside(f"{where}.dead_after", buffer.dead_after - 1, "ticks")
+        if buffer.idle is not None:
+            yield from outside(f"{where}.idle", max(buffer.idle.start, buffer.idle.end), "ticks")
+            yield from wrong(f"{where}.idle.seconds", buffer.idle.seconds)
+        for name in ("next_read_s", "load_s", "evict_s", "recompute_s"):
+            yield from wrong(f"{where}.{name}", getattr(buffer, name))
     for n, pool in enumerate(intents.pools):
         yield from outside(f"pools[{n}].buffer", pool.buffer, "buffers")
+        if not pool.reads and not pool.writes:
+            yield f"pools[{n}]", "no access", "what reads or writes its pages"
         for name, found in (("reads", pool.reads), ("writes", pool.writes)):
             for k, intent in enumerate(found):
                 where = f"pools[{n}].{name}[{k}]"

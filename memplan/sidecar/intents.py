@@ -310,7 +310,7 @@ class Intents:
         """
         from memplan.sidecar import forms
 
-        return forms.read(cls, data)
+        return forms.read(cls, data, "intents")
 
     def save(self, path: Path | str) -> None:
         """Writes the binary form."""
@@ -324,4 +324,6 @@ class Intents:
           OSError: when there is no such file.
           IntentsFormatError: as `from_bytes`.
         """
-        return cls.from_bytes(Path(path).read_bytes())
+        from memplan.sidecar import forms
+
+        return forms.read(cls, Path(path).read_bytes(), str(path))

@@ -12,6 +12,8 @@ from pallas_kernels.arguments import as_int32, check_ints, check_rank
 from pallas_kernels.errors import KernelArgumentError
 
 _OP = "write_tokens"
+_POOL = "[num_pages, kv_heads, page_size, head_dim]"
+_OUTSIDE = "The heads are outside the tokens."
 
 _ROWS = "One row a sequence of new."
 
@@ -46,8 +48,7 @@ def write_tokens(
     Raises:
       KernelArgumentError: when shapes do not go together.
     """
-    layout = "[num_pages, kv_heads, page_size, head_dim]"
-    check_rank(_OP, "pool", pool, 4, layout, "The heads are outside the tokens.")
+    check_rank(_OP, "pool", pool, 4, _POOL, _OUTSIDE)
     check_rank(_OP, "new", new, 4, "[batch, len, kv_heads, head_dim]", "Tokens come before heads.")
     batch, columns, kv_heads, head_dim = new.shape
     num_pages, page_size = pool.shape[0], pool.shape[2]
@@ -104,12 +105,25 @@ def write_pages(pool: jax.Array, stored: jax.Array, pages: jax.Array) -> jax.Arr
     Args:
       pool: [num_pages, kv_heads, page_size, head_dim].
       stored: [n, kv_heads, page_size, head_dim], of the pool's type.
-      pages: int32[n], which of the pool's they become; none twice.
+      pages: int32[n], which of the pool's they become; none twice. What becomes no page there is,
+        is not written.
 
     Returns:
       The pool.
+
+    Raises:
+      KernelArgumentError: when shapes or types do not go together.
     """
-    count, size = stored.shape[0], pool.shape[2]
-    access = PageAccess(pool.shape, size, 1, count, count * size, 0)
+    op, hint = "write_pages", "One page of the pool for each that was stored."
+    check_rank(op, "pool", pool, 4, _POOL, _OUTSIDE)
+    check_rank(op, "stored", stored, 4, "[n, kv_heads, page_size, head_dim]", _OUTSIDE)
+    (num_pages, *page), count = pool.shape, stored.shape[0]
+    expected, found = f"{pool.dtype}{[count, *page]}", f"{stored.dtype}{[*stored.shape]}"
+    if found != expected:
+        raise KernelArgumentError(op, "stored", found, expected, "Pages of both are alike.")
+    check_ints(op, "pages", pages, (count,), hint)
+    access = PageAccess(pool.shape, pool.shape[2], 1, count, count * pool.shape[2], 0)
+    pages = as_int32(pages)
+    pages = jnp.where(pages >= 0, pages, num_pages)
     with set_xla_metadata(**{PAGE_WRITES_ATTRIBUTE: access.to_attribute()}):
-        return pool.at[pages].set(stored)
+        return pool.at[pages].set(stored, mode="drop")

@@ -34,6 +34,8 @@ def test_what_is_declared_is_read_back(window: int | None) -> None:
         "pool=a tokens=1",
         READS.to_attribute()[:-4],
         READS.to_attribute().replace("=16 ", "=0 "),
+        READS.to_attribute().replace("=8,2,16,64 ", "=8 "),
+        READS.to_attribute().replace("sequences=", "sequences=-"),
     ],
 )
 def test_what_is_no_declaration_is_left_alone(text: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,6 +264,29 @@ class TestHints:
         cache.pin([9], session=9, now=1.0)
         assert len(cache._sessions) == 1
 
+    def test_the_oldest_sessions_are_forgotten_but_for_open_ones(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4, history=2)
+        first = cache.pin([0], session="open", now=0.0)
+        for k in range(9):
+            cache.pin([k], session=k, now=1.0 + k).release()
+        assert {*cache._sessions} == {"open", 6, 7, 8}, "two, and those of open requests"
+        first.release()
+        for k in range(9, 12):
+            cache.pin([k], session=k, now=1.0 + k).release()
+        assert {*cache._sessions} == {9, 10, 11}
+
+    def test_a_request_costs_no_more_where_sessions_are_forgotten(self) -> None:
+        cache = PrefixCache(block_tokens=1, device=4, history=1 << 15)
+
+        def seconds(sessions: range) -> float:
+            begin = time.process_time()
+            for k in sessions:
+                cache.pin([k], session=k, now=float(k)).release()
+            return (time.process_time() - begin) / len(sessions)
+
+        before = seconds(range(1 << 15))
+        assert seconds(range(1 << 15, (1 << 15) + 256)) < 20 * before
+
     def test_who_ends_goes_before_who_returns(self) -> None:
         engine = Engine(PrefixCache(block_tokens=1, device=2))
         for now, (token, ends) in enumerate([(1, False), (2, True), (3, False)]):
@@ -278,6 +304,42 @@ class TestHints:
         engine.cache.hint("never seen", ends=True)
         serve(engine, [3], 1.0)
         assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
+
+    def test_a_return_that_is_said_after_an_end(self) -> None:
+        engine = Engine(PrefixCache(block_tokens=1, device=2))
+        for token in (1, 2):
+            with engine.begin([token], 0.0, token) as request:
+                engine.compute(request, [token], 0)
+                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 30.0)
+        engine.cache.hint(1, return_in=5.0)
+        serve(engine, [3], 1.0)
+        assert [engine.cache.lookup([token]).device for token in (1, 2)] == [1, 0]
+
+    def test_who_came_back_to_his_own_is_believed(self) -> None:
+        """Of what others ask for as well he would not know the end."""
+        engine = Engine(PrefixCache(block_tokens=1, device=2))
+        serve(engine, [1], 0.0)
+        for now, token in ((10.0, 1), (11.0, 2)):
+            with engine.begin([token], now, token) as request:
+                engine.compute(request, [token], request.hit_tokens)
+                engine.cache.hint(token, ends=token == 1, return_in=None if token == 1 else 200.0)
+        serve(engine, [3], 12.0)
+        assert [engine.cache.lookup([token]).device for token in (1, 2)] == [0, 1]
+
+
+def test_requests_that_are_over_take_no_memory() -> None:
+    cache = PrefixCache(block_tokens=1, device=4, history=16)
+
+    def serve_many() -> int:
+        for k in range(200_000):
+            with cache.pin(np.array([k % 1000], np.int32), now=0.0) as request:
+                request.extend(1 - request.hit_tokens)
+                request.commit(np.empty(0, np.int32))
+        resident = Path("/proc/self/statm").read_text().split()[1]
+        return int(resident) * resource.getpagesize()
+
+    before = serve_many()
+    assert serve_many() - before < 4 << 20
 
 
 REQUESTS = st.lists(

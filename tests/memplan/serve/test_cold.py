@@ -58,7 +58,7 @@ def without(pools: list[Pool], pages: list[int]) -> list[Pool]:
 
 
 def of(pools: list[Pool], pages: Any) -> list[Pool]:
-    return [Pool(*(x[np.array(pages)] for x in pool)) for pool in pools]
+    return [Pool(*(x[np.array(pages, int)] for x in pool)) for pool in pools]
 
 
 @pytest.mark.parametrize("new", [1, 5])
@@ -98,7 +98,7 @@ def test_cold_pages_give_what_pools_give(params: Any, new: int, groups: int):
     np.testing.assert_allclose(after[:2], again[:2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("head", "width"), [(0, 8), (1, 8), (3, 8), (5, 2)])
+@pytest.mark.parametrize(("head", "width"), [(0, 8), (1, 8), (3, 8), (5, 2), (6, 8)])
 def test_a_prefix_from_both_ends_is_the_prefix(params: Any, head: int, width: int):
     """Its first pages are computed, the others arrive, and the tokens behind it follow."""
     pools, tables, tokens = prefilled(params, [29], 32)
@@ -120,6 +120,13 @@ def test_a_prefix_from_both_ends_is_the_prefix(params: Any, head: int, width: in
     for layer, whole in zip(written, all_hot, strict=True):
         for x, y in zip(of([layer], used)[0], of([whole], used)[0], strict=True):
             np.testing.assert_allclose(x[:7], y[:7], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[], [1], [2], [1, 3]])
+def test_each_row_has_a_table(params: Any, rows: list[int]):
+    pools, zeros = make_pools(CONFIG, PAGES, SIZE), partial(np.zeros, dtype=np.int32)
+    with pytest.raises(ServeSettingError, match=r"^tables=\[.*\]: expected 3 rows in all"):
+        STEP(params, pools, zeros((3, 1)), zeros(3), zeros(3), [zeros((n, 2)) for n in rows])
 
 
 def test_the_head_is_the_best_of_all():

@@ -50,6 +50,8 @@ def test_others_modules(path: Path) -> None:
         assert Intents.from_bytes(data) == found
     assert found.module_fingerprint == found.key == module.fingerprint
     _check_time(module, found)
+    arguments = {p.name for p in module.entry.parameters if p.shape.byte_size}
+    assert arguments <= {b.name for b in found.buffers}
     for buffer in found.buffers:
         _check_buffer(found, buffer)
     _check_bytes(module, found)
@@ -125,8 +127,8 @@ def _check_reads(module: Module, found: Intents) -> None:
         return
     tick = {t.instruction: n for n, t in enumerate(found.ticks)}
     for p in module.entry.parameters:
-        (b,) = [b for b in found.buffers if b.name == p.name] or [None]
-        if b is None or b.kind != "argument":
+        b = named(found, p.name)
+        if b.kind != "argument":
             continue
         shown, reads = {p.id}, set[int]()
         for i in module.entry.instructions:
@@ -234,6 +236,37 @@ ENTRY e {
     assert named(found, "c").recompute_s == pytest.approx(4 * PASS)
     s = named(found, "s")
     assert (s.writes, s.reads) == ((7,), (2,))
+    # Its last access is the write, three instructions before the end.
+    assert s.next_read_s == pytest.approx((2 + 3 + 3) * PASS, rel=1e-3)
+
+
+def test_what_chooses_a_branch_is_read() -> None:
+    found = of_text(
+        """
+ENTRY e {
+  s = f32[16384] parameter(0)
+  is_left = pred[] parameter(1)
+  x = f32[16384] conditional(is_left, s, s), true_computation=left, false_computation=right
+  new = f32[16384] negate(s)
+  ROOT t = (f32[16384], f32[16384]) tuple(new, x)
+}
+""",
+        before="""
+left {
+  a = f32[16384] parameter(0)
+  ROOT b = f32[16384] tanh(a)
+}
+
+right {
+  c = f32[16384] parameter(0)
+  ROOT d = f32[16384] sine(c)
+}
+
+""",
+    )
+    tick = {t.instruction: n for n, t in enumerate(found.ticks)}
+    assert named(found, "is_left").reads == (tick["x"],)
+    assert named(found, "s").reads == (tick["b"], tick["d"], tick["new"])
 
 
 def test_loops_repeat_what_is_in_them() -> None:
@@ -274,6 +307,10 @@ body {
 
 """,
     )
+
+    def written(name: str) -> int:
+        return next(n for n, t in enumerate(found.ticks) if t.instruction == name)
+
     (loop,) = found.loops
     assert (loop.trip_count, loop.executions, loop.outer) == (5, 5, None)
     assert found.ticks[loop.tick].instruction == "loop"
@@ -284,9 +321,12 @@ body {
     assert w.idle is not None
     assert (w.idle.start, w.idle.end) == (read + 1, read)
     assert w.idle.seconds == pytest.approx(2 * PASS + 2 * PASS, abs=1e-7)
+    # The argument that the loop works on in place is that argument still.
+    s = named(found, "s")
+    assert (s.kind, s.writes, s.reads) == ("state", (written("c"),), (read, written("y")))
     # The last of five iterations reads it four passes before the end of the loop.
     assert w.next_read_s == pytest.approx(4 * PASS + 2 * PASS, rel=1e-3)
-    a, b = (next(n for n, t in enumerate(found.ticks) if t.instruction == k) for k in "ab")
+    a, b = written("a"), written("b")
     begins = [tick.begin_s or 0.0 for tick in found.ticks]
     assert begins[b] == pytest.approx(begins[a] + 3 * PASS)
     # Behind all five.
@@ -393,6 +433,9 @@ def test_the_command_writes_what_it_prints_again(
     assert json.loads(printed)["plan_fingerprint"] == found.key
     assert Intents.from_bytes(run("intents", out, "--text").encode()) == found
     assert run("intents", out).startswith("jit_step: a step of ")
+    # As others write it again.
+    out.write_text(json.dumps(json.loads(printed), sort_keys=True))
+    assert run("intents", out, "--json") == printed
 
 
 def test_the_command_compiles_a_function(
@@ -438,7 +481,7 @@ def test_the_command_follows_a_plan_of_a_function(
         (("a.module:function",), "a.module:function needs --machine"),
         (("STEP", "--json", "--text"), "--json and --text: expected one of them"),
         (("INTENTS", "--machine", "cpu"), "has intents already: --machine and --plan are for a"),
-        (("PLAN",), "plan.json: "),
+        (("PLAN",), "plan.json, format: found 'memplan.plan', expected 'memplan.intents'"),
     ],
 )
 def test_the_command_refuses(

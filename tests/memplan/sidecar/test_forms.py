@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from memplan.sidecar.intents import (
     Tick,
 )
 from tests.conftest import Golden
+
+NAN = math.nan
 
 ACCESS = PageAccess((32, 2, 16, 64), tokens=16, sequences=3, pages=4, queries=1, window=20)
 
@@ -131,6 +134,7 @@ def _edited(edit: Callable[[Any], None]) -> bytes:
         (lambda m: setattr(m, "version", 2), "version: found 2, expected 1."),
         (lambda m: setattr(m.ticks[1], "loop", 1), r"ticks\[1\].loop: found 1, expected below 1"),
         (lambda m: setattr(m.loops[0], "outer", 7), r"loops\[0\].outer: found 7, expected below 1"),
+        (lambda m: setattr(m.loops[0], "outer", 0), r"loops\[0\].outer: found 0, expected above 0"),
         (lambda m: setattr(m.loops[0], "tick", 3), r"loops\[0\].tick: found 3, expected below 3"),
         (lambda m: setattr(m.loops[0].body, "end", 3), r"loops\[0\].body: found \(1, 3\), expect"),
         (lambda m: setattr(m.buffers[1], "kind", "x"), r"buffers\[1\].kind: found 'x', expected"),
@@ -138,6 +142,20 @@ def _edited(edit: Callable[[Any], None]) -> bytes:
         (lambda m: m.buffers[0].reads.append(3), r"buffers\[0\].reads: found 3, expected below 3"),
         (lambda m: m.buffers[0].reads.append(1), r"buffers\[0\].reads: found \(1, 2, 1\), expect"),
         (lambda m: setattr(m.buffers[1].live[1], "end", 9), r"buffers\[1\].live: found \(2, 9\)"),
+        (lambda m: setattr(m.buffers[1], "dead_after", 4), r"buffers\[1\].dead_after: found 3, ex"),
+        (lambda m: setattr(m.buffers[0].idle, "start", 3), r"buffers\[0\].idle: found 3, expected"),
+        (lambda m: setattr(m.buffers[0].idle, "end", 3), r"buffers\[0\].idle: found 3, expected b"),
+        (lambda m: setattr(m, "step_s", -1.0), "step_s: found -1.0, expected finite seconds of at"),
+        (lambda m: setattr(m.ticks[0], "begin_s", NAN), r"ticks\[0\].begin_s: found nan, expected"),
+        (lambda m: setattr(m.buffers[0].idle, "seconds", -1.0), r"buffers\[0\].idle.seconds: fou"),
+        (lambda m: setattr(m.buffers[1], "next_read_s", NAN), r"buffers\[1\].next_read_s: found n"),
+        (lambda m: setattr(m.buffers[1], "load_s", math.inf), r"buffers\[1\].load_s: found inf"),
+        (lambda m: setattr(m.buffers[1], "evict_s", -1.0), r"buffers\[1\].evict_s: found -1.0"),
+        (lambda m: setattr(m.buffers[1], "recompute_s", NAN), r"buffers\[1\].recompute_s: found n"),
+        (
+            lambda m: [m.pools[0].ClearField(k) for k in ("reads", "writes")],
+            r"pools\[0\]: found no",
+        ),
         (lambda m: setattr(m.pools[0], "buffer", 2), r"pools\[0\].buffer: found 2, expected bel"),
         (lambda m: setattr(m.pools[0].reads[0], "tick", 3), r"pools\[0\].reads\[0\].tick: found"),
         (lambda m: m.pools[0].reads[0].ClearField("access"), r"pools\[0\].reads\[0\].access: fo"),
@@ -155,7 +173,6 @@ def test_what_does_not_fit_together_is_refused(edit: Callable[[Any], None], sent
         b"HloModule m",
         b"{",
         b'{"format": "memplan.plan", "version": 1}',
-        b'{"format": "memplan.intents", "version": 1, "more": 2}',
         b'format: "memplan.intents" version: 1 ticks { loop: -1 }',
         b'format: "memplan.intents\xff"',
     ],
@@ -181,7 +198,10 @@ def test_who_reads_intents_does_not_wait_for_jax(tmp_path: Path) -> None:
 def test_a_newer_field_is_read_over() -> None:
     """Field 16, which nobody has yet."""
     data = SAMPLE.to_bytes()[:-5] + b"\x82\x01\x02hi"
-    assert Intents.from_bytes(sealed(data)) == SAMPLE
+    in_json = json.dumps(json.loads(SAMPLE.to_json()) | {"newer": {"field": "hi"}})
+    in_text = SAMPLE.to_text() + 'newer { field: "hi" }'
+    for newer in (sealed(data), in_json.encode(), in_text.encode()):
+        assert Intents.from_bytes(newer) == SAMPLE
 
 
 def test_json_is_what_any_protobuf_reads() -> None:

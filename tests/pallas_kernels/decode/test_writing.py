@@ -17,7 +17,7 @@ import memplan
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.pages import PageAccess, origin, page_reads, page_writes
 from hlo_passes.reading.reader import read_module
-from pallas_kernels.decode import decode_attention, write_tokens
+from pallas_kernels.decode import decode_attention, write_pages, write_tokens
 from pallas_kernels.errors import KernelArgumentError
 
 HEADS, SIZE, WIDTH = 2, 4, 8
@@ -78,6 +78,41 @@ def test_what_does_not_go_together_is_refused(changed: dict[str, Any], sentence:
     named = {name: arrays.pop(name) for name in ("block_tables", "counts")}
     with pytest.raises(KernelArgumentError, match=f"^write_tokens: {sentence}"):
         write_tokens(*arrays.values(), **named)
+
+
+def test_stored_pages_go_where_they_are_told() -> None:
+    """Also nowhere."""
+    pool = np.zeros((4, HEADS, SIZE, WIDTH), np.float32)
+    stored = np.random.default_rng(0).normal(size=(4, *pool.shape[1:])).astype(np.float32)
+    found = write_pages(jnp.asarray(pool), jnp.asarray(stored), jnp.array([2, -1, 0, 4]))
+    pool[[2, 0]] = stored[[0, 2]]
+    np.testing.assert_array_equal(found, pool)
+    empty = write_pages(jnp.asarray(pool), jnp.asarray(stored[:0]), jnp.zeros(0, int))
+    np.testing.assert_array_equal(empty, pool)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"pool": (2, 4, 8)}, r"pool is of shape \(2, 4, 8\): expected \[num_pages, kv_heads"),
+        ({"stored": (2, 4, 8)}, r"stored is of shape \(2, 4, 8\): expected \[n, kv_heads"),
+        (
+            {"stored": (2, 1, 4, 8)},
+            r"stored is float32\[2, 1, 4, 8\]: expected float32\[2, 2, 4, 8",
+        ),
+        ({"pool": jnp.zeros((4, 2, 4, 8), int)}, r"stored is float32\[2, .*: expected int32\[2, 2"),
+        ({"pages": (1,)}, r"pages is int32\[1\]: expected int32\[2\]"),
+        ({"pages": jnp.zeros(2)}, r"pages is float32\[2\]: expected int32\[2\]"),
+    ],
+)
+def test_pages_that_do_not_go_together_are_refused(changed: dict[str, Any], sentence: str) -> None:
+    given: dict[str, Any] = {"pool": (4, 2, 4, 8), "stored": (2, 2, 4, 8), "pages": (2,)} | changed
+    arrays = {
+        name: jnp.zeros(of, int if name == "pages" else float) if isinstance(of, tuple) else of
+        for name, of in given.items()
+    }
+    with pytest.raises(KernelArgumentError, match=f"^write_pages: {sentence}"):
+        write_pages(**arrays)
 
 
 TARGETS = [
