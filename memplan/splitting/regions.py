@@ -179,6 +179,7 @@ class _Growing:
     """A region on its way.
 
     Attributes:
+      within: the equations in `axes`, as bits.
       early: equations that make what every chunk needs whole: they are done before the first.
       late: equations that need what is combined of all chunks, or that are not cut themselves and
         read what is: they come after the last one.
@@ -189,6 +190,7 @@ class _Growing:
     least: int
     cut: dict[Var, int]
     axes: dict[int, Axis] = field(default_factory=dict[int, Axis])
+    within: int = 0
     early: int = 0
     late: int = 0
 
@@ -213,7 +215,7 @@ class _Growing:
                 if not axis.is_map and not is_sum:
                     push(v, n)
                     continue
-                for found in self._take(n):
+                for found in self._take(n, axis):
                     push(found)
 
     def settle(self) -> None:
@@ -224,7 +226,8 @@ class _Growing:
             if not between:
                 return
             for n in between:
-                self._take(n)
+                if (axis := self._fitting(n)) is not None:
+                    self._take(n, axis)
                 if n not in self.axes:
                     self._leave_out(n)
                     break
@@ -258,6 +261,7 @@ class _Growing:
         """Leaves out all that needs an equation that is not cut."""
         self.late |= 1 << n | self.graph.after([n])
         self.axes = {n: axis for n, axis in self.axes.items() if not self.late >> n & 1}
+        self.within &= ~self.late
 
     def _fitting(self, n: int) -> Axis | None:
         """How an equation is cut, where what it shares with the region is cut already."""
@@ -281,21 +285,20 @@ class _Growing:
             return self.graph.maker.get(v) not in self.axes
         return self.cut.get(v, d) == d and shape_of(v)[d] % self.parts == 0
 
-    def _take(self, n: int) -> Sequence[Var]:
-        """Takes an equation in, if it fits; the large arrays that are cut by that."""
-        axis = self._fitting(n)
-        if axis is None:
-            return ()
+    def _take(self, n: int, axis: Axis) -> Sequence[Var]:
+        """Takes an equation in, unless others of the region would come before and after it; the
+        large arrays that are cut by that."""
         eqn = self.graph.eqns[n]
         whole = [v for v, d in self.graph.arrays(n, axis) if d is None and v in self.graph.maker]
         made = {self.graph.maker[v] for v in whole} - {n}
         early = _bits(made) | self.graph.before(made)
         late = 0 if axis.is_map else self._after_combined(n, axis)
-        if (early | late) & _bits(self.axes) or early >> n & 1:
+        if (early | late) & self.within or early >> n & 1:
             return ()
         self.early |= early
         self.late |= late
         self.axes[n] = axis
+        self.within |= 1 << n
         new = list[Var]()
         for v, d in self.graph.arrays(n, axis):
             if d is not None and v not in self.cut:
