@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from memplan.splitting.axes import Axis, axes_of, sums_alike
+from memplan.splitting.axes import Axis, sums_alike, ways_of
 from memplan.splitting.shards import Shards
 from memplan.streams.leading_axis import shape_of
 
@@ -268,11 +268,10 @@ class _Growing:
         if (self.early | self.late) >> n & 1:
             return None
         found = None
-        for axis in axes_of(self.graph.eqns[n]):
-            arrays = self.graph.arrays(n, axis)
+        for axis, arrays in ways_of(self.graph.eqns[n]):
             if not any(d is not None and self.cut.get(v) == d for v, d in arrays):
                 continue
-            if not axis.is_one_way(self.graph.eqns[n]) or axis.within % self.parts:
+            if axis.within % self.parts:
                 continue
             if all(self._agrees(v, d) for v, d in arrays):
                 if axis.is_map:
