@@ -1,9 +1,11 @@
-"""Programs with a plan: which one is faster, and whether a finer one may be."""
+"""Programs with a plan, or what one promises: which is faster, and whether a finer one may be."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import override
 
 from hlo_passes.plan import Plan
 from memplan.executable import Program
@@ -13,16 +15,95 @@ from memplan.streams.hosting import Hosting
 # Where a step takes longer than its compute by this factor, another way may be faster.
 _SLOW = 1.5
 
+# Where it takes no longer than that, nothing else is looked for first.
+_GOOD = 1.05
+
 # A plan replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
 
 # As many programs with smaller chunks may be no faster, while they still move anything; and as many
 # may need no less than the program without chunks.
-_PATIENCE = 3
+PATIENCE = 3
+
+
+class Step(ABC):
+    """A step that takes so many seconds, and computes for so many of them."""
+
+    @property
+    @abstractmethod
+    def step_time_s(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def compute_s(self) -> float:
+        """Seconds of compute, without what is computed again."""
+
+    @property
+    @abstractmethod
+    def has_edits(self) -> bool:
+        """Whether anything is moved or computed again, so that less of it may be faster."""
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
+        said of the kernels of one, it has not said of those of another."""
+        return self.step_time_s - self.compute_s
+
+    def is_faster_than(self, other: Step) -> bool:
+        """Whether its step waits less, as far as counts."""
+        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step takes so much longer than its compute that another way may be faster."""
+        return self.step_time_s > _SLOW * self.compute_s
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a step takes hardly longer than its compute."""
+        return self.step_time_s <= _GOOD * self.compute_s
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether a step takes no longer than its compute, as far as counts."""
+        return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Promise(Step):
+    """What a plan for a program probably comes to, before it is made: how its arena is packed is
+    not known yet.
+
+    Attributes:
+      promised_s: of a step.
+      computing_s: of its compute.
+    """
+
+    promised_s: float
+    computing_s: float
+
+    @property
+    @override
+    def step_time_s(self) -> float:
+        return self.promised_s
+
+    @property
+    @override
+    def compute_s(self) -> float:
+        return self.computing_s
+
+    @property
+    @override
+    def has_edits(self) -> bool:
+        return True
+
+    def with_again(self, seconds: float) -> Promise:
+        """The same where so much of the compute is not in the program as it is written."""
+        return replace(self, computing_s=self.computing_s - seconds)
+
+
+@dataclass(frozen=True)
+class Candidate(Step):
     """A placed program and the plan for the module that XLA scheduled for it.
 
     Attributes:
@@ -47,23 +128,14 @@ class Candidate:
         return self.plan.prediction.total_bytes
 
     @property
+    @override
     def step_time_s(self) -> float:
         return self.plan.prediction.step_time_s
 
     @property
+    @override
     def compute_s(self) -> float:
-        """Seconds of compute, without what is computed again."""
         return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
-
-    @property
-    def waits_s(self) -> float:
-        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
-        said of the kernels of one, it has not said of those of another."""
-        return self.step_time_s - self.compute_s
-
-    def is_faster_than(self, other: Candidate) -> bool:
-        """Whether its step waits less, as far as counts."""
-        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
 
     def with_again(self, seconds: float) -> Candidate:
         """The same, its prediction too, with another `again_s`."""
@@ -72,19 +144,9 @@ class Candidate:
         return replace(self, plan=replace(self.plan, prediction=prediction), again_s=seconds)
 
     @property
+    @override
     def has_edits(self) -> bool:
-        """Whether anything is moved or computed again, so that less of it may be faster."""
         return bool(self.plan.moved_bytes or self.plan.edits)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a step takes so much longer than its compute that another way may be faster."""
-        return self.step_time_s > _SLOW * self.compute_s
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether a step takes no longer than its compute, as far as counts."""
-        return self.step_time_s * _WORTH_IT <= self.compute_s
 
 
 @dataclass
@@ -99,14 +161,18 @@ class FinerChunks:
         many programs with chunks needed no less.
     """
 
-    best: Candidate | None = None
+    best: Step | None = None
     slower: int = 0
     least: float = math.inf
     of_least: int = 0
     without: float = math.inf
     vain: int = 0
 
-    def is_over(self, aim: int, candidate: Candidate | None, needs: float) -> bool:
+    def begin_again(self) -> None:
+        """After none of those so far could be packed."""
+        self.best, self.slower = None, 0
+
+    def is_over(self, aim: int, step: Step | None, needs: float) -> bool:
         """After a program with another aim, and what came of it.
 
         Args:
@@ -114,13 +180,13 @@ class FinerChunks:
         """
         if needs < self.least:
             self.least, self.of_least = needs, aim
-        elif candidate is None and aim < self.of_least / 2:
+        elif step is None and aim < self.of_least / 2:
             return True  # They do not need less, as XLA has them.
-        if candidate is None:
+        if step is None:
             self.vain += needs >= self.without
-            return self.vain == _PATIENCE
-        if self.best is None or candidate.is_faster_than(self.best):
-            self.best, self.slower = candidate, 0
+            return self.vain == PATIENCE
+        if self.best is None or step.is_faster_than(self.best):
+            self.best, self.slower = step, 0
             return False
         self.slower += 1
-        return not self.best.has_edits or self.slower == _PATIENCE
+        return not self.best.has_edits or self.slower == PATIENCE

@@ -1,7 +1,7 @@
 """Plans, made for modules as XLA schedules them.
 
 Of the program as it is written, with more and more of it computed again, and with more and more in
-chunks, the fastest plan is taken.
+chunks, the fastest plan is taken (`fastest.py`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,13 @@ from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator import timeline
-from memplan.candidates import Candidate, FinerChunks
+from memplan.candidates import Candidate
 from memplan.executable import Executable
+from memplan.fastest import Fastest
 from memplan.known import Known
 from memplan.placing import Placing
 from memplan.streams.hosting import Hosting
 from memplan.written import Written
-
-# Where a step takes no longer than its compute by this factor, none is looked for that computes
-# again what scans leave for others.
-_SOON_ENOUGH = 1.02
-
-# Chunks are tried where a step takes longer than that.
-_GOOD = 1.05
 
 # Of the budget: where less is live besides the arguments, chunks free next to nothing of it.
 _FEW = 1 / 64
@@ -180,49 +174,7 @@ class Planner:
         self, ways: Iterable[Written], budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """The fastest plan of these programs; raises as `plan` does."""
-        best: Candidate | None = None
-        rest: Iterator[Candidate] = iter(())
-        found: list[Candidate] = []
-        failed: list[Exception] = []
-        finer = FinerChunks()
-        for way in ways:
-            splits = way.placing.splits
-            if splits and best is not None and not best.placing.splits:
-                if not best.has_edits or best.step_time_s <= _GOOD * best.compute_s:
-                    break
-            way.plan_for(budget, options)
-            before = len(failed)
-            try:
-                again_s = self._again_s(way, budget, options)
-            except (MemplanError, jax.errors.JaxRuntimeError) as error:
-                _log.warning("%s was dropped: %s", way.named(None), error)
-                failed.append(error)
-                continue
-            candidate = None
-            # A loop over chunks that brings what it reads, brings it for each of them.
-            for inside, nested in itertools.islice(way.inside(budget), 1 if splits else None):
-                in_turn = way.in_turn(inside, nested, budget, options, again_s, found, failed)
-                # Which slots are best is asked of the best of the programs only.
-                candidate = next(in_turn, None)
-                if candidate is not None and (best is None or candidate.is_faster_than(best)):
-                    best, rest = candidate, in_turn
-                if best is not None and best.is_hidden:
-                    break
-            refusals = [e.least for e in failed[before:] if isinstance(e, MemoryBudgetError)]
-            needs = min(refusals, default=math.inf)
-            if splits:
-                if finer.is_over(way.placing.aim or 0, candidate, needs):
-                    break
-                continue
-            finer.without = min(finer.without, needs)
-            if best is not None and best.step_time_s <= _SOON_ENOUGH * best.compute_s:
-                break
-        for candidate in rest:
-            best = candidate if best is None or candidate.is_faster_than(best) else best
-        if best is None:
-            refused = [e for e in failed if isinstance(e, MemoryBudgetError)]
-            raise min(refused, key=lambda e: e.least, default=failed[0])
-        return best
+        return Fastest(budget, options, lambda way: self._again_s(way, budget, options)).of(ways)
 
     def _again_s(self, way: Written, budget: int, options: Mapping[str, Any] | None) -> float:
         """Seconds of compute that the program as it is written does not have."""

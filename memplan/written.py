@@ -25,7 +25,7 @@ from hlo_passes.ir import Learned, Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from hlo_passes.simulator import cost
-from memplan.candidates import Candidate
+from memplan.candidates import Candidate, Promise
 from memplan.executable import Program
 from memplan.known import Known
 from memplan.placing import Placing
@@ -82,7 +82,7 @@ class Written:
         self._lowering = placing.lowering
         # The module as it was shown last, with what is on the chip counted and left out.
         self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
-        self._planned: dict[tuple[str, Hosting], Candidate | MemoryBudgetError] = {}
+        self._planned: dict[Hashable, Any] = {}  # Also that there is none, a `MemoryBudgetError`.
         self._planned_for: Hashable = None  # What that depends on besides.
 
     def forget(self) -> None:
@@ -144,7 +144,13 @@ class Written:
                     # temporaries can still be evicted and recomputed.
                     candidate = self._plan_placed(everything, budget, options)
                 else:
-                    candidate = self._plan_with_rings(everything, budget, options, best)
+                    candidate = self._with_stacks(
+                        everything,
+                        budget,
+                        options,
+                        best,
+                        lambda hosting: self._plan_placed(hosting, budget, options),
+                    )
             except MemoryBudgetError as error:
                 _log.info("planning%s: need %d bytes", how, error.least)
                 failed.append(error)
@@ -178,6 +184,27 @@ class Written:
         if self.placing.streams.rings(self.placing.everything(*_RINGS[0])):
             parts.append(_worded(ring))
         return ", ".join(parts)
+
+    def promise(self, budget: int, options: Mapping[str, Any] | None) -> Promise | None:
+        """What a plan with the first of its rings probably comes to; None where that is refused."""
+        ring, (inside, nested) = self._rings(budget)[0], next(self.inside(budget))
+        everything = self._everything(ring, inside, nested)
+        self._lowering.report("planning", budget, way=self.named(ring))
+
+        def promised(hosting: Hosting) -> Promise:
+            hosting = self._with_any_ring(hosting)
+            seconds = min(expected for _, expected in self._stay(hosting, budget, options))
+            _, module = self.capture(hosting, options)
+            return Promise(seconds, cost.step_seconds(module, self._lowering.target.machine))
+
+        try:
+            return (
+                promised(everything)
+                if ring is None
+                else self._with_stacks(everything, budget, options, None, promised)
+            )
+        except (MemplanError, jax.errors.JaxRuntimeError):
+            return None
 
     def look_without_rings(self, budget: int) -> Hosting | None:
         """What is on the host when this program is planned first; None where that has rings, whose
@@ -241,22 +268,23 @@ class Written:
         if inside and largest_nested:
             yield inside, True
 
-    def _plan_with_rings(
+    def _with_stacks[T](
         self,
         everything: Hosting,
         budget: int,
         options: Mapping[str, Any] | None,
         best: Candidate | None,
-    ) -> Candidate | None:
-        """Plans with such rings, and as many stacks on the device as are worth it.
+        planned: Callable[[Hosting], T],
+    ) -> T | None:
+        """What is planned with such rings, and as many stacks on the device as are worth it.
 
         What a stack on the device takes is known beforehand but for packing, so that it may be
         more than there is room for. Rings that need more than the budget with nothing there are
         not planned with where there is a plan already: it would take long, and be slow or fail.
         """
-        program, module = self.capture(everything, options)
         if not self.placing.streams.rings(everything):
-            return self._plan_placed(everything, budget, options)
+            return planned(everything)
+        program, module = self.capture(everything, options)
         room = budget - self._least(module, program, everything)
         if room < 0 and best is not None:
             return None
@@ -271,7 +299,7 @@ class Written:
                 self.placing.stack_size,
             )
             try:
-                return self._plan_placed(everything.without(kept), budget, options)
+                return planned(everything.without(kept))
             except MemoryBudgetError as error:
                 if not kept:
                     raise
@@ -281,15 +309,20 @@ class Written:
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """Plans with these stacks on the host; of the other arguments as many as must be, or none
-        where a step waits long for them and is faster so. Where no stack is there, all rings are
-        one: that is planned once."""
-        if not self.placing.streams.rings(hosting):
-            hosting = replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
-        return self._once("placed", hosting, lambda: self._faster_placed(hosting, budget, options))
+        where a step waits long for them and is faster so."""
+        hosting = self._with_any_ring(hosting)
+        return self._once(
+            ("placed", hosting), lambda: self._faster_placed(hosting, budget, options)
+        )
 
-    def _once(self, what: str, hosting: Hosting, make: Callable[[], Candidate]) -> Candidate:
-        """What is planned with that on the host, or the error that it ends with, made once."""
-        key = what, hosting
+    def _with_any_ring(self, hosting: Hosting) -> Hosting:
+        """Where no stack is there, all rings are one: that is planned once."""
+        if self.placing.streams.rings(hosting):
+            return hosting
+        return replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
+
+    def _once[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is planned, or the error that it ends with, made once."""
         if key not in self._planned:
             try:
                 self._planned[key] = make()
@@ -359,6 +392,13 @@ class Written:
     ) -> tuple[tuple[frozenset[int], float], ...]:
         """The arguments, by flat number, that so many bytes leave on the device, and the seconds
         that a step probably takes then: a few choices, the fastest first."""
+        return self._once(
+            ("stay", hosting, room), lambda: self._choose_stay(hosting, room, options)
+        )
+
+    def _choose_stay(
+        self, hosting: Hosting, room: int, options: Mapping[str, Any] | None
+    ) -> tuple[tuple[frozenset[int], float], ...]:
         program, module = self.capture(hosting, options)
         numbers = program.arguments.parameters
         host_parameters, sliced = self.placing.on_host(program, hosting)
@@ -378,7 +418,7 @@ class Written:
     def _plan_once(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
-        return self._once("whole", hosting, lambda: self.plan_with(hosting, budget, options))
+        return self._once(("whole", hosting), lambda: self.plan_with(hosting, budget, options))
 
     def plan_with(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None

@@ -174,13 +174,17 @@ def droppable_copies(
 def _droppable(
     module: Module, computation_id: int, transfers: Sequence[HostTransfer]
 ) -> list[Instruction]:
+    """Each copy that may be dropped with those before it. All are tried, then each half of what
+    cannot be: mostly few cannot, and a try takes a look at the whole module."""
     dropped: list[Instruction] = []
-    candidates = _copies_into_state(module, module.computations[computation_id], transfers)
-    if candidates and _is_orderable(module, computation_id, transfers, candidates):
-        return candidates
-    for copy in candidates:
-        if _is_orderable(module, computation_id, transfers, [*dropped, copy]):
-            dropped.append(copy)
+    pending = [_copies_into_state(module, module.computations[computation_id], transfers)]
+    while pending:
+        copies = pending.pop()
+        if copies and _is_orderable(module, computation_id, transfers, [*dropped, *copies]):
+            dropped += copies
+        elif len(copies) > 1:
+            half = len(copies) // 2
+            pending += copies[half:], copies[:half]
     return dropped
 
 

@@ -96,12 +96,6 @@ class Axis:
         arrays, dimensions = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         return [*zip(arrays, dimensions, strict=True)]
 
-    def is_one_way(self, eqn: JaxprEqn) -> bool:
-        """Whether no array of its equation is cut along two dimensions."""
-        found = dict[Var, Dimension]()
-        cut = [(a, d) for a, d in self.pairs(eqn) if isinstance(a, Var) and d is not None]
-        return all(found.setdefault(a, d) == d for a, d in cut)
-
     @property
     def is_map(self) -> bool:
         """Whether each chunk has a part of every result."""
@@ -448,10 +442,11 @@ class _Cutting:
         def along(a: Atom) -> Dimension:
             return cut.get(a) if isinstance(a, Var) else None
 
-        for body, n, eqn in self._equations():
-            axis = axes[body].get(n) or whole_in(eqn)
-            if any(along(a) != d for a, d in axis.pairs(eqn)):
-                return False
+        # What is around an array that is cut has an axis by now.
+        for body, known in zip(self.nest.bodies, axes, strict=True):
+            for n, axis in known.items():
+                if any(along(a) != d for a, d in axis.pairs(body.eqns[n])):
+                    return False
         return all(along(a) == along(b) for a, b in (*self.nest.again, *self.nest.alike))
 
     def _combined(
@@ -514,6 +509,19 @@ class _AddedUp:
     adding: Collection[tuple[int, int]]
 
 
+@functools.lru_cache(1 << 16)
+def ways_of(eqn: JaxprEqn) -> Sequence[tuple[Axis, Sequence[tuple[Var, Dimension]]]]:
+    """The axes of an equation along which none of its arrays is cut in two dimensions, each with
+    which dimension is cut of each array."""
+    found = list[tuple[Axis, Sequence[tuple[Var, Dimension]]]]()
+    for axis in axes_of(eqn):
+        arrays = [(a, d) for a, d in axis.pairs(eqn) if isinstance(a, Var)]
+        cut = dict[Var, Dimension]()
+        if all(d is None or cut.setdefault(v, d) == d for v, d in arrays):
+            found.append((axis, arrays))
+    return found
+
+
 def whole_in(eqn: JaxprEqn) -> Axis:
     """An equation that every chunk does as it is."""
     return Axis((None,) * len(eqn.invars), (None,) * len(eqn.outvars))
@@ -543,13 +551,10 @@ def _counts(eqn: JaxprEqn, axis: Axis) -> bool:
 def _agreeing(eqn: JaxprEqn, cut: Mapping[Var, int]) -> Axis | None:
     """How an equation is cut where these arrays are; None where it cannot be."""
     found = None
-    for axis in axes_of(eqn):
-        arrays = axis.pairs(eqn)
-        if not axis.is_one_way(eqn) or _counts(eqn, axis):
+    for axis, arrays in ways_of(eqn):
+        if _counts(eqn, axis):
             continue  # A chunk in there does not know which it is.
-        if all(not isinstance(a, Var) or a not in cut or cut[a] == d for a, d in arrays) and any(
-            isinstance(a, Var) and a in cut for a, _ in arrays
-        ):
+        if all(cut.get(v, d) == d for v, d in arrays) and any(v in cut for v, _ in arrays):
             if axis.is_map:
                 return axis
             found = found or axis

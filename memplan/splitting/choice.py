@@ -14,8 +14,9 @@ import fnmatch
 import functools
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jax.extend import source_info_util
@@ -115,10 +116,17 @@ def split(
       The program, the very object that was given where nothing is to be done or helps; and what is
       in chunks.
     """
+    return _split(jaxpr, aim, patterns, _Known(shards))
+
+
+def _split(
+    jaxpr: Jaxpr, aim: int, patterns: Sequence[str], known: _Known
+) -> tuple[Jaxpr, tuple[Split, ...]]:
+    shards = known.shards
     before, near = max(live_in(jaxpr, shards).loads, default=0), int(aim * (1 + _LITTLE))
     found: list[tuple[int, float, Jaxpr, tuple[Split, ...]]] = [(before, 0, jaxpr, ())]
     for best, factor in (_cheapest, _ALIKE), (_widest, 1):
-        splitting = _Splitting(aim, patterns, shards, best)
+        splitting = _Splitting(aim, patterns, known, best)
         new, splits = splitting.run(jaxpr)
         live = max(live_in(new, shards).loads, default=0)
         if splits and live < before:
@@ -136,13 +144,13 @@ def splittings(
     each program has at most twice as many as the one before, as far as dimensions allow. The last
     one is that with the first aim that nothing helped to come near.
     """
-    found = dict[int, tuple[Jaxpr, tuple[Split, ...]]]()
+    found, known = dict[int, tuple[Jaxpr, tuple[Split, ...]]](), _Known(shards)
     pending = sorted(aims)
     last, parts = 0, math.inf
     while pending:
         aim = pending[-1]
         if aim not in found:
-            found[aim] = split(jaxpr, aim, patterns, shards)
+            found[aim] = _split(jaxpr, aim, patterns, known)
         new, splits = found[aim]
         most = max((s.parts for s in splits), default=math.inf)
         between = (last + aim) // 2
@@ -157,13 +165,112 @@ def splittings(
             return
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Now:
-    """A program, and what is live in it."""
+    """A program, and what is live in it.
+
+    Attributes:
+      loops: of regions that were looked at, as loops; by seed, dimension and the bytes of an array
+        down to which the cut goes.
+    """
 
     graph: Graph
     steps: Sequence[Step]
     live: Live
+    loops: dict[tuple[Var, int, int], _Loop | None] = field(
+        default_factory=dict[tuple[Var, int, int], "_Loop | None"]
+    )
+
+    @staticmethod
+    def of(jaxpr: Jaxpr, shards: Shards) -> _Now:
+        steps = steps_of(jaxpr, shards)
+        return _Now(Graph(jaxpr, shards), steps, live_through(steps, results_of(jaxpr)))
+
+    def loop(self, seed: Var, d: int, parts: int, least: int) -> _Loop | None:
+        """The region around an array as a loop (see `grow`), once for all aims; None where there is
+        none."""
+        key = seed, d, least
+        if key not in self.loops:
+            region = grow(self.graph, seed, d, parts, least)
+            has_seed = region is not None and seed in region.cut
+            self.loops[key] = _Loop(self, region) if region and has_seed else None
+        return self.loops[key]
+
+
+class _Loop:
+    """A region that is run as a loop over chunks, however many.
+
+    Attributes:
+      loads: bytes that are live in each step of the program with that loop, without those inside
+        it; `at`: which of the steps it is.
+      edges: bytes of what it is given and leaves in chunks.
+      possible: the chunks there may be, the largest first.
+    """
+
+    def __init__(self, now: _Now, region: Region) -> None:
+        self.region, self._graph = region, now.graph
+        graph, shards = now.graph, now.graph.shards
+        before, after = graph.beside(region)
+        self._eqns = [(graph.eqns[n], axis) for n, axis in sorted(region.axes.items())]
+        self._leaving, results = graph.leaving(region), results_of(graph.jaxpr)
+        self._readers = readers_in(eqn for eqn, _ in self._eqns)
+        for v, combine in self._leaving.items():
+            # What adds chunks up fuses, what writes them does not.
+            self._readers.setdefault(v, []).append("elementwise" if combine else "other")
+        makes = list[tuple[Var, int]]()
+        for v, combine in self._leaving.items():
+            dtype = aval_of(v).dtype
+            size, wide = shards.bytes(v), combined_in(combine, dtype)
+            if wide != dtype:
+                makes.append((v, size // dtype.itemsize * np.dtype(wide).itemsize))
+            elif v not in results:
+                makes.append((v, size))
+        given = graph.given(region)
+        steps = [now.steps[n] for n in before], [now.steps[n] for n in after]
+        live = live_through([*steps[0], Step(given, makes), *steps[1]], results)
+        self.loads, self.at = live.loads, len(before)
+        self.edges = {v: shards.bytes(v) for v in (*given, *self._leaving) if v in region.cut}
+        self.possible = [
+            chunks
+            for chunks in _chunkings(region.rows, is_even=shards is not WHOLE)
+            if all(
+                size < _SMALLEST or _run(region, chunks, v) >= _SECTOR
+                for v, size in self.edges.items()
+            )
+        ]
+        self._own: dict[Chunks, int] = {}
+
+    def own(self, chunks: Chunks) -> int:
+        """Bytes that are live inside it while it is at a chunk."""
+        if chunks not in self._own:
+            self._own[chunks] = live_in_chunk(
+                self._eqns,
+                chunks,
+                self._graph.shards,
+                cut=self.region.cut,
+                readers=self._readers,
+                leaving=self._leaving,
+            )
+        return self._own[chunks]
+
+
+class _Known:
+    """Programs that were looked at already, of one search: that which is given and those inside
+    are so for each aim.
+
+    Attributes:
+      shards: how the arrays of all of them lie on the devices.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self._found: dict[int, tuple[Jaxpr, _Now]] = {}
+
+    def now(self, jaxpr: Jaxpr) -> _Now:
+        """A program without what nobody reads."""
+        if id(jaxpr) not in self._found:
+            self._found[id(jaxpr)] = jaxpr, _Now.of(without_dead(jaxpr), self.shards)
+        return self._found[id(jaxpr)][1]
 
 
 class _Splitting:
@@ -178,10 +285,11 @@ class _Splitting:
         self,
         aim: int,
         patterns: Sequence[str],
-        shards: Shards,
+        known: _Known,
         best: Callable[[_Found], tuple[bool, float]],
     ) -> None:
-        self.aim, self.patterns, self.shards, self._best = aim, patterns, shards, best
+        self.aim, self.patterns, self._known, self._best = aim, patterns, known, best
+        self.shards = known.shards
         self.splits: list[Split] = []
         self.cost = 0
         # Equations (by what they are, not what they say) and arrays for which nothing was found.
@@ -191,24 +299,22 @@ class _Splitting:
         self._chosen: dict[object, tuple[int, float]] = {}
 
     def run(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Split, ...]]:
-        jaxpr = without_dead(jaxpr)
+        now, near = self._known.now(jaxpr), self.aim * (1 + _LITTLE)
         for _ in range(_ROUNDS):
-            steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
-            live = live_through(steps, results_of(jaxpr))
-            near = self.aim * (1 + _LITTLE)
-            over = [(load, n) for n, load in enumerate(live.loads) if load > near]
+            eqns = now.graph.eqns
+            over = [(load, n) for n, load in enumerate(now.live.loads) if load > near]
             found = None
             for load, n in sorted(over, reverse=True):
-                if id(jaxpr.eqns[n]) in self._refused:
+                if id(eqns[n]) in self._refused:
                     continue
-                found = self._at(_Now(graph, steps, live), load, n)
+                found = self._at(now, load, n)
                 if found is not None:
                     break
-                self._refused[id(jaxpr.eqns[n])] = jaxpr.eqns[n]
+                self._refused[id(eqns[n])] = eqns[n]
             if found is None:
                 break
-            jaxpr = found
-        return jaxpr, tuple(self.splits)
+            now = _Now.of(found, self.shards)
+        return now.graph.jaxpr, tuple(self.splits)
 
     def _at(self, now: _Now, load: int, n: int) -> Jaxpr | None:
         """The program with less live at an equation; None where nothing helps."""
@@ -235,7 +341,7 @@ class _Splitting:
         """An equation with less live in what is inside it, and the splitting of that."""
         if not isinstance(decode(eqn), Scan | While | Cond | Remat):
             return None
-        inside = _Splitting(aim, self.patterns, self.shards, self._best)
+        inside = _Splitting(aim, self.patterns, self._known, self._best)
         new = with_programs(eqn, [inside.run(program.jaxpr)[0] for program in programs(eqn)])
         less = within(new, self.shards) < within(eqn, self.shards)
         return (new, inside) if less else None
@@ -277,8 +383,7 @@ class _Splitting:
             return
         jaxpr, names = made
         self._carry_on(jaxpr)
-        steps, graph = steps_of(jaxpr, self.shards), Graph(jaxpr, self.shards)
-        again = _Now(graph, steps, live_through(steps, results_of(jaxpr)))
+        again = _Now.of(jaxpr, self.shards)
         gain = self._over(now.live.loads) - self._over(again.live.loads)
         for found in self._around(again, names[seed], None):
             if found.gain + gain > 0:
@@ -290,73 +395,46 @@ class _Splitting:
         seen = set[frozenset[int]]()
         for d, share in ways:
             divisors = _divisors(shape_of(seed)[d] // self.shards.along(seed, d))
-            region = None
-            if len(divisors) > 1:
-                least = int(self.shards.bytes(seed) / share)
-                region = grow(now.graph, seed, d, divisors[1], least)
-            if region is None or seed not in region.cut:
+            if len(divisors) == 1:
                 continue
+            least = int(self.shards.bytes(seed) / share)
+            loop = now.loop(seed, d, divisors[1], least)
+            if loop is None:
+                continue
+            region = loop.region
             line = _line_of(now.graph, seed, region)
             if not any(fnmatch.fnmatchcase(line, pattern) for pattern in self.patterns):
                 continue
             if (key := frozenset(region.axes)) in seen:
                 continue
             seen.add(key)
-            if (found := self._in_chunks(now, seed, region, share)) is not None:
+            if (found := self._in_chunks(now, seed, loop, share)) is not None:
                 yield found
 
-    def _in_chunks(self, now: _Now, seed: Var, region: Region, share: float) -> _Found | None:
+    def _in_chunks(self, now: _Now, seed: Var, loop: _Loop, share: float) -> _Found | None:
         """A region in as many chunks as bring what is live in its loop down to the aim, or as gain
         anything."""
-        graph, (before, after) = now.graph, now.graph.beside(region)
-        eqns = [(graph.eqns[n], axis) for n, axis in sorted(region.axes.items())]
-        leaving, results = graph.leaving(region), results_of(graph.jaxpr)
-        readers = readers_in(eqn for eqn, _ in eqns)
-        for v, combine in leaving.items():  # What adds chunks up fuses, what writes them does not.
-            readers.setdefault(v, []).append("elementwise" if combine else "other")
-        around = [now.steps[n] for n in before], [now.steps[n] for n in after]
-        makes = list[tuple[Var, int]]()
-        for v, combine in leaving.items():
-            dtype = aval_of(v).dtype
-            size, wide = self.shards.bytes(v), combined_in(combine, dtype)
-            if wide != dtype:
-                makes.append((v, size // dtype.itemsize * np.dtype(wide).itemsize))
-            elif v not in results:
-                makes.append((v, size))
-        given = graph.given(region)
-        loop = Step(given, makes)
-        rest = live_through([*around[0], loop, *around[1]], results).loads[len(before)]
-        edges = {v: self.shards.bytes(v) for v in (*given, *leaving) if v in region.cut}
-        possible = [
-            chunks
-            for chunks in _chunkings(region.rows, is_even=self.shards is not WHOLE)
-            if all(n < _SMALLEST or _run(region, chunks, v) >= _SECTOR for v, n in edges.items())
-        ]
-        if not possible:
+        if not loop.possible:
             return None
-        within_chunk = functools.partial(
-            live_in_chunk,
-            eqns,
-            shards=self.shards,
-            cut=region.cut,
-            readers=readers,
-            leaving=leaving,
-        )
-        most = within_chunk(possible[-1])
+        region, rest = loop.region, loop.loads[loop.at]
+        most = loop.own(loop.possible[-1])
         least = most + (most + rest) * _LITTLE
         enough = max(self.aim - rest, least, int(self.aim * _IN_LOOP))
-        owns = ((chunks, within_chunk(chunks)) for chunks in possible)
-        chunks, own = next((chunks, own) for chunks, own in owns if own <= enough)
-        new = live_through([*around[0], replace(loop, own=own), *around[1]], results)
+        chunks = loop.possible[
+            bisect_left(loop.possible, True, key=lambda chunks: loop.own(chunks) <= enough)
+        ]
+        own = loop.own(chunks)
+        loads = [*loop.loads]
         # What is above the aim in the loop, is so in each of its equations.
-        in_loop = [new.loads[len(before)]] * (len(eqns) - 1)
-        gain = self._over(now.live.loads) - self._over([*new.loads, *in_loop])
-        if gain <= 0 or max(new.loads) > max(now.live.loads):
+        loads[loop.at : loop.at + 1] = [rest + own] * len(region.axes)
+        gain = self._over(now.live.loads) - self._over(loads)
+        if gain <= 0 or max(loads) > max(now.live.loads):
             return None
-        cost = _moved(graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
-        for v, size in edges.items():
+        cost = _moved(now.graph, region, chunks.parts) + chunks.parts * len(region.axes) * _TRIP
+        for v, size in loop.edges.items():
             cost += int(size * max(_LINE / _run(region, chunks, v) - 1, 0))
-        return _Found(graph, seed, region, chunks, share, gain, cost, rest + own <= self.aim)
+        is_enough = rest + own <= self.aim
+        return _Found(now.graph, seed, region, chunks, share, gain, cost, is_enough)
 
     def _over(self, loads: Iterable[int]) -> int:
         return sum(max(load - self.aim, 0) for load in loads)

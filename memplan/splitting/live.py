@@ -95,9 +95,12 @@ def live_through(steps: Sequence[Step], results: Iterable[Var] = ()) -> Live:
     born, last, size = dict[Var, int](), dict[Var, int](), dict[Var, int]()
     nothing = frozenset[Var]()
     for n, step in enumerate(steps):
-        read = nothing.union(*(roots.get(v, nothing) for v in step.reads))
-        last |= dict.fromkeys(read, n)
-        roots |= dict.fromkeys(step.views, read)
+        read = [roots[v] for v in step.reads if v in roots]
+        for root in read:
+            for v in root:
+                last[v] = n
+        if step.views:
+            roots |= dict.fromkeys(step.views, nothing.union(*read))
         for v, own in step.makes:
             roots[v], born[v], last[v], size[v] = frozenset([v]), n, n, own
     for v in results:

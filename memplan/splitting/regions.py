@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from memplan.splitting.axes import Axis, axes_of, sums_alike
+from memplan.splitting.axes import Axis, sums_alike, ways_of
 from memplan.splitting.shards import Shards
 from memplan.streams.leading_axis import shape_of
 
@@ -179,6 +179,7 @@ class _Growing:
     """A region on its way.
 
     Attributes:
+      within: the equations in `axes`, as bits.
       early: equations that make what every chunk needs whole: they are done before the first.
       late: equations that need what is combined of all chunks, or that are not cut themselves and
         read what is: they come after the last one.
@@ -189,6 +190,7 @@ class _Growing:
     least: int
     cut: dict[Var, int]
     axes: dict[int, Axis] = field(default_factory=dict[int, Axis])
+    within: int = 0
     early: int = 0
     late: int = 0
 
@@ -213,7 +215,7 @@ class _Growing:
                 if not axis.is_map and not is_sum:
                     push(v, n)
                     continue
-                for found in self._take(n):
+                for found in self._take(n, axis):
                     push(found)
 
     def settle(self) -> None:
@@ -224,7 +226,8 @@ class _Growing:
             if not between:
                 return
             for n in between:
-                self._take(n)
+                if (axis := self._fitting(n)) is not None:
+                    self._take(n, axis)
                 if n not in self.axes:
                     self._leave_out(n)
                     break
@@ -258,17 +261,17 @@ class _Growing:
         """Leaves out all that needs an equation that is not cut."""
         self.late |= 1 << n | self.graph.after([n])
         self.axes = {n: axis for n, axis in self.axes.items() if not self.late >> n & 1}
+        self.within &= ~self.late
 
     def _fitting(self, n: int) -> Axis | None:
         """How an equation is cut, where what it shares with the region is cut already."""
         if (self.early | self.late) >> n & 1:
             return None
         found = None
-        for axis in axes_of(self.graph.eqns[n]):
-            arrays = self.graph.arrays(n, axis)
+        for axis, arrays in ways_of(self.graph.eqns[n]):
             if not any(d is not None and self.cut.get(v) == d for v, d in arrays):
                 continue
-            if not axis.is_one_way(self.graph.eqns[n]) or axis.within % self.parts:
+            if axis.within % self.parts:
                 continue
             if all(self._agrees(v, d) for v, d in arrays):
                 if axis.is_map:
@@ -281,21 +284,20 @@ class _Growing:
             return self.graph.maker.get(v) not in self.axes
         return self.cut.get(v, d) == d and shape_of(v)[d] % self.parts == 0
 
-    def _take(self, n: int) -> Sequence[Var]:
-        """Takes an equation in, if it fits; the large arrays that are cut by that."""
-        axis = self._fitting(n)
-        if axis is None:
-            return ()
+    def _take(self, n: int, axis: Axis) -> Sequence[Var]:
+        """Takes an equation in, unless others of the region would come before and after it; the
+        large arrays that are cut by that."""
         eqn = self.graph.eqns[n]
         whole = [v for v, d in self.graph.arrays(n, axis) if d is None and v in self.graph.maker]
         made = {self.graph.maker[v] for v in whole} - {n}
         early = _bits(made) | self.graph.before(made)
         late = 0 if axis.is_map else self._after_combined(n, axis)
-        if (early | late) & _bits(self.axes) or early >> n & 1:
+        if (early | late) & self.within or early >> n & 1:
             return ()
         self.early |= early
         self.late |= late
         self.axes[n] = axis
+        self.within |= 1 << n
         new = list[Var]()
         for v, d in self.graph.arrays(n, axis):
             if d is not None and v not in self.cut:

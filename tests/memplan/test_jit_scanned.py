@@ -374,7 +374,7 @@ def test_where_no_ring_fits_stacks_stay_and_other_weights_are_streamed(
     def refuse(*_: Any) -> None:
         raise refused.value
 
-    monkeypatch.setattr(written.Written, "_plan_with_rings", refuse)
+    monkeypatch.setattr(written.Written, "_with_stacks", refuse)
     step = memplan.jit(both, hbm=budget)
     compiled = step.lower(*args).compile()
     assert compiled.device_bytes <= budget
@@ -398,7 +398,7 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
         ringed.append(everything.depth)
         return with_rings(self, everything, *rest)
 
-    monkeypatch.setattr(written.Written, "_plan_with_rings", watched)
+    monkeypatch.setattr(written.Written, "_with_stacks", watched)
     monkeypatch.setattr(candidates, "_SLOW", slow)
     budget = xla_total(both, *args) - 2 * WEIGHT_BYTES
     assert budget >= 2 * WEIGHT_BYTES

@@ -46,7 +46,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) 
             raise found
         return found
 
-    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "promise", lambda *_: None)
+    monkeypatch.setattr(written.Written, "_with_stacks", plan)
     monkeypatch.setattr(written.Written, "_rings", lambda *_: tuple(seen))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     return lowered._budgeted.planner.plan(HALF, None)
@@ -186,7 +187,8 @@ def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.Monkey
         looked.append((self, everything.depth, everything.share))
         return seen[self]
 
-    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "promise", lambda *_: None)
+    monkeypatch.setattr(written.Written, "_with_stacks", plan)
     monkeypatch.setattr(written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
     monkeypatch.setattr(written.Written, "compute_s", lambda *_: 1.0)
     monkeypatch.setattr(planner.Planner, "_ways", lambda *_: (first, again))
@@ -215,7 +217,8 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
         tried.append((everything.depth, everything.share))
         raise refusal(HALF)
 
-    monkeypatch.setattr(written.Written, "_plan_with_rings", plan)
+    monkeypatch.setattr(written.Written, "promise", lambda *_: None)
+    monkeypatch.setattr(written.Written, "_with_stacks", plan)
     monkeypatch.setattr(
         written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
     )
@@ -236,7 +239,8 @@ def test_rings_are_not_tried_where_not_even_the_host_has_room_enough(
         tried.append((everything.depth, everything.share))
         raise refusal(HALF, more)
 
-    for way in ("_plan_placed", "_plan_with_rings"):
+    monkeypatch.setattr(written.Written, "promise", lambda *_: None)
+    for way in ("_plan_placed", "_with_stacks"):
         monkeypatch.setattr(written.Written, way, refuse)
     monkeypatch.setattr(written.Written, "_rings", lambda *_: (None, (2, 1.0), (1, 1.0)))
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())

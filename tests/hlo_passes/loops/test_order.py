@@ -54,15 +54,28 @@ def test_copies_into_slots_go():
     assert drop_copies(module, ()) is module
 
 
-def test_a_copy_of_what_is_read_beside_the_old_value_stays():
-    text = Ring(copied=True, eager=True).text()
-    done = next(line for line in text.splitlines() if "%f1.done =" in line)
-    view = next(line for line in text.splitlines() if "%new1 =" in line)
+def with_slot_read_early(ring: Ring, slot: int) -> Module:
+    """What is fetched into a slot is read beside the value that it had."""
+    text = ring.text()
+    done, view, y0 = (
+        next(line for line in text.splitlines() if f"%{name} =" in line)
+        for name in (f"f{slot}.done", f"new{slot}", "y0")
+    )
     text = text.replace(f"{done}\n", "").replace(f"{view}\n", "")
-    y0 = next(line for line in text.splitlines() if "%y0 =" in line)
-    text = text.replace(y0, "\n".join([done, view, y0.replace("dot(%x,", "dot(%new1,")]))
-    module = module_of(text)
+    early = [done, view, y0.replace("dot(%x,", f"dot(%new{slot},")]
+    return module_of(text.replace(y0, "\n".join(early)))
+
+
+def test_a_copy_of_what_is_read_beside_the_old_value_stays():
+    module = with_slot_read_early(Ring(copied=True, eager=True), 1)
     assert droppable_copies(module, host_transfers(module, MACHINE)) == ()
+
+
+@pytest.mark.parametrize("slot", [1, 2, 3, 4])
+def test_the_copies_beside_one_that_stays_go(slot: int):
+    module = with_slot_read_early(Ring(slots=5, copied=True, eager=True), slot)
+    copies = droppable_copies(module, host_transfers(module, MACHINE))
+    assert [c.name for c in copies] == [f"copy{n}" for n in range(1, 5) if n != slot]
 
 
 def test_a_copy_that_has_to_wait_for_something_stays():

@@ -1,0 +1,150 @@
+"""The fastest plan of a program that can be written in many ways.
+
+    ways ─► what each promises ─► good? ─► planned
+                                    └────► put off ─► the most promising are planned, until none
+                                                      promises more than there is
+
+What a program promises is known from its choice of edits, before that is packed. A plan takes far
+longer to make, most of all where much has to go, and the ways that promise little are many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from hlo_passes.errors import MemoryBudgetError, MemplanError
+from memplan.candidates import PATIENCE, Candidate, FinerChunks, Promise
+from memplan.written import Written
+
+# Where a step takes no longer than its compute by this factor, none is looked for that computes
+# again what scans leave for others.
+_SOON_ENOUGH = 1.02
+
+_log = logging.getLogger("memplan")
+
+
+class _PutOff(NamedTuple):
+    """A program that was not planned yet, and the seconds of its compute that are not in the
+    program as it is written."""
+
+    promise: Promise
+    way: Written
+    again_s: float
+
+
+class Fastest:
+    """A search among programs that do the same.
+
+    Args:
+      budget: bytes.
+      options: XLA's, beside those given to ``jit``.
+      again_s: seconds of compute that a program has, and that as it is written has not.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        options: Mapping[str, Any] | None,
+        again_s: Callable[[Written], float],
+    ) -> None:
+        self._budget, self._options, self._again_s = budget, options, again_s
+        self._best: Candidate | None = None
+        self._rest: Iterator[Candidate] = iter(())  # With other rings than the best has.
+        self._found: list[Candidate] = []
+        self._failed: list[Exception] = []
+        self._finer = FinerChunks()
+
+    def of(self, ways: Iterable[Written]) -> Candidate:
+        """The fastest plan for any of these programs: as they are written first, then in ever
+        smaller chunks.
+
+        Raises:
+          MemoryBudgetError: when there is none, of all refusals that with the least.
+          MemplanError, jax.errors.JaxRuntimeError: when all were dropped, of the first.
+        """
+        ways = iter(ways)
+        for way in ways:
+            put_off = self._looked_at(itertools.chain((way,), ways))
+            self._plan_most_promising(put_off)
+            if self._best is not None or not put_off:
+                break
+            # None of those could be packed: what promises less may be.
+            self._finer.begin_again()
+        best = self._best
+        for candidate in self._rest:
+            best = candidate if best is None or candidate.is_faster_than(best) else best
+        if best is None:
+            refused = [e for e in self._failed if isinstance(e, MemoryBudgetError)]
+            raise min(refused, key=lambda e: e.least, default=self._failed[0])
+        return best
+
+    def _looked_at(self, ways: Iterable[Written]) -> Sequence[_PutOff]:
+        """Plans what promises a good step, and returns the others, until none is worth a look."""
+        put_off: list[_PutOff] = []
+        for way in ways:
+            splits, best = way.placing.splits, self._best
+            if splits and best is not None and not best.placing.splits:
+                if not best.has_edits or best.is_good:
+                    break
+            way.plan_for(self._budget, self._options)
+            try:
+                again_s = self._again_s(way)
+            except (MemplanError, jax.errors.JaxRuntimeError) as error:
+                _log.warning("%s was dropped: %s", way.named(None), error)
+                self._failed.append(error)
+                continue
+            promise, needs = way.promise(self._budget, self._options), math.inf
+            step = promise = promise and promise.with_again(again_s)
+            if promise is None or self._is_good(promise):
+                step, needs = self._planned(way, again_s)
+            else:
+                put_off.append(_PutOff(promise, way, again_s))
+            if splits:
+                if self._finer.is_over(way.placing.aim or 0, step, needs):
+                    break
+                continue
+            self._finer.without = min(self._finer.without, needs)
+            if self._best is not None and (
+                self._best.step_time_s <= _SOON_ENOUGH * self._best.compute_s
+            ):
+                break
+        return put_off
+
+    def _is_good(self, promise: Promise) -> bool:
+        return promise.is_good and (self._best is None or promise.is_faster_than(self._best))
+
+    def _plan_most_promising(self, put_off: Iterable[_PutOff]) -> None:
+        vain = 0
+        for promise, way, again_s in sorted(put_off, key=lambda p: p.promise.waits_s):
+            best = self._best
+            if best is not None and (vain == PATIENCE or not promise.is_faster_than(best)):
+                return
+            self._planned(way, again_s)
+            vain += best is not None and self._best is best
+
+    def _planned(self, way: Written, again_s: float) -> tuple[Candidate | None, float]:
+        """A plan for a program, and the fewest bytes that were needed where it was refused."""
+        candidate, before = None, len(self._failed)
+        # A loop over chunks that brings what it reads, brings it for each of them.
+        ways_inside = itertools.islice(way.inside(self._budget), 1 if way.placing.splits else None)
+        for inside, nested in ways_inside:
+            in_turn = way.in_turn(
+                inside, nested, self._budget, self._options, again_s, self._found, self._failed
+            )
+            # Which slots are best is asked of the best of the programs only.
+            candidate = next(in_turn, None)
+            if candidate is not None and (
+                self._best is None or candidate.is_faster_than(self._best)
+            ):
+                self._best, self._rest = candidate, in_turn
+            if self._best is not None and self._best.is_hidden:
+                break
+        failed = self._failed[before:]
+        refusals = (e.least for e in failed if isinstance(e, MemoryBudgetError))
+        return candidate, min(refusals, default=math.inf)

@@ -1,0 +1,141 @@
+"""Which of many ways to write a program are planned, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hlo_passes.errors import MemoryBudgetError, VerificationError
+from memplan.candidates import Promise, Step
+from memplan.fastest import Fastest
+from tests.memplan.test_planner import refusal
+
+BUDGET = 1 << 20
+
+
+class Planned(Step):
+    """A plan whose step takes so long, for a second of compute."""
+
+    def __init__(self, way: Way, step_time_s: float) -> None:
+        self.placing, self._seconds = way.placing, step_time_s
+
+    step_time_s = property(lambda self: self._seconds)
+    compute_s = property(lambda _: 1.0)
+    has_edits = property(lambda _: True)
+
+
+@dataclass(eq=False)
+class Way:
+    """A program that promises so many seconds, or nothing, and its plan's step; None where its plan
+    is refused."""
+
+    promised_s: float | None
+    planned_s: float | None
+    aim: int | None = None
+    planned: list[Way] = field(default_factory=list)
+    looked_at: list[Way] = field(default_factory=list)
+
+    @property
+    def placing(self) -> Any:
+        return SimpleNamespace(aim=self.aim, splits=() if self.aim is None else ("loop",))
+
+    def plan_for(self, *_: Any) -> None: ...
+
+    def named(self, _ring: object) -> str:
+        return "it"
+
+    def inside(self, _budget: int) -> Iterator[tuple[frozenset[int], bool]]:
+        yield frozenset(), False
+
+    def promise(self, *_: Any) -> Promise | None:
+        self.looked_at.append(self)
+        return None if self.promised_s is None else Promise(self.promised_s, 1.0)
+
+    def in_turn(self, *args: Any) -> Iterator[Any]:
+        *_, found, failed = args
+        self.planned.append(self)
+        if self.planned_s is None:
+            failed.append(refusal(BUDGET))
+            return
+        found.append(candidate := Planned(self, self.planned_s))
+        yield candidate
+
+
+def planned(ways: Sequence[Way]) -> tuple[float, list[int]]:
+    """The step that is found, and which of the ways are planned for it, in turn."""
+    order: list[Way] = []
+    for way in ways:
+        way.planned = order
+    found = Fastest(BUDGET, None, lambda _: 0.0).of(ways)  # pyright: ignore[reportArgumentType]
+    return found.step_time_s, [ways.index(way) for way in order]
+
+
+def test_what_promises_a_good_step_is_planned_at_once_and_ends_the_search():
+    assert planned([Way(1.02, 1.03), Way(1.0, 1.0, aim=64)]) == (1.03, [0])
+
+
+def test_what_promises_a_slow_step_waits_for_what_promises_a_better_one():
+    ways = [Way(4.0, 6.0), Way(2.0, 2.5, aim=64), Way(1.8, 1.9, aim=32)]
+    assert planned(ways) == (1.9, [2])
+
+
+def test_the_next_is_planned_while_it_promises_more_than_there_is():
+    ways = [Way(4.0, 4.5), Way(2.0, 2.5, aim=64), Way(1.8, 5.0, aim=32)]
+    assert planned(ways) == (2.5, [2, 1])
+
+
+def test_chunks_without_a_good_promise_do_not_follow_a_good_plan():
+    ways = [Way(1.02, 1.5), Way(1.4, 1.45, aim=64), Way(1.6, 1.7, aim=32)]
+    assert planned(ways) == (1.45, [0, 1])
+
+
+def test_where_none_of_those_put_off_can_be_packed_smaller_chunks_are_looked_at():
+    chunks = [Way(2.0 + n / 10, None, aim=64 - n) for n in range(4)]
+    last = Way(2.5, 2.6, aim=59)
+    assert planned([*chunks, last]) == (2.6, [0, 1, 2, 3, 4])
+
+
+def test_what_promises_nothing_is_planned_to_be_told_why():
+    with pytest.raises(MemoryBudgetError):
+        planned([Way(None, None), Way(None, None, aim=64)])
+    assert planned([Way(None, None), Way(1.5, 1.6, aim=64)]) == (1.6, [0, 1])
+
+
+def test_of_many_that_promise_more_than_they_hold_not_all_are_planned():
+    ways = [Way(1.1 + n / 100, 2.0, aim=1 << (20 - n)) for n in range(9)]
+    # Each promises less than the one before: after three such the series is over.
+    found, order = planned(ways)
+    assert (found, order) == (2.0, [0, 1, 2, 3])
+    better = [Way(2.0 / 1.1**n, 4.0, aim=1 << (20 - n)) for n in range(6)]
+    found, order = planned(better)
+    assert (found, order) == (4.0, [5, 4, 3, 2])
+
+
+def test_a_program_that_xla_does_not_show_is_dropped(caplog: pytest.LogCaptureFixture):
+    ways = [Way(1.5, 1.6), Way(1.1, 1.2, aim=64)]
+
+    def again_s(way: object) -> float:
+        if way is ways[1]:
+            raise VerificationError("loop", "not the same")
+        return 0.0
+
+    found = Fastest(BUDGET, None, again_s).of(ways)  # pyright: ignore[reportArgumentType]
+    assert found.step_time_s == 1.6
+    assert "it was dropped" in caplog.text
+
+
+def test_compute_that_is_done_again_counts_against_a_promise():
+    ways = [Way(1.5, 1.6), Way(1.4, 1.4, aim=64)]
+    order: list[Way] = []
+    for way in ways:
+        way.planned = order
+    again = {id(ways[0]): 0.0, id(ways[1]): 0.5}
+    search = Fastest(BUDGET, None, lambda way: again[id(way)])
+    search.of(ways)  # pyright: ignore[reportArgumentType]
+    assert [ways.index(way) for way in order] == [0]
+    assert math.isclose(Promise(1.4, 1.0).with_again(0.5).waits_s, 0.9)
