@@ -36,11 +36,20 @@ def entry(**changes: object) -> Any:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (entry(node=None), r"programs\[0\].node: expected a string, found nothing"),
+        (entry(node=None), r"programs.p.node: expected a string, found nothing"),
         (entry(segments=["a"]), "segments: expected a list of seconds"),
-        (entry(runs=0), "runs: expected a whole number of at least 1, found 0"),
+        (entry(runs=0), "runs: expected a positive number, found 0"),
+        (entry(runs=True), "runs: expected a positive number, found True"),
+        (entry(runs=2.5), "runs: expected a whole number, found 2.5"),
+        (entry(memory_bytes=-1), "memory_bytes: expected a number that is not negative, found -1"),
+        (entry(segments=[]), r"segments: expected a list of seconds, .* found \[\]"),
+        (entry(segments=[True]), "segments: expected a list of seconds, .* found True"),
+        (entry(segments=[-1e-3]), "segments: expected .* found -0.001"),
+        (entry(segments=[float("nan")]), "segments: expected .* found nan"),
+        (entry(segments=[1e300]), r"segments: expected .* found 1e\+300"),
+        (entry(name=""), "name: expected a word of letters, digits, - and _, found ''"),
         (entry(colour=1), "colour: expected no such key"),
-        (entry(traffic=[{"name": "w"}]), r"traffic\[0\].source: expected a string"),
+        (entry(traffic=[{"name": "w"}]), r"programs.p.traffic\[0\].source: expected a string"),
         (entry() | {"flow": []}, "work, flow: expected no such key"),
         ({"programs": 1}, "programs: expected a list of tables"),
     ],
@@ -59,14 +68,17 @@ Q = Program("q", "a1", (1e-3,), 2)
     [
         (Work((replace(P, node="z"),)), "no node 'z'"),
         (Work((replace(P, node="dcn"),)), "program p: expected a node of chips, found 'dcn'"),
-        (Work((replace(P, segments=()),)), "program p: expected segments"),
+        (Work(()), "programs: expected at least one, found none"),
+        (Work((replace(P, segments=()),)), "programs.p.segments: expected a list of seconds"),
+        (Work((replace(P, memory_bytes=-1),)), "programs.p.memory_bytes: expected a number"),
+        (Work((P,), (), (State("s", "a0", 0),)), "states.s.bytes: expected a positive number"),
         (Work((P, P)), "programs: expected names that differ"),
-        (Work((replace(P, name="p#1"),)), "expected names that differ, without # and /"),
+        (Work((replace(P, name="p#1"),)), "name: expected a word of letters, digits, - and _"),
         (Work((replace(P, reads=("w",)),)), "program p: expected a state of a0, found 'w'"),
         (Work((P, Q), (Flow("f", "p", "r", 8),)), "flow f: no program 'r'"),
         (Work((P, Q), (Flow("f", "p", "q", 8, at=1),)), "flow f: expected bytes between segments"),
-        (Work((P, Q), (Flow("f", "p", "q", 0),)), "flow f: expected bytes between segments"),
-        (Work((P, Q), (Flow("f", "p", "q", 8, in_flight=0),)), "flow f: expected bytes"),
+        (Work((P, Q), (Flow("f", "p", "q", 0),)), "flows.f.bytes: expected a positive number"),
+        (Work((P, Q), (Flow("f", "p", "q", 8, in_flight=0),)), "flows.f.in_flight: expected"),
         (
             Work((P, Q), (Flow("f", "p", "q", 8), Flow("g", "q", "p", 8))),
             "programs wait for each other: ",
@@ -84,7 +96,7 @@ Q = Program("q", "a1", (1e-3,), 2)
     ],
 )
 def test_what_does_not_fit_is_refused(work: Work, message: str):
-    with pytest.raises(ClusterError, match=message):
+    with pytest.raises((ClusterError, ClusterFileError), match=message):
         plan_cluster(SLICES, work)
 
 
