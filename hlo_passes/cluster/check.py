@@ -190,9 +190,8 @@ class _Values:
             raise ClusterCheckError(f"{name!r} is in no bound space")
         for (flow, tier), slots in self.lying.items():
             if flow.in_flight is not None and len(slots) > flow.in_flight:
-                raise ClusterCheckError(
-                    f"{flow.name!r} is in {len(slots)} slots of {tier}, and may have {flow.in_flight}"
-                )
+                found = f"{flow.name!r} is in {len(slots)} slots of {tier}"
+                raise ClusterCheckError(f"{found}, and may have {flow.in_flight}")
 
     def execute(self, timed: Timed, index: int) -> None:
         name = self.chain.segments[index].name

@@ -132,4 +132,4 @@ def test_own_traffic_is_read_where_it_is_waited_for_and_last():
     read = [[operand.value for operand in work.arguments(task, k)] for k in range(4)]
     assert read == [["p/w0"], ["p/w1"], ["p/w2", "p#0/gather0"], ["p/w3", "p#0/gather1"]]
     written = [[operand.value for operand in work.results(task, k)] for k in range(4)]
-    assert written == [["p#0/gather0 begun"], ["p#0/gather1 begun"], [], []]
+    assert written == [["begun p#0/gather0"], ["begun p#0/gather1"], [], []]
