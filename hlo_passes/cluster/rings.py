@@ -55,8 +55,7 @@ def rings_within(cluster: Cluster, work: Work) -> Mapping[str, Ring]:
                 "Move a program, or cut it smaller.",
             )
     most = {
-        flow.name: len(work.runs(flow)) if flow.in_flight is None else flow.in_flight
-        for flow in work.flows
+        flow.name: min(runs := len(work.runs(flow)), flow.in_flight or runs) for flow in work.flows
     }
     moves = [name for name, ring in rings.items() if len(ring.stops) > 1]
     stays = [name for name, ring in rings.items() if len(ring.stops) == 1 and not ring.is_given]

@@ -41,6 +41,9 @@ COLLECTIVE = "fabric"
 
 NANOSECONDS = 1_000_000_000
 
+_MOST_RUNS = 1 << 20
+"""Each is several descriptors of a chain."""
+
 MARK = 4
 """Bytes that stand for a collective under way; what it works on is in its program's memory."""
 
@@ -396,7 +399,7 @@ class Work:
                 {
                     key: value
                     for key in Flow.__dataclass_fields__
-                    if (value := getattr(flow, key)) is not None
+                    if (value := getattr(flow, key)) is not None or key != "in_flight"
                 }
                 for flow in self.flows
             ],
@@ -577,6 +580,12 @@ class _Table(FileTable):
     def optional(self, key: str, default: int, *, zero: bool = False) -> int:
         return self.whole(key, zero=zero) if key in self.unread else default
 
+    def runs(self) -> int:
+        runs = self.optional("runs", 1)
+        if runs > _MOST_RUNS:
+            raise self.error("runs", f"at most {_MOST_RUNS}", str(runs))
+        return runs
+
     def index(self, key: str, default: int) -> int:
         """One that may count from the end."""
         value = self.unread.pop(key, default)
@@ -626,7 +635,7 @@ def _program(table: _Table) -> Program:
         name,
         table.text("node"),
         table.seconds("segments"),
-        table.optional("runs", 1),
+        table.runs(),
         table.optional("memory_bytes", 0, zero=True),
         tuple(_traffic(of) for of in traffic),
         table.names("reads"),

@@ -40,6 +40,7 @@ def entry(**changes: object) -> Any:
         (entry(segments=["a"]), "segments: expected a list of seconds"),
         (entry(runs=0), "runs: expected a positive number, found 0"),
         (entry(runs=True), "runs: expected a positive number, found True"),
+        (entry(runs=1 << 70), f"runs: expected at most 1048576, found {1 << 70}"),
         (entry(runs=2.5), "runs: expected a whole number, found 2.5"),
         (entry(memory_bytes=-1), "memory_bytes: expected a number that is not negative, found -1"),
         (entry(segments=[]), r"segments: expected a list of seconds, .* found \[\]"),
