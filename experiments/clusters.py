@@ -9,8 +9,9 @@ all collectives on the wires, segment by segment, checked. Processor seconds wit
 the forward again), by the compilers of the chips they run on. Beside the plan the usual way (see
 `cluster_fifo`): one forward, one backward, or GPipe, each transfer issued when its producer ends,
 wires first come first served. *Held* is what flows take of the fullest chip; *planned as small* is
-planned where no chip has more for them than the fullest one of one forward, one backward. The bound is that of a
-node: until its first run may begin, all that it computes, and what has to come after its last.
+planned where no chip has more for them than the fullest one of one forward, one backward. The bound
+is that of a node: until its first run may begin, all that it computes, and what has to come after
+its last.
 
 *Serving*: prefill on one slice hands the keys and values of each layer to decode on another, over
 the network and into chips whose plan brings weights from the host over the same PCIe link.
