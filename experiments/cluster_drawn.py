@@ -50,7 +50,7 @@ def _wired(pick: random.Random) -> Cluster:
             "host": "host",
             "count": pick.choice((1, 1, 2)),
             **({"attached": pick.choice(joints)} if pick.random() < 0.7 else {}),
-            **({"fabric": pick.choice(joints)} if pick.random() < 0.5 else {}),
+            **({"fabric": "ici"} if pick.random() < 0.5 else {}),
         }
         for k in range(pick.randint(1, 3))
     ]
@@ -62,7 +62,7 @@ def _wired(pick: random.Random) -> Cluster:
             wires[f"{source}->{destination}"] = {
                 "source": source,
                 "destination": destination,
-                "nominal_bytes_per_s": pick.choice((1.0, 1e6, 7e9, 13.3e9, 1e12)),
+                "nominal_bytes_per_s": pick.choice((2.0, 1e6, 7e9, 13.3e9, 1e12)),
                 "efficiency": pick.choice((1, 0.7)),
                 "latency_s": pick.choice((0, 1e-6, 1e-3)),
                 "full_duplex": is_full,
@@ -74,7 +74,7 @@ def _wired(pick: random.Random) -> Cluster:
             "name": "drawn",
             "chips": chips,
             "hosts": [{"name": "host", "tiers": tiers}],
-            "switches": [{"name": name} for name in joints],
+            "switches": [{"name": name} for name in (*joints, "ici")],
             "wires": [*wires.values()],
         }
     )

@@ -24,7 +24,7 @@ from hlo_passes.errors import ClusterError, ClusterFileError
 
 def test_a_right_plan_or_one_error():
     outcomes = Counter[str]()
-    for seed in range(300):
+    for seed in range(200):
         pick = random.Random(seed)
         try:
             plan = plan_cluster(*drawn(pick))
@@ -35,14 +35,14 @@ def test_a_right_plan_or_one_error():
         check(ClusterPlan.from_dict(json.loads(json.dumps(plan.to_dict()))))
         assert windows(plan)
         assert first_fault(plan, pick) == "", seed
-    assert min(outcomes.values()) > 50
-    assert outcomes["planned"] > 100
+    assert min(outcomes.values()) > 40
+    assert outcomes["planned"] > 70
 
 
 def test_how_programs_are_listed_changes_nothing():
     """Where no state says something else."""
     planned = 0
-    for seed in range(150):
+    for seed in range(80):
         pick = random.Random(seed)
         cluster, work = drawn(pick, odd=0)
         programs = tuple(replace(p, reads=(), writes=()) for p in work.programs)
@@ -56,7 +56,7 @@ def test_how_programs_are_listed_changes_nothing():
             except ClusterError as error:
                 steps.add(type(error).__name__)
         assert len(steps) == 1, seed
-    assert planned > 100
+    assert planned > 80
 
 
 # --- is there an order? -----------------------------------------------------------------------
