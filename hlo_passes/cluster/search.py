@@ -41,10 +41,9 @@ def plan_cluster(cluster: Cluster, work: Work) -> ClusterPlan:
         waits for good.
     """
     work.check(cluster)
-    rings = rings_within(cluster, work)
     network = Network(cluster, work)
-    search = _Search(network, work, rings)
-    best = search.run()
+    found = [_Search(network, work, rings).run() for rings in rings_within(cluster, work)]
+    best = min(filter(None, found), default=None, key=lambda of: of.score)
     if best is None:
         raise ClusterError(
             "in every order something waits for a slot for good",

@@ -158,7 +158,7 @@ def test_more_in_flight_is_never_slower_and_takes_more_memory():
 def test_rings_keep_to_memory():
     slices = two_slices()
     work = training(slices, 64, saved=512 * MIB, memory=4 << 30)
-    rings = rings_within(slices, work)
+    rings = rings_within(slices, work)[0]
     capacity = slices.chips[0].tiers[0].capacity_bytes
     assert 2 <= rings["saved0"].slots[0] <= (capacity - (4 << 30)) // (512 * MIB)
     assert rings["act0"].slots == (64, 64) or rings["act0"].slots[0] >= 2
