@@ -28,6 +28,9 @@ def test_what_has_a_default_may_be_left_out():
     assert Work.from_dict(data) == Work((Program("p", "a0", (1e-3,)),), (Flow("x", "", "p", 8),))
 
 
+FLOW = {"name": "f", "source": "", "destination": "p", "bytes": 8}
+
+
 def entry(**changes: object) -> Any:
     program = {"name": "p", "node": "a0", "segments": [1e-3], **changes}
     return {"programs": [{key: of for key, of in program.items() if of is not None}]}
@@ -49,6 +52,7 @@ def entry(**changes: object) -> Any:
         (entry(segments=[float("nan")]), "segments: expected .* found nan"),
         (entry(segments=[1e300]), r"segments: expected .* found 1e\+300"),
         (entry(name=""), "name: expected a word of letters, digits, - and _, found ''"),
+        (entry() | {"flows": [FLOW | {"at": 0.5}]}, "flows.f.at: expected a whole number"),
         (entry(colour=1), "colour: expected no such key"),
         (entry(traffic=[{"name": "w"}]), r"programs.p.traffic\[0\].source: expected a string"),
         (entry() | {"flow": []}, "work, flow: expected no such key"),
@@ -62,6 +66,13 @@ def test_what_is_wrong_in_a_file_is_named(data: Any, message: str):
 
 P = Program("p", "a0", (1e-3,), 2)
 Q = Program("q", "a1", (1e-3,), 2)
+S = State("s", "a0", 8)
+FETCH = Traffic("t", "host", "hbm", "w", 8, 0, 0, 1)
+STORE = Traffic("s", "hbm", "host", "w", 8, 1, 1, 2)
+
+
+def of_traffic(*traffic: Traffic) -> Work:
+    return Work((replace(P, segments=(1e-3, 1e-3), traffic=traffic),))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,24 @@ Q = Program("q", "a1", (1e-3,), 2)
             Work((replace(P, traffic=(Traffic("t", "hbm", "host", "w", 8, 0, 1, 2),)),)),
             "program p, t: expected a start, a done and an end",
         ),
+        (Work((replace(P, reads=("s", "s")),), (), (S,)), "states: expected names that differ"),
+        (
+            of_traffic(FETCH, FETCH),
+            "program p, traffic: expected names that differ, found 't' twice",
+        ),
+        (of_traffic(FETCH, replace(FETCH, name="u", bytes=9)), "'w' in one place, with as many"),
+        (
+            of_traffic(STORE, replace(FETCH, start=1, done=1, end=2)),
+            "behind the segment that waits",
+        ),
+        (of_traffic(STORE, replace(STORE, name="u")), "behind the segment that waits for u"),
+        (of_traffic(replace(STORE, destination="hbm")), "one end in a0.hbm, and one in its host"),
+        (
+            of_traffic(replace(STORE, source="dram", destination="hbm")),
+            "one end in a0.hbm, and one in its host",
+        ),
+        (of_traffic(replace(STORE, source="fabric")), "'fabric' at both ends"),
+        (of_traffic(replace(FETCH, name="x\n")), "name: expected letters that are printed"),
         (Work((P,), (), (State("s", "a0", 1 << 50),)), "a0.hbm: programs, states and one slot"),
         (Work((replace(P, memory_bytes=1 << 40),)), "a0.hbm: programs, states and one slot"),
     ],
