@@ -107,7 +107,7 @@ class _Search:
             return None
         best, delays = min(found, key=lambda of: of[0].score)
         # Only what is between programs of one node matters.
-        first = {self._work.program(name).node: name for name in reversed(delays)}
+        first = {self._work.program(name).node: name for name in reversed([*delays])}
         behind = [name for name in delays if name not in first.values()]
         for _ in range(_ROUNDS):
             before = best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -172,17 +173,25 @@ def one_by_one(expected: Any, given: dict[str, int]) -> dict[str, int]:
     return values
 
 
+def of_single_segments(work: cluster.Work) -> cluster.Work:
+    programs = tuple(
+        replace(
+            p,
+            segments=p.segments[:1],
+            traffic=tuple(t for t in p.traffic if t.end == 1 or (t.leaves and t.start == 1)),
+        )
+        for p in work.programs
+    )
+    flows = tuple(replace(f, at=-1, needed=0) for f in work.flows)
+    return replace(work, programs=programs, flows=flows)
+
+
 def test_drawn_works_compute_what_their_programs_do_one_by_one():
     """Flows with few slots, states that several programs write, transfers from and to hosts."""
     count = 0
-    for seed in range(700):
+    for seed in range(80):
         machines, work = drawn(random.Random(seed), odd=0)
-        is_plain = all(
-            len(p.segments) == 1 and not any(t.is_collective for t in p.traffic)
-            for p in work.programs
-        )
-        if not is_plain or not any(p.writes for p in work.programs):
-            continue
+        work = of_single_segments(work)
         try:
             plan = cluster.plan(machines, work)
         except ClusterError:
