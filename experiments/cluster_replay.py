@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -56,6 +56,9 @@ class _Expected:
         self.sizes: dict[str, int] = {s["name"]: s["bytes"] for s in work["states"]}
         self.sent: dict[str, int] = {}
         self.taken: list[str] = []
+        self.flows = work["flows"]
+        self.changes: dict[str, int] = {}
+        self.states_of: dict[str, list[str]] = {}
         for p in work["programs"]:
             previous = ""
             for run in range(p["runs"]):
@@ -67,13 +70,52 @@ class _Expected:
                     if previous:
                         self.before[name] = previous
                     previous = name
-                self.reads[self._at(p, run, 0)] += p["reads"]
+        self._states(work["states"])
         for f in work["flows"]:
             self._flow(f)
         for p in work["programs"]:
             for run in range(p["runs"]):
-                self.writes[self._at(p, run, -1)] += p["writes"]
+                self.writes[self._at(p, run, -1)] += self.states_of[self._at(p, run, -1)]
                 self._traffic(p, run)
+
+    def _states(self, states: Any) -> None:
+        """As if runs that share a state followed each other: ``w@3`` is what the third of them
+        that writes it in a replay has left."""
+        made: dict[tuple[str, str], tuple[str, str]] = {}
+        for s in states:
+            users = [p for p in self._ordered() if s["name"] in (*p["reads"], *p["writes"])]
+            rounds = min((p["runs"] for p in users), default=0)
+            count = 0
+            for turn in range(rounds):
+                for p in users:
+                    for run in range(p["runs"]):
+                        if run * rounds // p["runs"] == turn:
+                            before, count = count, count + (s["name"] in p["writes"])
+                            ends = f"{s['name']}@{before}", f"{s['name']}@{count}"
+                            made[f"{p['name']}#{run}", s["name"]] = ends
+            self.changes[s["name"]] = count
+        for p in self.programs.values():
+            for run in range(p["runs"]):
+                of = f"{p['name']}#{run}"
+                self.reads[self._at(p, run, 0)] += [made[of, name][0] for name in p["reads"]]
+                self.states_of[self._at(p, run, -1)] = [made[of, name][1] for name in p["writes"]]
+
+    def _ordered(self) -> Iterator[Any]:
+        """Programs as listed, each after those whose flows it reads in the same run."""
+        left, done = list(self.programs.values()), {""}
+        while left:
+            found = next(
+                p
+                for p in left
+                if all(
+                    f["source"] in done
+                    for f in self.flows
+                    if f["destination"] == p["name"] and not f["lag"]
+                )
+            )
+            left.remove(found)
+            done.add(found["name"])
+            yield found
 
     def _at(self, p: Any, run: int, k: int) -> str:
         count = len(p["segments"])
@@ -104,8 +146,8 @@ class _Expected:
             if not is_fabric and t["of"] not in stored:
                 value = f"{p['name']}/{t['of']}"
             if is_fabric:
-                self.writes[self._at(p, run, t["start"] - 1)].append(f"{value} begun")
-                self.reads[value], self.writes[value] = [f"{value} begun"], [value]
+                self.writes[self._at(p, run, t["start"] - 1)].append(f"begun {value}")
+                self.reads[value], self.writes[value] = [f"begun {value}"], [value]
                 self.seconds[value], self.streams[value] = t["seconds"], f"{p['node']} fabric"
                 self.sent[value] = t["bytes"]
             elif leaves:
@@ -119,7 +161,7 @@ class _Expected:
 class _Memory:
     """What each byte holds, by the pieces that slots cut a space into, and who is at it."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, states: Container[str]) -> None:
         self.chain = chain
         cuts: defaultdict[int, set[int]] = defaultdict(set)
         for slot in chain.slots:
@@ -137,7 +179,7 @@ class _Memory:
         self.writers: Counter[tuple[int, int, int]] = Counter()
         for k, slot in enumerate(chain.slots):
             if chain.spaces[slot.space].kind == SpaceKind.BOUND:
-                self.write(k, slot.name)
+                self.write(k, f"{slot.name}@0" if slot.name in states else slot.name)
 
     def read(self, slot: int) -> str:
         """The value all of whose bytes lie there, in their order."""
@@ -175,7 +217,7 @@ class _Player:
 
     def __init__(self, plan: ClusterPlan, work: _Expected) -> None:
         self.chain, self.work = plan.chain, work
-        self.memory = _Memory(plan.chain)
+        self.memory = _Memory(plan.chain, work.changes)
         self.ran: Counter[str] = Counter()
         self.under_way: dict[int, list[str]] = {}
         self.on_node: dict[str, str] = {}
@@ -188,6 +230,16 @@ class _Player:
                 return self.chain.segments[k].arguments, self.chain.segments[k].results
             case _:
                 return (), ()
+
+    def of_replay(self, key: int, values: Sequence[str]) -> list[str]:
+        """States go on from one replay to the next."""
+        replay = key // len(self.chain.descriptors)
+        found: list[str] = []
+        for value in values:
+            name, _, count = value.partition("@")
+            changes = self.work.changes.get(name)
+            found.append(value if changes is None else f"{name}@{int(count) + replay * changes}")
+        return found
 
     def begin(self, key: int, d: Descriptor) -> None:
         reads, writes = self.operands(d)
@@ -202,11 +254,11 @@ class _Player:
             stream = self.chain.streams[d.stream].name
             if name not in self.work.reads or stream != self.work.streams[name]:
                 raise _FaultError(f"{name} runs on {stream}")
-            if self.under_way[key] != self.work.reads[name]:
+            if self.under_way[key] != self.of_replay(key, self.work.reads[name]):
                 raise _FaultError(f"{name} reads {self.under_way[key]}")
             sizes = [self.chain.slots[slot].bytes for slot in reads]
             for value, size in zip(self.under_way[key], sizes, strict=True):
-                if self.work.sizes.get(value, size) != size:
+                if self.work.sizes.get(value.partition("@")[0], size) != size:
                     raise _FaultError(f"{value} has {size} bytes")
             before = self.work.before.get(name)
             if before is not None and self.ran[before] <= self.ran[name]:
@@ -224,8 +276,10 @@ class _Player:
                 name = self.chain.segments[k].name
                 if len(writes) != len(self.work.writes[name]):
                     raise _FaultError(f"{name} writes {len(writes)} results")
-                for slot, value in zip(writes, self.work.writes[name], strict=True):
-                    if self.work.sizes.get(value, -1) not in (-1, self.chain.slots[slot].bytes):
+                values = self.of_replay(key, self.work.writes[name])
+                for slot, value in zip(writes, values, strict=True):
+                    size = self.chain.slots[slot].bytes
+                    if self.work.sizes.get(value.partition("@")[0], size) != size:
                         raise _FaultError(f"{value} is written into another size")
                     self.memory.write(slot, value)
                 self.ran[name] += 1
@@ -236,8 +290,9 @@ class _Player:
         for name in self.work.reads:
             if self.ran[name] != replays:
                 raise _FaultError(f"{name} ran {self.ran[name]} times in {replays} replays")
-        for value in self.work.taken:
-            slots = [k for k, slot in enumerate(self.chain.slots) if slot.name == value]
+        last = {of: f"{of}@{replays * count}" for of, count in self.work.changes.items()}
+        for name, value in (*zip(self.work.taken, self.work.taken, strict=True), *last.items()):
+            slots = [k for k, slot in enumerate(self.chain.slots) if slot.name == name]
             if [self.memory.read(k) for k in slots] != [value]:
                 raise _FaultError(f"{value} is not where it is looked for")
 
@@ -352,7 +407,7 @@ def _load_wires(plan: ClusterPlan) -> None:
     follows: defaultdict[str, set[str]] = defaultdict(set)
     for w in plan.cluster.wires:
         follows[str(w.source)].add(w.name)
-    loads: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    loads: defaultdict[str, list[tuple[int, int, Fraction]]] = defaultdict(list)
     sent = _Expected(plan.work.to_dict()).sent
     counts = {node.name: node.count for node in plan.cluster.nodes}
     for timed in plan.timed:
@@ -382,24 +437,24 @@ def _load_wires(plan: ClusterPlan) -> None:
             if wire not in follows[at] or (k and "." in at):
                 raise _FaultError(f"{wire} does not begin at {at}, or bytes rest there")
             at = str(wires[wire].destination)
-            loads[wires[wire].medium].append((begin, end, rate))
+            share = rate / Fraction(wires[wire].bytes_per_s)
+            loads[wires[wire].medium].append((begin, end, share))
         if at != to:
             raise _FaultError(f"bytes for {to} come to {at}")
         taken = Fraction(end - begin, 10**9) - latency
         # A clock of whole nanoseconds.
         if size > rate * (taken + Fraction(1, 10**9)):
             raise _FaultError(f"{size} bytes do not fit through in {float(taken)} s")
-    capacity = {w.medium: w.count * w.nominal_bytes_per_s * w.efficiency for w in wires.values()}
     for medium, spans in loads.items():
         edges = sorted({edge for begin, end, _ in spans for edge in (begin, end)})
-        changes: Counter[int] = Counter()
-        for begin, end, rate in spans:
-            changes[begin] += rate
-            changes[end] -= rate
-        level = 0
+        changes: defaultdict[int, Fraction] = defaultdict(Fraction)
+        for begin, end, share in spans:
+            changes[begin] += share
+            changes[end] -= share
+        level = Fraction(0)
         for edge in edges:
             level += changes[edge]
-            if level > capacity[medium]:
+            if level > 1:
                 raise _FaultError(f"{medium} carries more than it can at {edge} ns")
 
 
@@ -422,7 +477,7 @@ def _fill_memories(plan: ClusterPlan) -> None:
         spans[slot.space].append((slot.offset, slot.offset + slot.bytes, slot.name))
     for node in plan.cluster.chips:
         need = max((p.memory_bytes for p in plan.work.programs if p.node == node.name), default=0)
-        name = f"{node.name}: programs"
+        name = f"{node.name} programs"
         own = [(k, of) for k, all_ in spans.items() for of in all_ if of[2] == name]
         if need and sum(end - begin for _, (begin, end, _) in own) < need * node.count:
             raise _FaultError(f"{node.name} has no room for its programs")

@@ -8,8 +8,10 @@ all collectives on the wires, segment by segment, checked. Processor seconds wit
 *Pipelines*: eight stages of four layers of Llama 3 8B each, forward and backward (which computes
 the forward again), by the compilers of the chips they run on. Beside the plan the usual way (see
 `cluster_fifo`): one forward, one backward, or GPipe, each transfer issued when its producer ends,
-wires first come first served. *Held* is what flows take of the fullest chip. The bound is that of a
-node: until its first run may begin, all that it computes, and what has to come after its last.
+wires first come first served. *Held* is what flows take of the fullest chip; *planned as small* is
+planned where no chip has more for them than the fullest one of one forward, one backward. The bound
+is that of a node: until its first run may begin, all that it computes, and what has to come after
+its last.
 
 *Serving*: prefill on one slice hands the keys and values of each layer to decode on another, over
 the network and into chips whose plan brings weights from the host over the same PCIe link.
@@ -19,6 +21,7 @@ All seconds of steps are predictions of the machine model; nothing is run.
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,10 +40,12 @@ from hlo_passes.cluster.cluster import Cluster
 from hlo_passes.cluster.compiled import program_of
 from hlo_passes.cluster.plan import ClusterPlan
 from hlo_passes.cluster.presets import gpu_nodes, over_network, tpu_slice
+from hlo_passes.cluster.rings import ALIGNMENT, own_slots
 from hlo_passes.cluster.routes import route
 from hlo_passes.cluster.search import orders_of, plan_cluster
-from hlo_passes.cluster.windows import text, windows
+from hlo_passes.cluster.windows import Window, windows
 from hlo_passes.cluster.work import Flow, Program, Work, pipeline
+from hlo_passes.errors import ClusterError
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.reading.reader import read_module
@@ -56,6 +61,8 @@ _SLICES = {
     "v5p:8x8x16": ((128, 8), "llama3-70b", 128, 2048),
 }
 """Mesh, model, sequences and tokens of each."""
+
+_SHOWN_LAYERS = 3
 
 _STAGES, _LAYERS, _SEQUENCES, _TOKENS = 8, 4, 8, 2048
 _MICROBATCHES = 16, 32
@@ -135,8 +142,21 @@ def _slice(name: str) -> Row:
         "plan_s": plan_s,
         "check_s": check_s,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "windows": text(windows(plan)[:6]),
+        "windows": [*_first_layers(windows(plan))],
     }
+
+
+def _first_layers(made: Sequence[Window]) -> Iterator[Row]:
+    """The windows of the first iterations of the first loop over layers: what moves in them has the
+    number of its iteration behind it."""
+    is_inside = False
+    for window in made:
+        layers = {int(n) for of in window.moving for n in re.findall(r"/.*#(\d+)$", of.name)}
+        is_inside |= 0 in layers
+        if layers and min(layers) >= _SHOWN_LAYERS:
+            return
+        if is_inside:
+            yield window.to_dict()
 
 
 # --- pipelines --------------------------------------------------------------------------------
@@ -225,20 +245,35 @@ def _compared(
     begin = time.process_time()
     plan = plan_cluster(cluster, work)
     plan_s = time.process_time() - begin
-    usual: Row = {}
+    ways: Row = {}
     for way, delay in (("1F1B", lambda s: _STAGES - s), ("GPipe", lambda _: microbatches)):
         delays = {p.name: delay(int(p.name[1:])) if p.name[0] == "b" else 0 for p in work.programs}
         found = fifo(cluster, work, orders_of(work, delays))
         assert found is not None
         held = max(found.held[str(n.memory)] // n.count for n in cluster.chips)
-        usual[way] = {"step_s": found.step_time_s, "held": held}
+        ways[way] = {"step_s": found.step_time_s, "held": held}
+    try:
+        small = plan_cluster(cluster, _with_room(cluster, work, ways["1F1B"]["held"]))
+        ways["planned as small"] = {"step_s": small.step_time_s, "held": _held(small)}
+    except ClusterError as error:
+        ways["planned as small"] = {"refused": error.problem}
     return {
         "microbatches": microbatches,
         "planned": {"step_s": plan.step_time_s, "held": _held(plan)},
-        **usual,
+        **ways,
         "bound_s": _bound_s(cluster, work),
         "plan_s": plan_s,
     }
+
+
+def _with_room(cluster: Cluster, work: Work, room: int) -> Work:
+    """The work on chips that have so many bytes each for flows."""
+    programs: list[Program] = []
+    for p in work.programs:
+        own = max(own_slots(other)[1] for other in work.programs if other.node == p.node)
+        left = cluster.node(p.node).tiers[0].capacity_bytes - own - room
+        programs.append(replace(p, memory_bytes=left // ALIGNMENT * ALIGNMENT))
+    return replace(work, programs=tuple(programs))
 
 
 def _held(plan: ClusterPlan) -> int:
@@ -363,7 +398,7 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
         if "failure" not in row:
             of[row["kind"]] += [{**row, **more} for more in row.get("rows", [{}])]
     tables = zip((_slices_table, _pipelines_table, _serving_table), of.values(), strict=True)
-    return [table(found) for table, found in tables]
+    return [*(table(found) for table, found in tables), *map(_windows_table, of["slice"])]
 
 
 def _slices_table(rows: Sequence[Row]) -> Table:
@@ -396,8 +431,38 @@ def _slices_table(rows: Sequence[Row]) -> Table:
     return Table("Training steps on slices, planned", columns, tuple(cells))
 
 
+def _windows_table(row: Row) -> Table:
+    columns = (
+        Column("window", right=True),
+        Column("from", right=True),
+        *map(Column, ("computes", "moves", "awaits", "releases")),
+    )
+
+    def short(name: str) -> str:
+        return re.sub(r"^step(#0[./]|: )", "", name)
+
+    cells = [
+        (
+            str(window["number"]),
+            f"{window['begin'] / 1e3:,.1f} µs",
+            ", ".join(
+                f"{short(of['name'])} {format_seconds(of['ns'] / 1e9)}"
+                for of in window["computing"]
+            ),
+            ", ".join(
+                f"{short(of['name'])} {format_bytes(of['bytes'])}" for of in window["moving"]
+            ),
+            ", ".join(dict.fromkeys(short(of["awaited"]) for of in window["awaited"])),
+            ", ".join(map(short, window["released"])),
+        )
+        for window in row["windows"]
+    ]
+    title = f"The first {_SHOWN_LAYERS} layers of {row['model']} on {row['slice']}"
+    return Table(title, columns, tuple(cells))
+
+
 def _pipelines_table(rows: Sequence[Row]) -> Table:
-    ways = ("1F1B", "GPipe", "planned")
+    ways = ("1F1B", "GPipe", "planned", "planned as small")
     columns = (
         Column("cluster"),
         Column("microbatches", right=True),
@@ -411,7 +476,11 @@ def _pipelines_table(rows: Sequence[Row]) -> Table:
             *(
                 cell
                 for way in ways
-                for cell in (format_seconds(row[way]["step_s"]), format_bytes(row[way]["held"]))
+                for cell in (
+                    ("none", "")
+                    if "refused" in row[way]
+                    else (format_seconds(row[way]["step_s"]), format_bytes(row[way]["held"]))
+                )
             ),
             format_seconds(row["bound_s"]),
         )

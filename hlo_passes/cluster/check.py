@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 from hlo_passes.chains import check as chains
 from hlo_passes.chains.chain import Copy, Execute, Extent, Space, SpaceKind, extent, touched
 from hlo_passes.cluster.cluster import Place, Wire
 from hlo_passes.cluster.plan import ClusterPlan, Timed
-from hlo_passes.cluster.work import MARK, Flow, Operand, Program, Task, Traffic, begun
-from hlo_passes.errors import ChainCheckError, ChainError, ClusterCheckError, ClusterError
+from hlo_passes.cluster.work import MARK, Flow, Operand, Program, State, Task, Traffic, begun
+from hlo_passes.errors import (
+    ChainCheckError,
+    ChainError,
+    ClusterCheckError,
+    ClusterError,
+    ClusterFileError,
+)
 
 _NS = 1_000_000_000
 
@@ -21,6 +28,7 @@ _NOTHING = ""
 def check(plan: ClusterPlan) -> None:
     """Proves a plan right, or says why not, from what is written in it alone.
 
+    - *What it is for*: the cluster and the work are such as files may say, and fit together.
     - *Order*: the chain is right in whatever order its streams run (`chains.check`): every two
       accesses to the same bytes are ordered by streams and waits, within a replay and from one to
       the next, nothing is read that nobody wrote, and no wait holds up the chain for good.
@@ -28,7 +36,8 @@ def check(plan: ClusterPlan) -> None:
     - *Work*: each segment of each run of each program runs once, on its node, in order, for as long
       as it takes; collectives, too, between the segments that start and await them.
     - *Values*: every segment reads, in the slots of its arguments, the very values that the work
-      says, wherever they have come from; what the caller is due is where it looks.
+      says, wherever they have come from; what the caller is due is where it looks. No flow is ever
+      in more slots of a memory than it may have.
     - *Wires*: each copy goes from memory to memory over wires that follow each other through
       switches; its bytes fit through in its time; of no medium more is taken at any moment, be it
       shared by whom it may, than it has.
@@ -43,8 +52,9 @@ def check(plan: ClusterPlan) -> None:
     if len(plan.clock) != sum(isinstance(d.action, Copy | Execute) for d in plan.chain.descriptors):
         raise ClusterCheckError("the clock has not one span for each copy and execution")
     try:
+        plan.work.check(plan.cluster)
         chains.check(plan.chain)
-    except (ChainError, ChainCheckError) as error:
+    except (ClusterError, ClusterFileError, ChainError, ChainCheckError) as error:
         raise ClusterCheckError(str(error)) from error
     _check_clock(plan)
     _Values(plan).check()
@@ -70,6 +80,8 @@ def _check_clock(plan: ClusterPlan) -> None:
         end = ready
         if isinstance(d.action, Copy | Execute):
             span = next(spans)
+            if span.bytes_per_s < 0:
+                raise _refuse(plan, Timed(k, d, span), f"moves {span.bytes_per_s} bytes a second")
             if span.begin < ready or span.end < span.begin:
                 raise _refuse(
                     plan,
@@ -93,11 +105,23 @@ class _Values:
         self.extents = [extent(plan.chain.slots, k) for k in range(len(plan.chain.slots))]
         self.overlapping = _overlapping(self.extents)
         self.values = dict.fromkeys(self.extents, _NOTHING)
-        # What the caller hands in, and what it looks for in the end: states are both.
-        self.given, self.taken = set[str](), set[str]()
+        # What the caller hands in, and what is there in the end, by name: states are both.
+        self.given, self.taken = set[str](), dict[str, str]()
+        # Where flows have been that may only have so many slots.
+        self.limits: dict[str, Flow] = {}
+        self.lying: dict[tuple[Flow, str], set[Extent]] = {}
         self.declare()
         for k, slot in enumerate(plan.chain.slots):
-            if slot.name in self.given and self.space(k).kind == SpaceKind.BOUND:
+            space = self.space(k)
+            if space.kind == SpaceKind.FILE:
+                raise ClusterCheckError(f"{space.name!r} is a file")
+            if space.kind == SpaceKind.ARENA:
+                continue
+            if (space.name, 0, space.bytes) != (slot.name, slot.offset, slot.bytes):
+                raise ClusterCheckError(
+                    f"{slot.name!r} is not all of {space.name!r}, which is bound"
+                )
+            if slot.name in self.given:
                 self.put(k, slot.name)
         self.due: dict[str, tuple[Task, int]] = {}
         self.collectives: dict[str, tuple[Task, Traffic]] = {}
@@ -115,13 +139,15 @@ class _Values:
         self.last: dict[str, int] = {}
 
     def declare(self) -> None:
-        states = {state.name for state in self.work.states}
-        self.given |= states
-        self.taken |= states
+        for state in self.work.states:
+            self.given.add(state.name)
+            self.taken[state.name] = self.work.left(state.name)
         for flow in self.work.flows:
-            ends = {f"{flow.name}#{n}" for n in self.work.runs(flow)}
-            self.given |= ends if not flow.source else set()
-            self.taken |= ends if not flow.destination else set()
+            ends = [f"{flow.name}#{n}" for n in self.work.runs(flow)]
+            self.given.update(ends if not flow.source else ())
+            self.taken.update(zip(ends, ends, strict=True) if not flow.destination else ())
+            if flow.source and flow.destination and flow.in_flight is not None:
+                self.limits.update(dict.fromkeys(ends, flow))
         for program in self.work.programs:
             for t in program.traffic:
                 value = self.work.value(Task(program.name, 0), t)
@@ -135,6 +161,9 @@ class _Values:
         for other in self.overlapping[self.extents[slot]]:
             self.values[other] = _NOTHING
         self.values[self.extents[slot]] = value
+        if value in self.limits:
+            where = self.limits[value], self.space(slot).tier
+            self.lying.setdefault(where, set()).add(self.extents[slot])
 
     def held(self, slot: int) -> str:
         return self.values[self.extents[slot]]
@@ -155,11 +184,14 @@ class _Values:
             raise ClusterCheckError(f"{name!r} never runs")
         for k, slot in enumerate(self.chain.slots):
             if slot.name in self.taken and self.space(k).kind == SpaceKind.BOUND:
-                self.taken.remove(slot.name)
-                if self.held(k) != slot.name:
+                if self.held(k) != self.taken.pop(slot.name):
                     raise ClusterCheckError(f"{slot.name!r} is not left where its caller has it")
         for name in sorted(self.taken):
             raise ClusterCheckError(f"{name!r} is in no bound space")
+        for (flow, tier), slots in self.lying.items():
+            if flow.in_flight is not None and len(slots) > flow.in_flight:
+                found = f"{flow.name!r} is in {len(slots)} slots of {tier}"
+                raise ClusterCheckError(f"{found}, and may have {flow.in_flight}")
 
     def execute(self, timed: Timed, index: int) -> None:
         name = self.chain.segments[index].name
@@ -227,8 +259,8 @@ class _Values:
                 return flow.bytes
             case Traffic() as traffic:
                 return (MARK if traffic.is_collective else traffic.bytes) * count
-            case str(name):
-                return next(state.bytes for state in self.work.states if state.name == name)
+            case State(bytes=size):
+                return size
 
 
 def _overlapping(extents: Iterable[Extent]) -> Mapping[Extent, Sequence[Extent]]:
@@ -249,7 +281,6 @@ def _overlapping(extents: Iterable[Extent]) -> Mapping[Extent, Sequence[Extent]]
 
 def _check_wires(plan: ClusterPlan) -> None:
     wires = {wire.name: wire for wire in plan.cluster.wires}
-    media = {wire.medium: wire.bytes_per_s for wire in plan.cluster.wires}
     fabrics = {
         f"{Task(p.name, run)}/{t.name}": (p, t)
         for p in plan.work.programs
@@ -257,7 +288,7 @@ def _check_wires(plan: ClusterPlan) -> None:
         if t.is_collective
         for run in range(p.runs)
     }
-    changes: dict[str, list[tuple[int, int]]] = {medium: [] for medium in media}
+    changes: defaultdict[str, list[tuple[int, Fraction]]] = defaultdict(list)
     for timed in plan.timed:
         begin, end, names, rate = timed.span
         taken = end - begin
@@ -280,16 +311,16 @@ def _check_wires(plan: ClusterPlan) -> None:
                 plan, timed, f"moves {size} bytes in {taken} ns, at {rate} bytes a second"
             )
         for name in names:
-            changes[wires[name].medium] += [(begin, rate), (end, -rate)]
+            share = Fraction(rate, wires[name].bytes_per_s)
+            changes[wires[name].medium] += [(begin, share), (end, -share)]
     for medium, of in changes.items():
-        level = 0
+        level = Fraction(0)
         # What ends at a moment makes room for what begins then.
         for moment, change in sorted(of):
             level += change
-            if level > media[medium]:
+            if level > 1:
                 raise ClusterCheckError(
-                    f"at {moment} ns {level} bytes a second are taken of {medium}, "
-                    f"which has {media[medium]:.0f}"
+                    f"at {moment} ns {float(level):.6g} times what {medium} carries are taken of it"
                 )
 
 
@@ -330,7 +361,7 @@ def _check_memory(plan: ClusterPlan) -> None:
     overlapping = _overlapping(extents)
     for node in plan.cluster.chips:
         need = max((p.memory_bytes for p in plan.work.programs if p.node == node.name), default=0)
-        name = f"{node.name}: programs"
+        name = f"{node.name} programs"
         found = [k for k, slot in enumerate(plan.chain.slots) if slot.name == name]
         has = [plan.chain.slots[k].bytes for k in found if _place(plan, k) == node.memory]
         if need and (len(has) != 1 or has[0] < need * node.count):

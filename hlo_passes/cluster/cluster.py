@@ -12,13 +12,13 @@ all of it together, so what is the same for each is computed once.
 A *place* is a memory of a node, written ``node.tier``; a switch has none, and is written by its
 name. Bytes follow *wires* from place to place, through switches, and come to rest in memories only.
 Two wires between the same ends, in opposite directions, are one *medium* unless they are full
-duplex. What several nodes share is a wire of its own behind a switch: a NIC, a PCIe root.
+duplex: then a transfer takes a share of its time, whichever way it goes. What several nodes share
+is a wire of its own behind a switch: a NIC, a PCIe root.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,13 @@ from hlo_passes.hardware.machine import (
     machine_from_dict,
 )
 
-_NAME = re.compile(r"[A-Za-z][\w-]*")
+_LIMIT = 1 << 63
+"""Of bytes, and of bytes a second: what chains and their runtime count to."""
+
+_COUNT_LIMIT = 1 << 32
+
+LONGEST_S = 1e9
+"""Seconds that nothing takes, nor all of it."""
 
 
 class Place(NamedTuple):
@@ -114,9 +120,9 @@ class Wire:
         return "<->".join(sorted((str(self.source), str(self.destination))))
 
     @property
-    def bytes_per_s(self) -> float:
-        """What all of them carry together."""
-        return self.count * self.nominal_bytes_per_s * self.efficiency
+    def bytes_per_s(self) -> int:
+        """What all of them carry together, whole ones."""
+        return int(self.count * self.nominal_bytes_per_s * self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,13 @@ class Cluster:
         `own_wires`."""
         of_chips = [wire for node in self.chips for wire in _wires_of(node)]
         return (*of_chips, *self.own_wires)
+
+    def check(self) -> None:
+        """
+        Raises:
+          ClusterFileError: when it is none that a file could say.
+        """
+        Cluster.from_dict(self.to_dict(), self.name)
 
     def node(self, name: str) -> Node:
         """
@@ -309,13 +322,10 @@ class _Table(FileTable):
     refusal = ClusterFileError
 
     def count(self) -> int:
-        return self.whole("count") if "count" in self.unread else 1
-
-    def node_name(self) -> str:
-        name = self.text("name")
-        if not _NAME.fullmatch(name):
-            raise self.error("name", "a word of letters, digits, - and _", repr(name))
-        return name
+        count = self.whole("count") if "count" in self.unread else 1
+        if count >= _COUNT_LIMIT:
+            raise self.error("count", f"less than {_COUNT_LIMIT}", str(count))
+        return count
 
 
 def _from_dict(data: Mapping[str, object], file: str) -> Cluster:
@@ -328,33 +338,53 @@ def _from_dict(data: Mapping[str, object], file: str) -> Cluster:
     chips = [_chips(table, hosts) for table in root.tables("chips")]
     nodes = (*chips, *hosts, *switches)
     root.reject_repeats("chips, hosts, switches", [node.name for node in nodes])
-    places = {str(Place(node.name, t.name)) for node in nodes for t in node.tiers}
-    ends = (*sorted(places), *(node.name for node in switches))
+    places = {node.name: [str(Place(node.name, t.name)) for t in node.tiers] for node in nodes}
+    joints = [node.name for node in switches]
     for node in chips:
-        for key, end in (("attached", str(node.attached)), ("fabric", node.fabric)):
-            if end and end not in ends:
-                raise root.error(f"chips.{node.name}.{key}", f"one of {', '.join(ends)}", repr(end))
+        outside = [end for of in hosts for end in places[of.name]] + joints
+        for key, end, known in (
+            ("attached", str(node.attached), outside),
+            ("fabric", node.fabric, ["", *joints]),
+        ):
+            if end not in known:
+                expected = f"one of {', '.join(filter(None, known))}"
+                raise root.error(f"chips.{node.name}.{key}", expected, repr(end))
+    ends = (*sorted(place for of in places.values() for place in of), *joints)
     tables = root.tables("wires") if "wires" in root.unread else ()
     wires = tuple(_wire(one, ends) for table in tables for one in table.directed())
     cluster = Cluster(name, nodes, wires, tuple(root.sources))
     root.reject_repeats("wires", [wire.name for wire in cluster.wires])
+    for wire in cluster.wires:
+        carried = wire.count * wire.nominal_bytes_per_s * wire.efficiency
+        if not 1 <= carried < _LIMIT:
+            expected = f"from 1 to {_LIMIT} bytes a second in all"
+            raise root.error(f"wires.{wire.name}", expected, f"{carried:g}")
+        if wire.latency_s > LONGEST_S:
+            expected = f"at most {LONGEST_S:g}"
+            raise root.error(f"wires.{wire.name}.latency_s", expected, f"{wire.latency_s:g}")
+    for node in nodes:
+        for tier in node.tiers:
+            if node.count * tier.capacity_bytes >= _LIMIT:
+                where = f"{Place(node.name, tier.name)}.capacity_bytes"
+                raise root.error(where, f"less than {_LIMIT} in all", str(tier.capacity_bytes))
     root.close()
     return cluster
 
 
 def _host(table: _Table) -> Node:
-    name = table.node_name()
+    name = table.word("name")
     table.key = f"hosts.{name}"
     count = table.count()
     tiers = tuple(_tier(of, table.key) for of in table.tables("tiers"))
     if not tiers:
         raise table.error("tiers", "at least one memory", "none")
+    table.reject_repeats("tiers", [tier.name for tier in tiers])
     table.close()
     return Node(name, count, tiers)
 
 
 def _tier(table: _Table, key: str) -> Tier:
-    name = table.text("name")
+    name = table.word("name")
     table.key = f"{key}.{name}"
     tier = Tier(name, None, table.whole("capacity_bytes"))
     table.close()
@@ -362,16 +392,19 @@ def _tier(table: _Table, key: str) -> Tier:
 
 
 def _switch(table: _Table) -> Node:
-    node = Node(table.node_name(), table.count())
+    node = Node(table.word("name"), table.count())
     table.close()
     return node
 
 
 def _chips(table: _Table, hosts: list[Node]) -> Node:
-    name = table.node_name()
+    name = table.word("name")
     table.key = f"chips.{name}"
     count = table.count()
     machine = _machine(table)
+    if not any(link.destination == machine.device_memory.name for link in machine.links):
+        expected = f"one with a link to its {machine.device_memory.name}"
+        raise table.error("machine", expected, machine.name)
     host = table.choice("host", tuple(node.name for node in hosts))
     attached = next(node.memory for node in hosts if node.name == host)
     if "attached" in table.unread:

@@ -17,7 +17,7 @@ from hlo_passes.cluster.cluster import Cluster, Place
 from hlo_passes.cluster.plan import ClusterPlan, Span
 from hlo_passes.cluster.rings import ALIGNMENT, Ring, hosted, own_bytes, own_slots, slot_bytes
 from hlo_passes.cluster.schedule import Compute, Hand, Own, Scheduled
-from hlo_passes.cluster.work import Flow, Operand, Program, Task, Traffic, Work
+from hlo_passes.cluster.work import Flow, Operand, Program, State, Task, Traffic, Work
 
 _NS_A_TICK = 1000
 """A chain's ticks are microseconds here."""
@@ -88,7 +88,7 @@ class _Lowering:
             return
         arena = self.build.arena(str(place), str(place), total, alignment=ALIGNMENT)
         if memory:
-            self.build.slot(f"{node.name}: programs", arena, 0, memory * node.count)
+            self.build.slot(f"{node.name} programs", arena, 0, memory * node.count)
         for p in programs if is_device else ():
             for t in p.traffic:
                 at = (memory + owns[p.name][0][t.name]) * node.count
@@ -152,7 +152,7 @@ class _Lowering:
                     yield self.slots[name, stop, next(of_flows)]
                 case Traffic(name):
                     yield self.own[program.name, name]
-                case str(name):
+                case State(name):
                     yield self.states[name]
 
     def _own(self, task: Task, traffic: Traffic, tick: int) -> None:

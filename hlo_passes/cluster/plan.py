@@ -23,7 +23,7 @@ from hlo_passes.chains.text import assemble, disassemble
 from hlo_passes.cluster.cluster import Cluster
 from hlo_passes.cluster.work import NANOSECONDS, Work
 from hlo_passes.errors import ChainTextError, ClusterFileError
-from hlo_passes.hardware.file_table import FileTable
+from hlo_passes.hardware.file_table import FileTable, is_number
 
 FORMAT_VERSION = 1
 
@@ -179,8 +179,9 @@ class _Table(FileTable):
         value = self.take(key, expected)
         for row in cast("list[object]", value) if isinstance(value, list) else [value]:
             match row:
-                case [int(begin), int(end), [*wires], int(rate)] if 0 <= begin <= end:
-                    if all(isinstance(wire, str) for wire in wires):
+                case [int(begin), int(end), [*wires], int(rate)] if 0 <= begin <= end and rate >= 0:
+                    numbers = all(map(is_number, (begin, end, rate)))
+                    if numbers and all(isinstance(wire, str) for wire in wires):
                         yield Span(begin, end, tuple(cast("list[str]", wires)), rate)
                         continue
                 case _:

@@ -154,7 +154,10 @@ def workstation(*machines: str) -> Cluster:
 
     Raises:
       UnknownMachineError: when the library has no such machine.
+      ClusterError: when there are none.
     """
+    if not machines:
+        raise ClusterError("a workstation without GPUs", "Name the machine of each.")
     gpus = [load_machine(name) for name in machines]
     memory = max(host_share(gpu) for gpu in gpus)
     nodes = [
@@ -173,8 +176,10 @@ def over_network(*clusters: Cluster, nic_bytes_per_s: float = _TPU_NIC[0]) -> Cl
       nic_bytes_per_s: of one host, in one direction.
 
     Raises:
-      ClusterError: when two nodes have one name.
+      ClusterError: when two nodes have one name, or there are none.
     """
+    if not clusters:
+        raise ClusterError("a network of no clusters", "Name what it joins.")
     nodes = [node for cluster in clusters for node in cluster.nodes]
     names = [node.name for node in nodes]
     for name in names:

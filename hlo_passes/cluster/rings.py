@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hlo_passes.cluster.cluster import Cluster, Place
@@ -35,9 +35,10 @@ class Ring:
     is_given: bool
 
 
-def rings_within(cluster: Cluster, work: Work) -> Mapping[str, Ring]:
-    """The rings of all flows, by name, with as many slots as the memories hold: one of each; then
-    two of what moves; then all that is of use of what stays where it is; then of what moves.
+def rings_within(cluster: Cluster, work: Work) -> Sequence[Mapping[str, Ring]]:
+    """The rings of all flows, by name, with as many slots as the memories hold: one of each, and
+    then all that are of use. Where not all fit, in several ways: two of what moves first, or those
+    of what stays where it is, or of all in turn.
 
     Raises:
       ClusterError: when there is no way, or not even one slot of each fits.
@@ -55,15 +56,24 @@ def rings_within(cluster: Cluster, work: Work) -> Mapping[str, Ring]:
                 "Move a program, or cut it smaller.",
             )
     most = {
-        flow.name: len(work.runs(flow)) if flow.in_flight is None else flow.in_flight
-        for flow in work.flows
+        flow.name: min(runs := len(work.runs(flow)), flow.in_flight or runs) for flow in work.flows
     }
     moves = [name for name, ring in rings.items() if len(ring.stops) > 1]
     stays = [name for name, ring in rings.items() if len(ring.stops) == 1 and not ring.is_given]
-    _grow(cluster, rings, used, moves, lambda name: min(2, most[name]))
-    _grow(cluster, rings, used, stays, lambda name: most[name])
-    _grow(cluster, rings, used, moves, lambda name: most[name])
-    return rings
+    two = {name: min(2, count) for name, count in most.items()}
+    ways = (
+        ((moves, two), (stays, most), (moves, most)),
+        ((stays, most), (moves, most)),
+        (([*stays, *moves], most),),
+    )
+    found: list[Mapping[str, Ring]] = []
+    for way in ways:
+        grown, left = dict(rings), dict(used)
+        for names, enough in way:
+            _grow(cluster, grown, left, names, enough)
+        if grown not in found:
+            found.append(grown)
+    return found
 
 
 def slot_bytes(cluster: Cluster, place: Place, size: int) -> int:
@@ -148,7 +158,7 @@ def _grow(
     rings: dict[str, Ring],
     used: dict[Place, int],
     names: Iterable[str],
-    most: Callable[[str], int],
+    most: Mapping[str, int],
 ) -> None:
     """Gives rings a slot more at each stop, in turn, as long as there is room for it."""
     growing = list(names)
@@ -157,7 +167,7 @@ def _grow(
             ring = rings[name]
             more = {place: slot_bytes(cluster, place, ring.bytes) for place in ring.stops}
             fits = all(used[p] + size <= cluster.capacity(p) for p, size in more.items())
-            if ring.slots[0] >= most(name) or not fits:
+            if ring.slots[0] >= most[name] or not fits:
                 growing.remove(name)
                 continue
             for place, size in more.items():

@@ -10,12 +10,16 @@ when it begins. So while a flow looks for its moment, the transfers of the progr
 meanwhile are on the calendars of the wires already, and it goes into the gaps they leave. Of legs
 that could begin at the same moment the one goes first that is read first: earliest deadline first
 (Liu and Layland, 1973), the deadline being when its reader would begin if it waited for nothing.
+
+Where all nodes wait for good in the order that was given, what could run next goes first. A slot is
+for one flow, which one program writes and one reads: what can happen next can still happen when
+something else has (a marked graph: Commoner and others, 1971). So where nothing can, there is no
+order in which it could.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -85,9 +89,11 @@ class Network:
 
     def __init__(self, cluster: Cluster, work: Work) -> None:
         self.cluster = cluster
+        # Of a medium whose directions differ, in bytes of the faster one.
         self.capacities: dict[str, int] = {}
         for wire in cluster.wires:
-            self.capacities[wire.medium] = int(wire.bytes_per_s)
+            most = self.capacities.get(wire.medium, 0)
+            self.capacities[wire.medium] = max(most, wire.bytes_per_s)
         self.media = {wire.name: wire.medium for wire in cluster.wires}
         self._own: dict[tuple[str, str], tuple[Leg, int]] = {}
         for program in work.programs:
@@ -204,7 +210,8 @@ class _Scheduler:
         programs = self.work.programs
         self.starts = {p.name: _grouped(p.traffic, lambda t: t.start) for p in programs}
         self.dones = {p.name: _grouped(p.traffic, lambda t: t.done) for p in programs}
-        self.next = dict.fromkeys(self.orders, 0)
+        self.queues = {node: list(order) for node, order in sorted(self.orders.items())}
+        self.done: set[Task] = set()
         self.free = dict.fromkeys(self.orders, 0)
         self.slots = {
             name: [_Slots([0] * count) for count in ring.slots] for name, ring in self.rings.items()
@@ -216,17 +223,16 @@ class _Scheduler:
             if not flow.source:
                 for number in self.work.runs(flow):
                     self.at[flow.name, number] = _Bytes(0, number, 0)
-        self.ahead = {
-            node: list(accumulate((self._least(task) for task in order), initial=0))
-            for node, order in self.orders.items()
-        }
+        self.ahead: dict[Task, int] = {}
+        for node in self.queues:
+            self._look_ahead(node)
         tasks = [task for order in self.orders.values() for task in order]
         self.reads = {task: list(self.work.read_by(task)) for task in tasks}
+        self.before = self.work.before
         self.writes = {task: list(self.work.written_by(task)) for task in tasks}
-        self.position = {task: k for order in self.orders.values() for k, task in enumerate(order)}
 
     def run(self) -> Scheduled | None:
-        """None where nothing can go on: an order that its slots do not allow."""
+        """None where nothing can go on."""
         while True:
             task = min(self._tasks(), default=None, key=lambda of: of[:2])
             hand = min(self._hands(), default=None, key=lambda of: of[:3])
@@ -234,9 +240,9 @@ class _Scheduler:
                 self._place_task(task.task, task.begin)
             elif hand is not None:
                 self._place_hand(hand)
-            else:
+            elif not self._reorder():
                 break
-        if self.moving or any(self.next[node] < len(of) for node, of in self.orders.items()):
+        if self.moving or any(self.queues.values()):
             return None
         # Sorting keeps the order of what begins at once, in which one was placed for the other.
         return Scheduled(sorted(self.placed, key=lambda of: of.span.begin))
@@ -247,15 +253,35 @@ class _Scheduler:
         return sum(map(nanoseconds, self.work.program(task.program).segments))
 
     def _tasks(self) -> Iterator[_Run]:
-        for node, order in self.orders.items():
-            if self.next[node] < len(order):
-                task = order[self.next[node]]
-                begin = self._ready(task)
-                if begin is not None:
-                    yield _Run(begin, node, task)
+        for node, queue in self.queues.items():
+            if queue and (begin := self._ready(queue[0])) is not None:
+                yield _Run(begin, node, queue[0])
+
+    def _reorder(self) -> bool:
+        """Of the runs that could be next, and are not, the first one is; False if there is none."""
+        could = [
+            _Run(begin, node, task)
+            for node, queue in self.queues.items()
+            for task in {task.program: task for task in reversed(queue)}.values()
+            if (begin := self._ready(task)) is not None
+        ]
+        if not could:
+            return False
+        _, node, task = min(could)
+        self.queues[node].remove(task)
+        self.queues[node].insert(0, task)
+        self._look_ahead(node)
+        return True
+
+    def _look_ahead(self, node: str) -> None:
+        """Of each run of a node how long those before it take, from some moment on."""
+        queue = self.queues[node]
+        self.ahead |= zip(queue, accumulate(map(self._least, queue), initial=0), strict=False)
 
     def _ready(self, task: Task) -> int | None:
         """When it could begin; None while that is not known."""
+        if not self.before[task] <= self.done:
+            return None
         program = self.work.program(task.program)
         begin = self.free[program.node]
         for flow, number in self.reads[task]:
@@ -265,10 +291,12 @@ class _Scheduler:
             if flow.needed == 0:
                 begin = max(begin, found.since)
         for flow in self.writes[task]:
-            slot = self.slots[flow.name][0].best(begin)
+            slot, k = self.slots[flow.name][0].best(begin), self.work.written_in(flow)
             if slot is None:
-                return None
-            if self.work.written_in(flow) == 0:
+                # It may have read what lies there itself by then.
+                if all(of is not flow or of.needed >= k for of, _ in self.reads[task]):
+                    return None
+            elif k == 0:
                 begin = max(begin, slot[1])
         return begin
 
@@ -315,7 +343,8 @@ class _Scheduler:
         for traffic in self.starts[task.program].get(len(program.segments), ()):
             ended[traffic.name] = self._place_own(Own(task, traffic), now)
         self.free[program.node] = max([now, *ended.values()])
-        self.next[program.node] += 1
+        self.queues[program.node].remove(task)
+        self.done.add(task)
 
     # Transfers.
 
@@ -342,9 +371,8 @@ class _Scheduler:
         if not flow.destination:
             return 0
         node = self.work.program(flow.destination).node
-        ahead, position = self.ahead[node], self.position
-        task = Task(flow.destination, flow.reader(number))
-        return self.free[node] + ahead[position[task]] - ahead[self.next[node]]
+        task, following = Task(flow.destination, flow.reader(number)), self.queues[node][0]
+        return self.free[node] + self.ahead[task] - self.ahead[following]
 
     def _place_hand(self, of: _Leg) -> None:
         name, number = of.name, of.number
@@ -361,7 +389,7 @@ class _Scheduler:
     # Ways.
 
     def _way_of(self, leg: Leg, size: int) -> _Way:
-        rate = int(leg.bytes_per_s)
+        rate = leg.bytes_per_s
         duration = nanoseconds(leg.latency_s) + -(-size * NANOSECONDS // rate)
         return self._taking(leg, rate, duration)
 
@@ -370,15 +398,16 @@ class _Scheduler:
         if not traffic.is_collective:
             return self._way_of(leg, size)
         least = nanoseconds(traffic.seconds)
-        rate = min(int(leg.bytes_per_s), -(-size * NANOSECONDS // max(least, 1)))
+        rate = min(leg.bytes_per_s, -(-size * NANOSECONDS // max(least, 1)))
         return self._taking(leg, rate, max(least, -(-size * NANOSECONDS // rate)))
 
     def _taking(self, leg: Leg, rate: int, duration: int) -> _Way:
         """It takes its rate of each medium, and all of its stream."""
-        media = Counter(wire.medium for wire in leg.wires)
         stream = self.streams.setdefault((leg.source, leg.destination), Calendar(1))
-        calendars = [*(self.calendars[medium] for medium in media), stream]
-        rates = [*(rate * count for count in media.values()), 1]
+        calendars = [*(self.calendars[wire.medium] for wire in leg.wires), stream]
+        capacities = self.network.capacities
+        rates = [-(-rate * capacities[of.medium] // of.bytes_per_s) for of in leg.wires]
+        rates.append(1)
         return _Way(calendars, rates, duration, tuple(wire.name for wire in leg.wires), rate)
 
 
@@ -397,9 +426,9 @@ def place(
     """Places all runs and transfers on the clock.
 
     Returns:
-      None when, in these orders, something would wait for a slot for good.
+      None when, in whatever order, something would wait for a slot for good.
 
-    Time O(n (t + m) c) for n runs and transfers, of which m want to move at once, t nodes and c
-    stretches of the busiest wire's calendar that a transfer is longer than.
+    Time, where the order is kept, O(n (t + m) c) for n runs and transfers, of which m want to move
+    at once, t nodes and c stretches of the busiest wire's calendar that a transfer is longer than.
     """
     return _Scheduler(network, work, rings, orders).run()

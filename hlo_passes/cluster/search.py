@@ -13,9 +13,10 @@ from hlo_passes.cluster.lowering import lower
 from hlo_passes.cluster.plan import ClusterPlan
 from hlo_passes.cluster.rings import Ring, rings_within
 from hlo_passes.cluster.schedule import Compute, Hand, Network, Orders, Scheduled, place
-from hlo_passes.cluster.work import Task, Work
+from hlo_passes.cluster.work import LONGEST_S, NANOSECONDS, Task, Work, topological
 from hlo_passes.errors import ClusterError
 from hlo_passes.garbage import collection_paused
+from hlo_passes.units import format_seconds
 
 type Delays = Mapping[str, int]
 """Of each program after how many runs of its node's first one it begins: one forward, one backward
@@ -35,35 +36,52 @@ def plan_cluster(cluster: Cluster, work: Work) -> ClusterPlan:
     long as the step gets shorter. Effort is counted, so the same work has the same plan.
 
     Raises:
-      ClusterError: when the work does not fit the cluster, or no order was found in which nothing
+      ClusterFileError: when the cluster or the work is none that a file could say.
+      ClusterError: when the work does not fit the cluster, or there is no order in which nothing
         waits for good.
     """
     work.check(cluster)
-    rings = rings_within(cluster, work)
     network = Network(cluster, work)
-    search = _Search(network, work, rings)
-    best = search.run()
+    found = [_Search(network, work, rings).run() for rings in rings_within(cluster, work)]
+    best = min(filter(None, found), default=None, key=lambda of: of.score)
     if best is None:
         raise ClusterError(
-            "in every order that was tried something waits for a slot for good",
+            "in every order something waits for a slot for good",
             "Give a flow more of them (in_flight=), or a chip more memory.",
         )
+    if best.scheduled.step_ns > LONGEST_S * NANOSECONDS:
+        step = format_seconds(best.scheduled.step_ns / NANOSECONDS)
+        raise ClusterError(f"a step takes {step}", f"Ask for no more than {LONGEST_S:g} s.")
     plan = lower(cluster, work, best.rings, best.scheduled)
     check(plan)
     return plan
 
 
 def orders_of(work: Work, delays: Delays) -> Orders:
-    """The tasks of each node, by run and delay; of equal ones the later program's first."""
-    orders: dict[str, list[tuple[int, int, Task]]] = {}
-    for k, program in enumerate(work.programs):
-        of = orders.setdefault(program.node, [])
+    """The tasks of each node, by run and delay; of equal ones that further down first. None is
+    before one of its node that has to end before it begins."""
+    down = {name: -k for k, name in enumerate(_depths(work))}
+    orders: dict[str, list[Task]] = {}
+    for node in {program.node: None for program in work.programs}:
+        programs = [p for p in work.programs if p.node == node]
         # Programs of fewer runs than others of their node are spread over those of them.
-        most = max(p.runs for p in work.programs if p.node == program.node)
-        for run in range(program.runs):
-            at = run * most // program.runs + delays[program.name]
-            of.append((at, -k, Task(program.name, run)))
-    return {node: [task for *_, task in sorted(of)] for node, of in orders.items()}
+        most = max(p.runs for p in programs)
+        keys = {
+            Task(p.name, run): (run * most // p.runs + delays[p.name], down[p.name])
+            for p in programs
+            for run in range(p.runs)
+        }
+        before = {task: work.before[task] & keys.keys() for task in keys}
+        orders[node] = [*topological(before, keys.__getitem__)]
+    return orders
+
+
+def _depths(work: Work) -> Mapping[str, int]:
+    """How many flows of one run lead to each program, one behind the other; in that order."""
+    depths: dict[str, int] = {}
+    for name, before in work.sorted().items():
+        depths[name] = max((depths[other] + 1 for other in before), default=0)
+    return dict(sorted(depths.items(), key=lambda of: of[::-1]))
 
 
 class _Found(NamedTuple):
@@ -89,7 +107,7 @@ class _Search:
             return None
         best, delays = min(found, key=lambda of: of[0].score)
         # Only what is between programs of one node matters.
-        first = {program.node: program.name for program in reversed(self._work.programs)}
+        first = {self._work.program(name).node: name for name in reversed([*delays])}
         behind = [name for name in delays if name not in first.values()]
         for _ in range(_ROUNDS):
             before = best
@@ -127,13 +145,11 @@ class _Search:
 
     def _steps(self) -> Mapping[str, int]:
         """How many flows further down each program is than the first one of its node."""
-        depths: dict[str, int] = {}
-        for name, before in self._work.sorted().items():
-            depths[name] = max((depths[other] + 1 for other in before), default=0)
-        first: dict[str, str] = {}
-        for program in self._work.programs:
-            first.setdefault(program.node, program.name)
-        return {p.name: depths[p.name] - depths[first[p.node]] for p in self._work.programs}
+        first: dict[str, int] = {}
+        return {
+            name: depth - first.setdefault(self._work.program(name).node, depth)
+            for name, depth in _depths(self._work).items()
+        }
 
     def _found(self, scheduled: Scheduled) -> _Found:
         """With the rings without the slots that nothing is ever in."""

@@ -72,9 +72,9 @@ class Window:
 def windows(plan: ClusterPlan) -> Sequence[Window]:
     """All windows of a plan, in order. O(n log n), and as much as there is in them."""
     chain = plan.chain
-    begins = {t.span.begin for t in plan.timed if not t.span.wires} | {0}
+    begins = {t.span.begin for t in plan.timed if not t.span.wires}
     last = max((t.span.end for t in plan.timed), default=0)
-    moments = [*sorted(begins - {last}), last]
+    moments = [0, *sorted(begins - {0, last}), last]
     made = [Window(n, a, b) for n, (a, b) in enumerate(pairwise(moments))]
     collectives = plan.collective_bytes
     for timed in plan.timed:

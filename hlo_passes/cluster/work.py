@@ -12,27 +12,37 @@ A *flow* hands bytes from each run of a program to a run of another, on another 
 They lie in slots, of which there are a few at each end, and stay there until they are read.
 
 A *state* are bytes that stay on a node: weights, sums of gradients. A program reads those that it
-names when it begins, and has written the ones that it writes when it ends.
+names when it begins, and has written the ones that it writes when it ends. Where one writes what
+others read or write as well, they take turns at it: in rounds, as many as that of them with fewest
+runs has, and in each one after the other in the *order of the work*, with its share of its runs.
+Four gradients and one update, listed so, are four gradients and then an update. That order is the
+one in which the work lists programs, but that each is after those whose flows it reads in the same
+run; nothing else depends on how they are listed.
 
 Bytes of flows and states are of all chips of the node together; bytes of programs of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import heapq
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
-from hlo_passes.cluster.cluster import Cluster
+from hlo_passes.cluster.cluster import LONGEST_S, Cluster, Place
 from hlo_passes.errors import ClusterError, ClusterFileError
-from hlo_passes.hardware.file_table import FileTable
+from hlo_passes.hardware.file_table import FileTable, is_number
 
 COLLECTIVE = "fabric"
 """What stands for both tiers of a collective's bytes."""
 
 NANOSECONDS = 1_000_000_000
+
+_MOST_RUNS = 1 << 20
+"""Each is several descriptors of a chain."""
 
 MARK = 4
 """Bytes that stand for a collective under way; what it works on is in its program's memory."""
@@ -46,7 +56,7 @@ class Traffic:
       source, destination: names of tiers as the program has them, ``"host"`` and ``"hbm"``; both
         `COLLECTIVE` where chips send each other something.
       of: what of the host's memory is read or written, by name; what is written is read again under
-        that name.
+        that name, by what starts behind the segment that waits for it.
       bytes: of one chip, on the wires.
       start: it is issued when the segments before this one have run; at least 1 where a segment
         makes what is sent.
@@ -140,10 +150,10 @@ class Flow:
 
 class Operand(NamedTuple):
     """A value that a segment reads or writes, by a name that no other value has, and what it is: a
-    state by name, a flow, or traffic of its program."""
+    state, a flow, or traffic of its program."""
 
     value: str
-    of: str | Flow | Traffic
+    of: State | Flow | Traffic
 
 
 class Task(NamedTuple):
@@ -182,7 +192,8 @@ class Work:
         return {p.name: [f for f in self.flows if f.source == p.name] for p in self.programs}
 
     def sorted(self) -> Mapping[str, Sequence[str]]:
-        """The programs, each after those whose flows it reads in the same run, which are its value.
+        """The programs in the order of the work, each with those whose flows it reads in the same
+        run, which are before it.
 
         Raises:
           ClusterError: when flows go round in a circle.
@@ -191,13 +202,8 @@ class Work:
             p.name: [f.source for f in self.incoming[p.name] if f.source and not f.lag]
             for p in self.programs
         }
-        try:
-            return {name: before[name] for name in TopologicalSorter(before).static_order()}
-        except CycleError as error:
-            raise ClusterError(
-                f"programs wait for each other: {' <- '.join(error.args[1])}",
-                "A flow to a later run has a lag.",
-            ) from error
+        listed = {p.name: k for k, p in enumerate(self.programs)}
+        return {name: before[name] for name in topological(before, listed.__getitem__)}
 
     def runs(self, flow: Flow) -> range:
         """The runs of its source that hand something on; of what the caller gives, those of the
@@ -228,6 +234,66 @@ class Work:
         """The flows that a run hands something to."""
         return (f for f in self.outgoing[task.program] if task.run in self.runs(f))
 
+    @cached_property
+    def before(self) -> Mapping[Task, Set[Task]]:
+        """The runs that end before each begins, whatever the chips do: that of its program before
+        it, those whose flows it reads, and those that have its states before it, where one of the
+        two writes."""
+        found: dict[Task, set[Task]] = {}
+        for program in self.programs:
+            for run in range(program.runs):
+                task = Task(program.name, run)
+                found[task] = {Task(program.name, run - 1)} if run else set()
+                found[task] |= {Task(f.source, n) for f, n in self.read_by(task) if f.source}
+        for state in self.states:
+            writer: list[Task] = []
+            readers: list[Task] = []
+            for task in self.turns(state.name):
+                found[task].update(writer)
+                if state.name in self.program(task.program).writes:
+                    found[task].update(readers)
+                    writer, readers = [task], []
+                else:
+                    readers.append(task)
+        return found
+
+    def turns(self, state: str) -> Sequence[Task]:
+        """The runs that read or write a state, in the order in which they would one by one."""
+        programs = [
+            p for p in map(self.program, self.sorted()) if state in p.reads or state in p.writes
+        ]
+        rounds = min((p.runs for p in programs), default=0)
+        turns = [
+            (run * rounds // p.runs, k, run)
+            for k, p in enumerate(programs)
+            for run in range(p.runs)
+        ]
+        return [Task(programs[k].name, run) for _, k, run in sorted(turns)]
+
+    @cached_property
+    def _states(self) -> Mapping[str, State]:
+        return {state.name: state for state in self.states}
+
+    @cached_property
+    def _held(self) -> Mapping[str, Mapping[Task | None, tuple[str, str]]]:
+        """What each state holds when a run begins and when it has ended, and, of None, in a
+        replay's beginning and end."""
+        found: dict[str, dict[Task | None, tuple[str, str]]] = {}
+        for name in self._states:
+            of = found[name] = {}
+            value = name
+            for task in self.turns(name):
+                before = value
+                if name in self.program(task.program).writes:
+                    value = f"{name}#{task}"
+                of[task] = before, value
+            of[None] = name, value
+        return found
+
+    def left(self, state: str) -> str:
+        """The value of a state in the end."""
+        return self._held[state][None][1]
+
     def given_bytes(self, node: str) -> int:
         """Bytes that the caller has on a node: states, and what flows begin or end with."""
         ends = {p.name for p in self.programs if p.node == node}
@@ -245,7 +311,8 @@ class Work:
         """What a segment of a run reads: states, flows, and what its program's traffic brought."""
         program = self.program(task.program)
         if segment == 0:
-            yield from (Operand(name, name) for name in program.reads)
+            for name in program.reads:
+                yield Operand(self._held[name][task][0], self._states[name])
         for flow, number in self.read_by(task):
             if flow.needed == segment:
                 yield Operand(f"{flow.name}#{number}", flow)
@@ -259,7 +326,8 @@ class Work:
             if self.written_in(flow) == segment:
                 yield Operand(f"{flow.name}#{task.run}", flow)
         if segment + 1 == len(program.segments):
-            yield from (Operand(name, name) for name in program.writes)
+            for name in program.writes:
+                yield Operand(self._held[name][task][1], self._states[name])
         for t in self._sent[program.name].get(segment, ()):
             yield Operand(begun(task, t) if t.is_collective else self.value(task, t), t)
 
@@ -301,8 +369,11 @@ class Work:
     def check(self, cluster: Cluster) -> None:
         """
         Raises:
+          ClusterFileError: when it, or the cluster, is none that a file could say.
           ClusterError: when it does not fit together, or not to the cluster.
         """
+        cluster.check()
+        Work.from_dict(self.to_dict())
         _check(self, cluster)
 
     def to_dict(self) -> dict[str, object]:
@@ -328,7 +399,7 @@ class Work:
                 {
                     key: value
                     for key in Flow.__dataclass_fields__
-                    if (value := getattr(flow, key)) is not None
+                    if (value := getattr(flow, key)) is not None or key != "in_flight"
                 }
                 for flow in self.flows
             ],
@@ -350,7 +421,32 @@ class Work:
 
 def begun(task: Task, traffic: Traffic) -> str:
     """The value that stands for a collective before it has run."""
-    return f"{task}/{traffic.name} begun"
+    return f"begun {task}/{traffic.name}"
+
+
+def topological[T: Hashable](
+    before: Mapping[T, Iterable[T]], key: Callable[[T], Any]
+) -> Iterator[T]:
+    """Each after those before it; of those that could be next, the one with the least key.
+
+    Raises:
+      ClusterError: when some wait for each other.
+    """
+    sorter = TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ClusterError(
+            f"programs wait for each other: {' <- '.join(map(str, error.args[1]))}",
+            "A flow to a later run has a lag; those that share a state take turns as listed.",
+        ) from error
+    ready: list[tuple[Any, T]] = []
+    while sorter.is_active():
+        for of in sorter.get_ready():
+            heapq.heappush(ready, (key(of), of))
+        _, of = heapq.heappop(ready)
+        yield of
+        sorter.done(of)
 
 
 def pipeline(
@@ -396,41 +492,69 @@ def pipeline(
 
 
 def _check(work: Work, cluster: Cluster) -> None:
-    def refuse(where: str, expected: str, found: object) -> None:
-        raise ClusterError(f"{where}: expected {expected}, found {found!r}", "Mend the work.")
-
-    for kind, names in (
-        ("programs", [p.name for p in work.programs]),
-        ("flows and states", [f.name for f in work.flows] + [s.name for s in work.states]),
-    ):
-        for name in names:
-            if names.count(name) > 1 or "#" in name or "/" in name:
-                refuse(kind, "names that differ, without # and /", name)
+    if not work.programs:
+        _refuse("programs", "at least one", "none")
+    _check_names("programs", [p.name for p in work.programs])
+    _check_names("flows and states", [of.name for of in (*work.flows, *work.states)])
     states = {state.name: state.node for state in work.states}
     for state in work.states:
         _divided(state.name, state.bytes, cluster.node(state.node).count)
     for p in work.programs:
-        node = cluster.node(p.node)
-        if node.machine is None:
-            refuse(f"program {p.name}", "a node of chips", p.node)
-        if not p.segments or min(p.segments) < 0 or p.runs < 1:
-            refuse(f"program {p.name}", "segments of 0 s or more, and runs", (p.segments, p.runs))
-        for name in (*p.reads, *p.writes):
-            if states.get(name) != p.node:
-                refuse(f"program {p.name}", f"a state of {p.node}", name)
-        for t in p.traffic:
-            first = int(t.leaves or t.is_collective)
-            if not first <= t.start <= t.done < t.end or t.done > len(p.segments) or t.bytes < 1:
-                refuse(f"program {p.name}, {t.name}", "a start, a done and an end", t)
-            for tier in () if t.is_collective else (t.source, t.destination):
-                cluster.host_place(node, tier)
+        where = f"program {p.name}"
+        if cluster.node(p.node).machine is None:
+            _refuse(where, "a node of chips", repr(p.node))
+        for names in (p.reads, p.writes):
+            _check_names(f"{where}, states", names)
+            for name in names:
+                if states.get(name) != p.node:
+                    _refuse(where, f"a state of {p.node}", repr(name))
+        _check_traffic(p, cluster)
     for flow in work.flows:
         _check_flow(work, cluster, flow)
-    work.sorted()
+    # Is there any order?
+    for _ in topological(work.before, lambda _: 0):
+        pass
+
+
+def _refuse(where: str, expected: str, found: object) -> NoReturn:
+    raise ClusterError(f"{where}: expected {expected}, found {found}", "Mend the work.")
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            _refuse(where, "names that differ", f"{name!r} twice")
+
+
+def _check_traffic(p: Program, cluster: Cluster) -> None:
+    node = cluster.node(p.node)
+    stores = {t.of: t for t in p.traffic if t.leaves}
+    hosted: dict[str, tuple[Place, int]] = {}
+    for t in p.traffic:
+        where = f"program {p.name}, {t.name}"
+        first = int(t.leaves or t.is_collective)
+        if not first <= t.start <= t.done < t.end or t.done > len(p.segments):
+            _refuse(where, "a start, a done and an end", t)
+        if COLLECTIVE in (t.source, t.destination):
+            if t.source != t.destination:
+                _refuse(where, f"{COLLECTIVE!r} at both ends", t)
+            continue
+        ends = [cluster.host_place(node, tier) for tier in (t.source, t.destination)]
+        if [end == node.memory for end in ends] != [t.leaves, not t.leaves]:
+            _refuse(where, f"one end in {node.memory}, and one in its host", t)
+        if hosted.setdefault(t.of, (ends[t.leaves], t.bytes)) != (ends[t.leaves], t.bytes):
+            _refuse(where, f"{t.of!r} in one place, with as many bytes each time", t)
+        store = stores.get(t.of, t)
+        if store is not t and (t.leaves or t.start <= store.done):
+            _refuse(where, f"a fetch that starts behind the segment that waits for {store.name}", t)
+    # Those by which what it moves is known.
+    _check_names(f"program {p.name}, traffic", [t.name for t in p.traffic])
+    collectives = [t.name for t in p.traffic if t.is_collective]
+    _check_names(f"program {p.name}, traffic", [*collectives, *hosted])
 
 
 def _check_flow(work: Work, cluster: Cluster, flow: Flow) -> None:
-    known = {p.name for p in work.programs}
+    known = [p.name for p in work.programs]
     where = f"flow {flow.name}"
     ends = [name for name in (flow.source, flow.destination) if name]
     for name in ends:
@@ -439,19 +563,8 @@ def _check_flow(work: Work, cluster: Cluster, flow: Flow) -> None:
         _divided(flow.name, flow.bytes, cluster.node(work.program(name).node).count)
     at = len(work.program(flow.source).segments) if flow.source else 1
     needed = len(work.program(flow.destination).segments) if flow.destination else 1
-    if (
-        not ends
-        or not -at <= flow.at < at
-        or not 0 <= flow.needed < needed
-        or flow.stride < 1
-        or flow.lag < 0
-        or flow.bytes < 1
-        or (flow.in_flight is not None and flow.in_flight < 1)
-    ):
-        raise ClusterError(
-            f"{where}: expected bytes between segments that there are, found {flow}",
-            "Mend the work.",
-        )
+    if not ends or not -at <= flow.at < at or flow.needed >= needed:
+        _refuse(where, "bytes between segments that there are", flow)
 
 
 def _divided(name: str, size: int, count: int) -> None:
@@ -464,19 +577,42 @@ def _divided(name: str, size: int, count: int) -> None:
 class _Table(FileTable):
     refusal = ClusterFileError
 
-    def optional(self, key: str, default: int, *, low: int = 0) -> int:
-        if key not in self.unread:
-            return default
-        value = self.take(key, "a whole number")
-        if not isinstance(value, int) or value < low:
-            raise self.error(key, f"a whole number of at least {low}", repr(value))
+    def optional(self, key: str, default: int, *, zero: bool = False) -> int:
+        return self.whole(key, zero=zero) if key in self.unread else default
+
+    def runs(self) -> int:
+        runs = self.optional("runs", 1)
+        if runs > _MOST_RUNS:
+            raise self.error("runs", f"at most {_MOST_RUNS}", str(runs))
+        return runs
+
+    def index(self, key: str, default: int) -> int:
+        """One that may count from the end."""
+        value = self.unread.pop(key, default)
+        if not isinstance(value, int) or not is_number(value):
+            raise self.error(key, "a whole number", repr(value))
+        return value
+
+    def printed(self, key: str) -> str:
+        """A name as compilers give them."""
+        value = self.text(key)
+        if not value.isprintable() or not value:
+            raise self.error(key, "letters that are printed", repr(value))
         return value
 
     def seconds(self, key: str) -> tuple[float, ...]:
-        value = self.take(key, "a list of seconds")
-        if not isinstance(value, list) or not all(isinstance(of, int | float) for of in value):
-            raise self.error(key, "a list of seconds", repr(value))
-        return tuple(float(of) for of in value)
+        expected = f"a list of seconds, each from 0 to {LONGEST_S:g}"
+        values = self.take(key, expected)
+        found: list[float] = []
+        for value in cast("list[object]", values) if isinstance(values, list) else ():
+            # Written so that a NaN, which compares false with everything, is refused.
+            if isinstance(value, int | float) and is_number(value) and 0 <= value <= LONGEST_S:
+                found.append(float(value))
+            else:
+                raise self.error(key, expected, repr(value))
+        if not found:
+            raise self.error(key, expected, repr(values))
+        return tuple(found)
 
     def names(self, key: str) -> tuple[str, ...]:
         return tuple(self.texts(key)) if key in self.unread else ()
@@ -493,12 +629,14 @@ def _from_dict(data: Mapping[str, object], file: str) -> Work:
 
 def _program(table: _Table) -> Program:
     traffic = table.tables("traffic") if "traffic" in table.unread else ()
+    name = table.word("name")
+    table.key = f"programs.{name}"
     program = Program(
-        table.text("name"),
+        name,
         table.text("node"),
         table.seconds("segments"),
-        table.optional("runs", 1, low=1),
-        table.optional("memory_bytes", 0),
+        table.runs(),
+        table.optional("memory_bytes", 0, zero=True),
         tuple(_traffic(of) for of in traffic),
         table.names("reads"),
         table.names("writes"),
@@ -508,23 +646,28 @@ def _program(table: _Table) -> Program:
 
 
 def _traffic(table: _Table) -> Traffic:
-    texts = [table.text(key) for key in ("name", "source", "destination", "of")]
-    numbers = [table.whole(key, zero=True) for key in ("bytes", "start", "done", "end")]
+    texts = [table.printed(key) for key in ("name", "source", "destination", "of")]
+    size = table.whole("bytes")
+    start, done, end = (table.whole(key, zero=True) for key in ("start", "done", "end"))
     seconds = table.number("seconds", zero=True) if "seconds" in table.unread else 0.0
+    if seconds > LONGEST_S:
+        raise table.error("seconds", f"at most {LONGEST_S:g}", f"{seconds:g}")
     table.close()
-    return Traffic(texts[0], texts[1], texts[2], texts[3], *numbers, seconds=seconds)
+    return Traffic(texts[0], texts[1], texts[2], texts[3], size, start, done, end, seconds)
 
 
 def _flow(table: _Table) -> Flow:
+    name = table.word("name")
+    table.key = f"flows.{name}"
     flow = Flow(
-        table.text("name"),
+        name,
         table.text("source"),
         table.text("destination"),
         table.whole("bytes"),
-        table.optional("at", -1, low=-1),
-        table.optional("needed", 0),
-        table.optional("stride", 1, low=1),
-        table.optional("lag", 0),
+        table.index("at", -1),
+        table.optional("needed", 0, zero=True),
+        table.optional("stride", 1),
+        table.optional("lag", 0, zero=True),
         table.whole("in_flight") if "in_flight" in table.unread else None,
     )
     table.close()
@@ -532,6 +675,8 @@ def _flow(table: _Table) -> Flow:
 
 
 def _state(table: _Table) -> State:
-    state = State(table.text("name"), table.text("node"), table.whole("bytes"))
+    name = table.word("name")
+    table.key = f"states.{name}"
+    state = State(name, table.text("node"), table.whole("bytes"))
     table.close()
     return state

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Self, cast
 
 from hlo_passes.errors import MachineFileError
+
+_WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
 def is_number(value: object) -> bool:
@@ -53,6 +56,13 @@ class FileTable:
         value = self.take(key, "a string")
         if not isinstance(value, str):
             raise self.error(key, "a string", repr(value))
+        return value
+
+    def word(self, key: str) -> str:
+        """Takes a name that others are put together of."""
+        value = self.text(key)
+        if not _WORD.fullmatch(value):
+            raise self.error(key, "a word of letters, digits, - and _", repr(value))
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:

@@ -81,6 +81,17 @@ def change(path: str, value: object) -> dict[str, Any]:
         ("chips/0/count", 0, "count: expected a positive number, found 0"),
         ("chips/0/name", "a.b", "a word of letters, digits, - and _, found 'a.b'"),
         ("switches/0/name", "box", "each once, found box twice"),
+        ("wires/1/nominal_bytes_per_s", 0.5, "box.dram->box.ssd: expected from 1 to .* found 0.5"),
+        (
+            "wires/0/nominal_bytes_per_s",
+            1e300,
+            "plx->box.dram: expected from 1 to .* bytes a second",
+        ),
+        ("wires/0/latency_s", 1e10, "latency_s: expected at most"),
+        ("chips/0/attached", "big.hbm", "chips.big.attached: expected one of"),
+        ("chips/0/fabric", "box.dram", "chips.big.fabric: expected one of plx, found 'box.dram'"),
+        ("hosts/0/tiers/1/name", "dram", "hosts.box.tiers: expected each once, found dram twice"),
+        ("hosts/0/tiers/0/capacity_bytes", 1 << 63, "box.dram.capacity_bytes: expected less than"),
         ("hosts/0/tiers", [], "hosts.box.tiers: expected at least one memory"),
     ],
 )
@@ -166,6 +177,8 @@ def test_two_gpus_of_a_workstation_meet_in_its_memory():
         lambda: tpu_slice("h200:8"),
         lambda: gpu_nodes("h200", gpus=8, parts=3),
         lambda: over_network(tpu_slice("v5e:2x2"), tpu_slice("v5e:2x2")),
+        lambda: workstation(),
+        lambda: over_network(),
         lambda: route(tpu_slice("v5e:2x2"), Place("tpu", "hbm"), Place("moon", "hbm"), 1),
     ],
 )
@@ -186,3 +199,52 @@ def test_what_cannot_be_is_refused(make):
 )
 def test_presets_are_written_and_read(cluster: Cluster):
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+
+
+def joined(*wires: tuple[str, str, float, float]) -> Cluster:
+    """Two hosts' memories, and switches, with wires of so many bytes a second and latency."""
+    tiers = [{"name": "dram", "capacity_bytes": 1 << 40}]
+    return Cluster.from_dict(
+        {
+            "name": "joined",
+            "chips": [{"name": "chip", "machine": "h200", "host": "a"}],
+            "hosts": [{"name": name, "tiers": tiers} for name in "ab"],
+            "switches": [{"name": name} for name in ("s", "t", "u")],
+            "wires": [
+                {
+                    "source": source,
+                    "destination": destination,
+                    "nominal_bytes_per_s": rate,
+                    "efficiency": 1,
+                    "latency_s": latency_s,
+                    "full_duplex": True,
+                }
+                for source, destination, rate, latency_s in wires
+            ],
+        }
+    )
+
+
+def test_the_way_is_the_fastest_and_not_that_of_the_least_sum():
+    """Over three wires bytes take their narrowest one's time, not that of each."""
+    cluster = joined(
+        ("a.dram", "b.dram", 1e9, 0.0),
+        ("a.dram", "s", 3e9, 0.0),
+        ("s", "t", 3e9, 0.0),
+        ("t", "u", 3e9, 0.0),
+        ("u", "b.dram", 3e9, 0.0),
+    )
+    (leg,) = route(cluster, Place("a", "dram"), Place("b", "dram"), 10**7)
+    assert leg.seconds(10**7) == pytest.approx(1e-2 / 3)
+
+
+def test_the_way_to_a_switch_that_is_slower_may_be_the_better_one():
+    """What follows is as narrow as the quick way, and the wide way has more latency."""
+    cluster = joined(
+        ("a.dram", "s", 2e9, 0.0),
+        ("a.dram", "t", 1e12, 1e-3),
+        ("t", "s", 1e12, 1e-3),
+        ("s", "b.dram", 1e9, 0.0),
+    )
+    (leg,) = route(cluster, Place("a", "dram"), Place("b", "dram"), 10**7)
+    assert [str(wire.destination) for wire in leg.wires] == ["s", "b.dram"]

@@ -14,7 +14,7 @@ from hlo_passes.cluster.plan import ClusterPlan, Timed
 from hlo_passes.cluster.presets import gpu_nodes, tpu_slice, workstation
 from hlo_passes.cluster.rings import rings_within
 from hlo_passes.cluster.search import plan_cluster
-from hlo_passes.cluster.work import Flow, Program, Traffic, Work
+from hlo_passes.cluster.work import Flow, Program, State, Traffic, Work
 from hlo_passes.errors import ClusterError
 
 GB = 10**9
@@ -158,7 +158,7 @@ def test_more_in_flight_is_never_slower_and_takes_more_memory():
 def test_rings_keep_to_memory():
     slices = two_slices()
     work = training(slices, 64, saved=512 * MIB, memory=4 << 30)
-    rings = rings_within(slices, work)
+    rings = rings_within(slices, work)[0]
     capacity = slices.chips[0].tiers[0].capacity_bytes
     assert 2 <= rings["saved0"].slots[0] <= (capacity - (4 << 30)) // (512 * MIB)
     assert rings["act0"].slots == (64, 64) or rings["act0"].slots[0] >= 2
@@ -191,3 +191,80 @@ def test_a_thousand_chips_are_one_node():
         plan_cluster(of, Work((Program("p", "tpu", (1e-3,) * 5, 4),))) for of in (small, large)
     ]
     assert len(plans[0].clock) == len(plans[1].clock)
+
+
+@pytest.mark.parametrize("listed", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_a_chain_on_one_node_with_a_slot_each_has_an_order_however_it_is_listed(listed: list[int]):
+    programs = [Program(name, "tpu", (1e-3,), 3) for name in "pqr"]
+    flows = Flow("f", "p", "q", MIB, in_flight=1), Flow("g", "q", "r", MIB, in_flight=1)
+    work = Work(tuple(programs[k] for k in listed), flows)
+    assert plan_cluster(tpu_slice("v5e:1x1"), work).step_time_s == pytest.approx(9e-3)
+
+
+def test_a_run_takes_the_slot_that_it_has_read_before():
+    """Its first segment reads what the run before has left, its second writes that."""
+    work = Work(
+        (Program("p", "tpu", (1e-3, 1e-3), 3),), (Flow("f", "p", "p", MIB, lag=1, in_flight=1),)
+    )
+    assert plan_cluster(tpu_slice("v5e:1x1"), work).step_time_s == pytest.approx(6e-3)
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_who_shares_a_state_takes_turns_as_listed(names: str):
+    gradient, update = names
+    programs = (
+        Program(gradient, "tpu", (1e-3,), 4, reads=("w", "g"), writes=("g",)),
+        Program(update, "tpu", (1e-3,), 2, reads=("w", "g"), writes=("w", "g")),
+    )
+    states = State("w", "tpu", 8), State("g", "tpu", 8)
+    slices = tpu_slice("v5e:1x1")
+    plan = plan_cluster(slices, Work(programs, (), states))
+    a, b = ([f"{name}#{n}" for n in range(4)] for name in names)
+    assert order(plan, "tpu") == [a[0], a[1], b[0], a[2], a[3], b[1]]
+    plan = plan_cluster(slices, Work(programs[::-1], (), states))
+    assert order(plan, "tpu") == [b[0], a[0], a[1], b[1], a[2], a[3]]
+
+
+def test_a_flow_goes_before_how_those_who_share_a_state_are_listed():
+    programs = (
+        Program("late", "tpu", (1e-3,), 2, reads=("s",)),
+        Program("soon", "tpu", (1e-3,), 2, writes=("s",)),
+    )
+    work = Work(programs, (Flow("f", "soon", "late", 8),), (State("s", "tpu", 8),))
+    plan = plan_cluster(tpu_slice("v5e:1x1"), work)
+    assert order(plan, "tpu") == ["soon#0", "late#0", "soon#1", "late#1"]
+
+
+def test_a_medium_whose_directions_differ_is_shared_by_time():
+    """A drive that is read twice as fast as it is written does one of them at a time."""
+    chip = {"name": "gpu", "machine": "h200", "host": "host", "attached": "pcie"}
+    tiers = [{"name": name, "capacity_bytes": 1 << 40} for name in ("dram", "ssd")]
+    wires = [
+        {
+            "source": source,
+            "destination": destination,
+            "nominal_bytes_per_s": rate,
+            "efficiency": 1,
+            "latency_s": 0,
+            "full_duplex": False,
+        }
+        for source, destination, rate in (("pcie", "host.ssd", 5e9), ("host.ssd", "pcie", 10e9))
+    ]
+    traffic = (
+        Traffic("out", "hbm", "ssd", "o", 5 * 10**6, 1, 2, 3),
+        Traffic("in", "ssd", "hbm", "i", 10 * 10**6, 1, 2, 3),
+    )
+    work = Work((Program("p", "gpu", (1e-3, 0.0, 1e-3), traffic=traffic),))
+    for listed in (wires, wires[::-1]):
+        cluster = Cluster.from_dict(
+            {
+                "name": "drive",
+                "chips": [chip],
+                "hosts": [{"name": "host", "tiers": tiers}],
+                "switches": [{"name": "pcie"}],
+                "wires": listed,
+            }
+        )
+        # Both transfers take a millisecond each, and the latency of the chip's own link.
+        step_s = plan_cluster(cluster, work).step_time_s
+        assert step_s == pytest.approx(4e-3, rel=0.02)

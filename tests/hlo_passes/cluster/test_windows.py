@@ -121,3 +121,9 @@ def test_a_chip_of_many_has_its_share():
 def test_only_chips_that_do_something_have_one(node: str):
     with pytest.raises(ClusterError):
         chain_of(PLANS["training"], node)
+
+
+def test_what_takes_no_time_is_one_window():
+    plan = plan_cluster(tpu_slice("v5e:1x1"), Work((Program("p", "tpu", (0.0,), 2),)))
+    (window,) = windows(plan)
+    assert [of.name for of in window.computing] == ["p#0", "p#1"]

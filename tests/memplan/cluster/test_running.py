@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.cluster_drawn import drawn
+from experiments.cluster_replay import _Expected
 from experiments.cluster_works import chips_of, training, two_slices
+from hlo_passes.chains.chain import SpaceKind
 from hlo_passes.errors import ClusterError
 from memplan import cluster
 
@@ -149,3 +154,90 @@ def test_programs_of_compilers_are_not_run_here():
     plan = cluster.plan(slices, cluster.Work((cluster.Program("p", "tpu", (1e-3, 1e-3)),)))
     with pytest.raises(ClusterError, match="program p is more than one segment"):
         cluster.run(plan, {"p": lambda: ()}, {}, {})
+
+
+def hashed(read: list[int], result: int) -> int:
+    return (17 + 31 * result + sum((k + 3) * of for k, of in enumerate(read))) % 251
+
+
+def one_by_one(expected: Any, given: dict[str, int]) -> dict[str, int]:
+    """What a work computes, from what each of its runs reads and writes by name."""
+    values = dict(given)
+    left = list(expected.streams)
+    while left:
+        name = next(n for n in left if all(of in values for of in expected.reads[n]))
+        left.remove(name)
+        read = [values[of] for of in expected.reads[name]]
+        for k, of in enumerate(expected.writes[name]):
+            values[of] = hashed(read, k)
+    return values
+
+
+def of_single_segments(work: cluster.Work) -> cluster.Work:
+    programs = tuple(
+        replace(
+            p,
+            segments=p.segments[:1],
+            traffic=tuple(t for t in p.traffic if t.end == 1 or (t.leaves and t.start == 1)),
+        )
+        for p in work.programs
+    )
+    flows = tuple(replace(f, at=-1, needed=0) for f in work.flows)
+    return replace(work, programs=programs, flows=flows)
+
+
+def test_drawn_works_compute_what_their_programs_do_one_by_one():
+    """Flows with few slots, states that several programs write, transfers from and to hosts."""
+    count = 0
+    for seed in range(80):
+        machines, work = drawn(random.Random(seed), odd=0)
+        work = of_single_segments(work)
+        try:
+            plan = cluster.plan(machines, work)
+        except ClusterError:
+            continue
+        expected = _Expected(work.to_dict())
+        rng = random.Random(seed)
+        bound = {s.name: s.bytes for s in plan.chain.spaces if s.kind == SpaceKind.BOUND}
+        taken = {f"{f.name}#{n}" for f in work.flows if not f.destination for n in work.runs(f)}
+        given = {name: rng.randrange(251) for name in bound if name not in taken}
+        start = {f"{of}@0" if of in expected.changes else of: n for of, n in given.items()}
+        values = one_by_one(expected, start)
+        like = {f.name: jax.ShapeDtypeStruct((f.bytes,), "u1") for f in work.flows}
+        for p in work.programs:
+            size = machines.node(p.node).count
+            like |= {
+                f"{p.name}#{run}/{t.of}": jax.ShapeDtypeStruct((t.bytes * size,), "u1")
+                for run in range(p.runs)
+                for t in p.traffic
+            }
+        operands = {
+            segment.name: [plan.chain.slots[slot].bytes for slot in segment.results]
+            for segment in plan.chain.segments
+        }
+
+        def program(name: str, operands: dict[str, list[int]] = operands):
+            sizes = operands[f"{name}#0"]
+
+            def function(*read: Any) -> list[Any]:
+                return [
+                    np.full(size, hashed([int(of[0]) for of in read], k), "u1")
+                    for k, size in enumerate(sizes)
+                ]
+
+            return function
+
+        # All runs of a program have the same operands, or it is no function.
+        if any(
+            operands[f"{p.name}#0"] != operands[f"{p.name}#{n}"]
+            for p in work.programs
+            for n in range(p.runs)
+        ):
+            continue
+        arrays = {name: np.full(bound[name], of, "u1") for name, of in given.items()}
+        found = cluster.run(plan, {p.name: program(p.name) for p in work.programs}, arrays, like)
+        count += 1
+        for name, array in found.items():
+            changes = expected.changes.get(name)
+            assert {values[name if changes is None else f"{name}@{changes}"]} == {*map(int, array)}
+    assert count > 20
