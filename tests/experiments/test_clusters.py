@@ -9,7 +9,7 @@ from experiments.cluster_works import MIB, served, training, two_slices
 from experiments.clusters import _bound_s
 from hlo_passes.cluster.presets import tpu_slice
 from hlo_passes.cluster.search import orders_of, plan_cluster
-from hlo_passes.cluster.work import Flow, Program, Work
+from hlo_passes.cluster.work import Flow, Program, Task, Work
 
 LINK = 45_000_000
 """Bytes that a link between two chips carries in a millisecond."""
@@ -39,9 +39,9 @@ def test_what_waits_for_good_has_no_step():
     slices = tpu_slice("v5e:1x2", "1x2")
     programs = Program("p", "tpu0", (1e-3,)), Program("q", "tpu0", (1e-3,))
     work = Work(programs, (Flow("f", "p", "q", MIB),))
-    # q stands before p.
-    assert fifo(slices, work, orders_of(work, {"p": 1, "q": 0})) is None
-    assert fifo(slices, work, orders_of(work, {"p": 0, "q": 1})) is not None
+    p, q = Task("p", 0), Task("q", 0)
+    assert fifo(slices, work, {"tpu0": [q, p]}) is None
+    assert fifo(slices, work, {"tpu0": [p, q]}) is not None
 
 
 @pytest.mark.parametrize("activation", [MIB, 32 * MIB])
