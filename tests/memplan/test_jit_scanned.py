@@ -392,11 +392,11 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
 
     args = jnp.stack(weights(1)), weights(6), activations()
     ringed: list[int] = []
-    with_rings = written.Written._plan_with_rings
+    with_stacks = written.Written._with_stacks
 
     def watched(self: written.Written, everything: Hosting, *rest: Any) -> Candidate | None:
         ringed.append(everything.depth)
-        return with_rings(self, everything, *rest)
+        return with_stacks(self, everything, *rest)
 
     monkeypatch.setattr(written.Written, "_with_stacks", watched)
     monkeypatch.setattr(candidates, "_SLOW", slow)
