@@ -184,9 +184,9 @@ class FinerChunks:
             return True  # They do not need less, as XLA has them.
         if step is None:
             self.vain += needs >= self.without
-            return self.vain == PATIENCE
+            return self.vain >= PATIENCE
         if self.best is None or step.is_faster_than(self.best):
             self.best, self.slower = step, 0
             return False
         self.slower += 1
-        return not self.best.has_edits or self.slower == PATIENCE
+        return not self.best.has_edits or self.slower >= PATIENCE

@@ -96,6 +96,18 @@ def test_where_none_of_those_put_off_can_be_packed_smaller_chunks_are_looked_at(
     assert planned([*chunks, last]) == (2.6, [0, 1, 2, 3, 4])
 
 
+def test_where_chunks_need_no_less_than_the_program_without_them_the_search_ends():
+    """Also after some that had promised something could not be packed."""
+    seconds = [None, None, None, 2.0, *[None] * 6]
+    ways = [Way(s, None, aim=64 - n if n else None) for n, s in enumerate(seconds)]
+    order: list[Way] = []
+    for way in ways:
+        way.planned = order
+    with pytest.raises(MemoryBudgetError):
+        Fastest(BUDGET, None, lambda _: 0.0).of(ways)  # pyright: ignore[reportArgumentType]
+    assert [ways.index(way) for way in order] == [0, 1, 2, 4, 3, 5]
+
+
 def test_what_promises_nothing_is_planned_to_be_told_why():
     with pytest.raises(MemoryBudgetError):
         planned([Way(None, None), Way(None, None, aim=64)])
