@@ -75,6 +75,16 @@ def test_what_promises_a_good_step_is_planned_at_once_and_ends_the_search():
     assert planned([Way(1.02, 1.03), Way(1.0, 1.0, aim=64)]) == (1.03, [0])
 
 
+def test_what_promises_a_good_step_but_no_better_one_is_not_planned():
+    assert planned([Way(1.04, 1.052), Way(1.045, 1.045, aim=64)]) == (1.052, [0])
+
+
+def test_nothing_is_computed_again_for_a_step_that_is_fast_enough():
+    ways = [Way(1.01, 1.015), Way(1.0, 1.0)]
+    assert planned(ways) == (1.015, [0])
+    assert planned([Way(1.03, 1.04), ways[1]]) == (1.0, [0, 1])
+
+
 def test_what_promises_a_slow_step_waits_for_what_promises_a_better_one():
     ways = [Way(4.0, 6.0), Way(2.0, 2.5, aim=64), Way(1.8, 1.9, aim=32)]
     assert planned(ways) == (1.9, [2])
@@ -92,8 +102,8 @@ def test_chunks_without_a_good_promise_do_not_follow_a_good_plan():
 
 def test_where_none_of_those_put_off_can_be_packed_smaller_chunks_are_looked_at():
     chunks = [Way(2.0 + n / 10, None, aim=64 - n) for n in range(4)]
-    last = Way(2.5, 2.6, aim=59)
-    assert planned([*chunks, last]) == (2.6, [0, 1, 2, 3, 4])
+    last = Way(2.5, 2.6, aim=59), Way(2.45, 2.46, aim=58)
+    assert planned([*chunks, *last]) == (2.46, [0, 1, 2, 3, 5])
 
 
 def test_where_chunks_need_no_less_than_the_program_without_them_the_search_ends():
