@@ -179,7 +179,7 @@ class _Growing:
     """A region on its way.
 
     Attributes:
-      within: the equations in `axes`, as bits.
+      members: the equations in `axes`, as bits.
       early: equations that make what every chunk needs whole: they are done before the first.
       late: equations that need what is combined of all chunks, or that are not cut themselves and
         read what is: they come after the last one.
@@ -190,7 +190,7 @@ class _Growing:
     least: int
     cut: dict[Var, int]
     axes: dict[int, Axis] = field(default_factory=dict[int, Axis])
-    within: int = 0
+    members: int = 0
     early: int = 0
     late: int = 0
 
@@ -261,7 +261,7 @@ class _Growing:
         """Leaves out all that needs an equation that is not cut."""
         self.late |= 1 << n | self.graph.after([n])
         self.axes = {n: axis for n, axis in self.axes.items() if not self.late >> n & 1}
-        self.within &= ~self.late
+        self.members &= ~self.late
 
     def _fitting(self, n: int) -> Axis | None:
         """How an equation is cut, where what it shares with the region is cut already."""
@@ -292,12 +292,12 @@ class _Growing:
         made = {self.graph.maker[v] for v in whole} - {n}
         early = _bits(made) | self.graph.before(made)
         late = 0 if axis.is_map else self._after_combined(n, axis)
-        if (early | late) & self.within or early >> n & 1:
+        if (early | late) & self.members or early >> n & 1:
             return ()
         self.early |= early
         self.late |= late
         self.axes[n] = axis
-        self.within |= 1 << n
+        self.members |= 1 << n
         new = list[Var]()
         for v, d in self.graph.arrays(n, axis):
             if d is not None and v not in self.cut:
