@@ -15,8 +15,8 @@ class Progress:
 
     Attributes:
       function: what it is called.
-      phase: ``"choosing layouts"``, ``"compiling without a plan"``, ``"planning"`` or
-        ``"compiling with a plan"``.
+      phase: ``"choosing layouts"``, ``"compiling without a plan"``, ``"estimating"`` what a plan
+        comes to, ``"planning"`` or ``"compiling with a plan"``.
       way: where several are planned with, how loops are streamed and what is computed again; else
         ``""``.
       budget_bytes: what is planned for, in bytes that XLA counts on each device: the budget, or

@@ -189,7 +189,7 @@ class Written:
         """What a plan with the first of its rings probably comes to; None where that is refused."""
         ring, (inside, nested) = self._rings(budget)[0], next(self.inside(budget))
         everything = self._everything(ring, inside, nested)
-        self._lowering.report("planning", budget, way=self.named(ring))
+        self._lowering.report("estimating", budget, way=self.named(ring))
 
         def promised(hosting: Hosting) -> Promise:
             hosting = self._with_any_ring(hosting)

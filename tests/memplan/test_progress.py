@@ -48,13 +48,14 @@ def test_each_step_is_told_with_the_fastest_plan_so_far():
     compiled = memplan.jit(chain, hbm=HALF, progress=listener).lower(weights(), activations())
     compiled = compiled.compile()
     first, *_, last = listener.seen
-    assert (first.function, first.phase, first.budget_bytes) == ("chain", "planning", HALF)
+    assert (first.function, first.phase, first.budget_bytes) == ("chain", "estimating", HALF)
     assert (first.way, first.step_time_s) == ("", None)
     assert (last.phase, last.step_time_s) == (
         "compiling with a plan",
         compiled.plan.prediction.step_time_s,
     )
-    assert len(listener.seen) == 1 + len(compiled.rounds)
+    steps = [p.phase for p in listener.seen]
+    assert steps == ["estimating", "planning", *["compiling with a plan"] * len(compiled.rounds)]
 
 
 def test_of_several_ways_the_fastest_so_far_is_told(monkeypatch: pytest.MonkeyPatch):
@@ -64,6 +65,8 @@ def test_of_several_ways_the_fastest_so_far_is_told(monkeypatch: pytest.MonkeyPa
     memplan.jit(scanned, hbm=HALF, progress=listener).lower(*args).compile()
     planned = [p for p in listener.seen if p.phase == "planning"]
     assert len({p.way for p in planned}) == len(planned) > 1
+    estimated = [p.way for p in listener.seen if p.phase == "estimating"]
+    assert estimated == [planned[0].way]
     known = [p.step_time_s for p in planned if p.step_time_s is not None]
     assert known
     assert all(later <= earlier for earlier, later in itertools.pairwise(known))
