@@ -18,11 +18,11 @@ from models.configs import LlamaConfig
 _CONTEXT = 128
 
 
-def write(path: Path, model: LlamaConfig) -> None:
+def write(path: Path, model: LlamaConfig, context: int = _CONTEXT) -> None:
     """Random float32 weights of the model's shapes, with as much of a tokenizer as is asked for."""
     gguf = importlib.import_module("gguf")
     file = gguf.GGUFWriter(path, "llama")
-    file.add_context_length(_CONTEXT)
+    file.add_context_length(context)
     file.add_embedding_length(model.embed_dim)
     file.add_block_count(model.num_layers)
     file.add_feed_forward_length(model.mlp_dim)

@@ -1,25 +1,27 @@
-"""MaxText's train step beside XLA alone and MaxText's own host offload, within less memory.
+"""MaxText's train step: within less memory by memplan, and by each of MaxText's own switches.
 
-    python -m experiments.maxtext --path FOLDER [--axes 1 0] [--runs offload ...] [--plan]
+    python -m experiments.maxtext --path FOLDER [--axes 1 0] [--policies full minimal ...]
+        [--offloads nothing optimizer] [--plans full ...] [--shares 0.75 0.5 0.35] [--plan]
 
 MaxText is not a dependency: FOLDER is one that its wheel and what that imports were unpacked
 into. The step is that of its ``train_compile``, four layers of Llama 2 7B fully sharded over
-v5e:2x2, AdamW, 2048 tokens a chip, each layer computed again in the backward pass; scanned, with
-the layers on the axis that MaxText puts them on by itself (1), or on the leading one.
+v5e:2x2, AdamW, 2048 tokens a chip, scanned, with the layers on the axis that MaxText puts them on
+by itself (1), or on the leading one.
 
-full        XLA alone, everything on the device
-offload     XLA alone, Adam's state on the host (``optimizer_memory_host_offload``)
-memplan     within a share of what ``full`` takes
-both        the same, with Adam's state on the host by MaxText
+*Policies* are MaxText's ``remat_policy``, *offloads* what its switches keep on the host besides:
+the optimizer's state, the parameters, or both. memplan plans the step of the policies ``--plans``,
+with nothing offloaded by MaxText, within shares of what ``full`` takes.
 
-Bytes are XLA's report of the executables, or with ``--plan``, which compiles nothing but
-``full``, the plan's. Seconds are predictions of one machine model for the executables' schedules.
-A row that is compiled takes five to fifteen minutes.
+Bytes are XLA's report of the executables, or with ``--plan``, which compiles only what MaxText's
+switches do, the plan's. Seconds are predictions of one machine model for the executables'
+schedules.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import os
 import sys
 import time
@@ -44,7 +46,7 @@ from memplan.report.tables import Column, Table
 from memplan.topologies import Topology, topology
 
 _TARGET = "v5e:2x2"
-_TITLE = "MaxText's train step, four layers of Llama 2 7B on v5e:2x2"
+_TITLE = "MaxText's train step, four layers of Llama 2 7B on v5e:2x2, layers on axis {}"
 
 _OPTIONS: Mapping[str, Any] = {
     "run_name": "step",
@@ -56,20 +58,35 @@ _OPTIONS: Mapping[str, Any] = {
     "compile_topology": "v5e-4",
     "compile_topology_num_slices": 1,
     "ici_fsdp_parallelism": 4,
-    "remat_policy": "full",
     "scan_layers": True,
     "attention": "dot_product",
     "enable_checkpointing": False,
     "dataset_type": "synthetic",
     "jax_cache_dir": "",
 }
-_OFFLOAD = "optimizer_memory_host_offload"
-_OFFLOADED = ("offload", "both")
-_ALONE = ("full", "offload")
+_POLICIES = (
+    "full",
+    "save_out_proj",
+    "save_qkv_proj",
+    "save_dot_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_with_context_except_mlp",
+    "minimal",
+    "minimal_with_context",
+    "qkv_proj_offloaded",
+    "minimal_offloaded",
+)
+_SWITCHES = {
+    "nothing": (),
+    "optimizer": ("optimizer_memory_host_offload",),
+    "parameters": ("parameter_memory_host_offload",),
+    "both": ("optimizer_memory_host_offload", "parameter_memory_host_offload"),
+}
 
 _COLUMNS = (
-    Column("layers on axis", right=True),
-    Column("run"),
+    Column("by"),
+    Column("remat_policy"),
+    Column("on the host"),
     Column("budget", right=True),
     Column("device bytes", right=True),
     Column("of"),
@@ -83,8 +100,10 @@ _COLUMNS = (
 def _define() -> None:
     flags.DEFINE_string("path", None, "folder that MaxText and what it imports are in")
     flags.DEFINE_multi_enum("axes", ["1", "0"], ["1", "0"], "of the layers in scanned parameters")
-    flags.DEFINE_multi_enum("runs", [*_NAMES], [*_NAMES], "which; full always is")
-    flags.DEFINE_multi_float("shares", [0.75, 0.5], "budgets, of what full takes", 0.0, 1.0)
+    flags.DEFINE_multi_enum("policies", _POLICIES, _POLICIES, "MaxText's; full always is")
+    flags.DEFINE_multi_enum("offloads", [*_SWITCHES], [*_SWITCHES], "MaxText's")
+    flags.DEFINE_multi_enum("plans", ["full"], ["none", *_POLICIES], "policies that memplan plans")
+    flags.DEFINE_multi_float("shares", [0.75, 0.5, 0.35], "budgets, of what full takes", 0.0, 1.0)
     flags.DEFINE_bool("plan", False, "of memplan the plans only")
     flags.DEFINE_float("timeout_s", 3600, "for a row")
 
@@ -96,14 +115,18 @@ def _rows(rows: Rows) -> Iterator[Row]:
             "unpack its wheel, and what it imports, into one (pip install --target)"
         )
     for axis in map(int, FLAGS.axes):
-        full = yield from _row(rows, {"axis": axis, "run": "full"})
-        for run in (r for r in FLAGS.runs if r != "full"):
-            if run in _ALONE:
-                yield from _row(rows, {"axis": axis, "run": run})
-            elif "total" in full:
-                for share in FLAGS.shares:
-                    case = {"axis": axis, "run": run, "share": share, "plan": FLAGS.plan}
-                    yield from _row(rows, case, int(share * full["total"]))
+        full_case = {"axis": axis, "policy": "full", "offload": "nothing"}
+        full = yield from _row(rows, full_case)
+        for policy, offload in itertools.product(FLAGS.policies, FLAGS.offloads):
+            case = {"axis": axis, "policy": policy, "offload": offload}
+            if case != full_case:
+                yield from _row(rows, case)
+        if "total" not in full:
+            continue
+        for policy, share in itertools.product(FLAGS.plans, FLAGS.shares):
+            if policy != "none":
+                case = {"axis": axis, "policy": policy, "share": share, "plan": FLAGS.plan}
+                yield from _row(rows, case, int(share * full["total"]))
 
 
 def _row(rows: Rows, case: Row, budget: int = 0) -> Iterator[Row]:
@@ -117,12 +140,10 @@ def _row(rows: Rows, case: Row, budget: int = 0) -> Iterator[Row]:
 def measure(path: str, case: Row, budget: int) -> Row:
     """Figures of MaxText's step, which is imported from `path`."""
     target = topology(_TARGET)  # Before MaxText asks libtpu for it, which looks for chips then.
-    step = _step(path, case["axis"], case["run"] in _OFFLOADED)
+    step = _step(path, case["axis"], case["policy"], _SWITCHES[case.get("offload", "nothing")])
     begin = time.monotonic()
     with jax.set_mesh(step.mesh), step.rules:
-        found = (
-            _alone(step, target) if case["run"] in _ALONE else _within(step, target, case, budget)
-        )
+        found = _within(step, target, case, budget) if "share" in case else _alone(step, target)
     return {**found, "taken_s": time.monotonic() - begin}
 
 
@@ -171,7 +192,7 @@ class _Reached(Exception):
     """MaxText is about to compile a step, the first argument."""
 
 
-def _step(path: str, axis: int, offloaded: bool) -> _Step:
+def _step(path: str, axis: int, policy: str, switches: Sequence[str]) -> _Step:
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
     sys.path.insert(0, path)
     train_compile = importlib.import_module("maxtext.trainers.pre_train.train_compile")
@@ -181,7 +202,8 @@ def _step(path: str, axis: int, offloaded: bool) -> _Step:
         *options, _, rules = rest
         raise _Reached(_Step(fun, args, dict(zip(names, options, strict=True)), mesh, rules))
 
-    options = {**_OPTIONS, "param_scan_axis": axis, _OFFLOAD: offloaded}
+    options = {**_OPTIONS, "param_scan_axis": axis, "remat_policy": policy}
+    options |= dict.fromkeys(switches, True)
     base = str(Path(train_compile.__file__ or "").parents[2] / "configs" / "base.yml")
     try:
         with mock.patch.object(train_compile, "jit_and_compile", reached):
@@ -191,26 +213,20 @@ def _step(path: str, axis: int, offloaded: bool) -> _Step:
     raise RuntimeError("MaxText's train_compile ended without compiling a step")
 
 
-_NAMES = {
-    "full": "XLA alone",
-    "offload": "XLA alone, MaxText's host offload",
-    "memplan": "memplan",
-    "both": "memplan, MaxText's host offload",
-}
-
-
-def _tables(rows: Sequence[Row]) -> list[Table]:
-    order = sorted(rows, key=lambda r: (-r["axis"], [*_NAMES].index(r["run"]), -r.get("share", 1)))
-    return [Table(_TITLE, _COLUMNS, tuple(map(_cells, order)))]
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for axis in sorted({row["axis"] for row in rows}, reverse=True):
+        of_axis = [row for row in rows if row["axis"] == axis]
+        of_axis.sort(key=lambda row: (-row.get("total", math.inf), row.get("step_s", math.inf)))
+        yield Table(_TITLE.format(axis), _COLUMNS, tuple(map(_cells, of_axis)))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    of = "the plan" if row.get("plan") else "XLA's report"
-    name = _NAMES[row["run"]]
-    budget = "–"
-    if "budget" in row:
-        budget = f"{format_bytes(row['budget'])} ({row['share']:.0%})"
-    asked = str(row["axis"]), name, budget
+    asked = (
+        "memplan" if "share" in row else "MaxText",
+        row["policy"],
+        row.get("offload", "planned"),
+        f"{format_bytes(row['budget'])} ({row['share']:.0%})" if "budget" in row else "–",
+    )
     if "failure" in row:
         return (*asked, f"failed: {row['failure']}", *["–"] * 5)
     if "least" in row:
@@ -219,7 +235,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         *asked,
         format_bytes(row["total"]),
-        of,
+        "the plan" if row.get("plan") else "XLA's report",
         format_bytes(row["moved"]),
         format_seconds(row["step_s"]),
         format_seconds(row["bound_s"]),

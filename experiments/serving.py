@@ -1,7 +1,7 @@
 """Does a server keep what comes back? A trace of requests, replayed against ``memplan serve``.
 
-    python -m experiments.serving TRACE [--requests 1000] [--seconds 120] [--json FILE
-        [--resume | --show]]
+    python -m experiments.serving TRACE [--requests 1000] [--seconds 120] [--width 128] [--batch 8]
+        [--llama_server llama-server] [--json FILE [--resume | --show]]
 
 A small Llama with random weights is served by a process of its own, and asked for the first
 requests of a trace (`memplan.kv.Trace`, with ``n_out``), at its times, scaled: a block of 512
@@ -10,6 +10,10 @@ its own, so nothing is found; *hints* say when a conversation goes on, by a logn
 and nine tenths of the ends. With *clients that misbehave* some go away, read slowly or send what is
 no request, and half way through the server is killed, and started again.
 
+With ``--seconds 0`` they come as fast as they are served, and nobody can say when. llama.cpp's
+server is asked for the same then, of a model of the same shape, with as much room for what comes
+back as it takes for itself: ``pip install gguf``, and its server built from its source.
+
 Of some requests the answers are compared with those that the model's step makes alone: without a
 cache, a batch, or pages that others had. At the end no request may have a page.
 """
@@ -17,9 +21,13 @@ cache, a batch, or pages that others had. At the end no request may have a page.
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import os
 import random
+import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,14 +36,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 from absl import flags
 
+from experiments import llama_cpp
 from experiments.checkpoints import LLAMA, write_checkpoint
 from experiments.running import FLAGS, Experiment, Row, Rows
+from hlo_passes.units import format_bytes
 from memplan.kv import Trace, declared
 from memplan.report.tables import Column, Table
 from memplan.serve.checkpoint import Checkpoint, load
@@ -44,7 +54,9 @@ from memplan.serve.runner import Row as Step
 from memplan.serve.runner import Runner
 from memplan.serve.sampling import Sampling
 from memplan.serve.text import AnswerText
+from models.configs import LlamaConfig
 
+_PEER = "llama.cpp"
 _POLICIES = {
     "none": "lru",
     "LRU": "lru",
@@ -52,23 +64,19 @@ _POLICIES = {
     "hints": "hints",
     "hints, clients that misbehave": "hints",
 }
-_SHAPE = LLAMA | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 _PAGE, _OUT = 4, 128
-_MAX_LEN, _MOST_OUT, _BATCH, _AT_ONCE = 512, 24, 8, 32
+_MAX_LEN, _MOST_OUT, _AT_ONCE = 512, 24, 32
+_LAYERS, _HEADS, _KV_HEADS = 4, 4, 2
 _FIRST = 5
 """The first token that is no special one."""
 
 
 def _define() -> None:
     flags.DEFINE_integer("requests", 1000, "of the trace, the first ones")
-    flags.DEFINE_float("seconds", 120.0, "in which they come")
+    flags.DEFINE_float("seconds", 120.0, "in which they come; 0: as fast as they are served")
+    flags.DEFINE_integer("width", 128, "of the model's residual stream")
+    flags.DEFINE_multi_integer("batch", [8], "requests that run at a time")
+    flags.DEFINE_string("llama_server", None, "llama.cpp's server, for --seconds 0")
     flags.DEFINE_integer("pages", 600, "on the device")
     flags.DEFINE_integer("host_pages", 600, "on the host")
     flags.DEFINE_integer("checked", 25, "requests whose answers are compared")
@@ -94,38 +102,53 @@ class _Seen:
     cancelled: int = 0
     malformed: int = 0
     failed: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    generated_tokens: int = 0
+
+    def take(self, usage: dict[str, Any]) -> None:
+        """What an answer says of itself, as OpenAI's do."""
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.hit_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        self.generated_tokens += usage["completion_tokens"]
+
+
+class _Held(NamedTuple):
+    """What a process has: open file handles, and bytes in memory."""
+
+    handles: int
+    resident: int
 
 
 class _Process:
     """The server's; it can be killed and started again."""
 
-    def __init__(self, folder: Path, policy: str) -> None:
-        self._command = [
-            sys.executable, "-m", "memplan", "serve", folder, "--policy", policy,
-            "--page-tokens", _PAGE, "--pages", FLAGS.pages, "--host-pages", FLAGS.host_pages,
-            "--max-len", _MAX_LEN, "--max-batch", _BATCH, "--chunk", 128, "--queue", 10_000,
-            "--port", 0,
-        ]  # fmt: skip
+    def __init__(self, command: Sequence[object]) -> None:
+        self._command = [str(word) for word in command]
         self.start()
 
     def start(self) -> None:
-        command = [str(word) for word in self._command]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment
+            self._command, stderr=subprocess.PIPE, text=True, env=environment
         )
         assert self._process.stderr is not None
         said = list[str]()
         for line in self._process.stderr:
             said.append(line)
-            if line.startswith("Listening on "):
+            if url := re.search(r"[Ll]istening on (http:\S+)", line):
                 break
         else:
             raise RuntimeError("".join(said))
-        self.url = said[-1].split()[-1]
+        self.url = url[1]
         # Nobody is to wait for a full pipe.
         self._rest = threading.Thread(target=self._process.stderr.read)
         self._rest.start()
+
+    def held(self) -> _Held:
+        of = Path("/proc") / str(self._process.pid)
+        pages = int((of / "statm").read_text().split()[1])
+        return _Held(len([*(of / "fd").iterdir()]), pages * os.sysconf("SC_PAGE_SIZE"))
 
     def kill(self) -> None:
         self._process.kill()
@@ -139,18 +162,61 @@ def _rows(rows: Rows, path: str) -> Iterator[Row]:
     trace = Trace.load(Path(path))
     with np.load(path) as arrays, tempfile.TemporaryDirectory() as scratch:
         n_out = arrays["n_out"]
-        folder = write_checkpoint(Path(scratch) / "small", _SHAPE)
+        folder = write_checkpoint(Path(scratch) / "small", _shape())
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
-        for policy in FLAGS.policy:
+        peers = [_PEER] if FLAGS.llama_server else []
+        for policy, batch in itertools.product([*FLAGS.policy, *peers], FLAGS.batch):
             case = {
                 "trace": Path(path).stem,
                 "policy": policy,
                 "requests": FLAGS.requests,
                 "seconds": FLAGS.seconds,
+                "width": FLAGS.width,
+                "batch": batch,
                 "pages": FLAGS.pages,
                 "host_pages": FLAGS.host_pages,
             }
-            yield rows.of(case, lambda policy=policy: _replayed(folder, trace, n_out, policy))
+            asked = functools.partial(_replayed, folder, trace, n_out, policy, batch)
+            yield rows.of(case, asked)
+
+
+def _shape() -> dict[str, Any]:
+    return LLAMA | {
+        "hidden_size": FLAGS.width,
+        "intermediate_size": 2 * FLAGS.width,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "max_position_embeddings": _MAX_LEN,
+    }
+
+
+def _served(folder: Path, policy: str, batch: int) -> _Process:
+    return _Process(
+        [
+            sys.executable, "-m", "memplan", "serve", folder, "--policy", _POLICIES[policy],
+            "--page-tokens", _PAGE, "--pages", FLAGS.pages, "--host-pages", FLAGS.host_pages,
+            "--max-len", _MAX_LEN, "--max-batch", batch, "--chunk", 128, "--queue", 10_000,
+            "--port", 0,
+        ]
+    )  # fmt: skip
+
+
+def _served_by_peer(folder: Path, vocabulary: int, batch: int) -> _Process:
+    file = folder / "model.gguf"
+    shape = LlamaConfig(
+        vocabulary, _LAYERS, FLAGS.width, 2 * FLAGS.width, _HEADS, num_kv_heads=_KV_HEADS
+    )
+    llama_cpp.write(file, shape, context=_MAX_LEN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return _Process(
+        [
+            FLAGS.llama_server, "--model", file, "--parallel", batch, "--kv-unified",
+            "--ctx-size", batch * _MAX_LEN, "--threads", os.cpu_count(), "--port", port,
+        ]
+    )  # fmt: skip
 
 
 def _asks(trace: Trace, n_out: Sequence[int], policy: str, vocabulary: int) -> list[_Ask]:
@@ -176,6 +242,8 @@ def _asks(trace: Trace, n_out: Sequence[int], policy: str, vocabulary: int) -> l
             due = float(hints.due[number])
             body |= {"ends": True} if hints.ends[number] else {}
             body |= {} if np.isnan(due) else {"return_in": due * scale}
+        if policy == _PEER:
+            body |= {"ignore_eos": True}
         asks.append(_Ask((trace.time[number] - begin) * scale, body))
     return asks
 
@@ -185,36 +253,46 @@ def _tokens(block: int, vocabulary: int) -> list[int]:
     return np.random.default_rng(block % (1 << 63)).integers(_FIRST, vocabulary, _PAGE).tolist()
 
 
-def _replayed(folder: Path, trace: Trace, n_out: Sequence[int], policy: str) -> Row:
+def _replayed(folder: Path, trace: Trace, n_out: Sequence[int], policy: str, batch: int) -> Row:
     model = load(folder)
     asks = _asks(trace, n_out, policy, model.config.vocab_size)
-    process = _Process(folder, _POLICIES[policy])
+    if policy == _PEER:
+        process = _served_by_peer(folder, model.config.vocab_size, batch)
+    else:
+        process = _served(folder, policy, batch)
     try:
         clients = _Clients(process, asks, policy.endswith("misbehave"))
         begin = time.monotonic()
         asyncio.run(clients.run())
         seconds = time.monotonic() - begin
-        counted = _counted(process.url)
+        counted = {} if policy == _PEER else _counted(process.url)
+        held = process.held()
     finally:
         process.kill()
     seen = clients.seen
-    chosen = random.Random(0).sample(sorted(seen.answers), min(FLAGS.checked, len(seen.answers)))
-    alone = _alone(model, [asks[number] for number in chosen])
-    wrong = sum(seen.answers[n] != text for n, text in zip(chosen, alone, strict=True))
-    leaked = FLAGS.pages - counted['memplan_pages{tier="device_free"}']
-    return {
+    found = {
         "answered": len(seen.answers),
         "cancelled": seen.cancelled,
         "malformed": seen.malformed,
         "failed": seen.failed,
         "seconds_taken": seconds,
-        "prompt_tokens": counted["memplan_prompt_tokens_total"],
-        "hit_tokens": counted["memplan_prefix_hit_tokens_total"],
-        "generated_tokens": counted["memplan_generated_tokens_total"],
+        "prompt_tokens": seen.prompt_tokens,
+        "hit_tokens": seen.hit_tokens,
+        "generated_tokens": seen.generated_tokens,
+        "first_token_seconds": np.percentile(seen.first, [50, 95]).tolist(),
+    }
+    if policy == _PEER:
+        return found
+    chosen = random.Random(0).sample(sorted(seen.answers), min(FLAGS.checked, len(seen.answers)))
+    alone = _alone(model, [asks[number] for number in chosen])
+    wrong = sum(seen.answers[n] != text for n, text in zip(chosen, alone, strict=True))
+    leaked = FLAGS.pages - counted['memplan_pages{tier="device_free"}']
+    return found | {
+        "handles": [clients.held_before.handles, held.handles],
+        "resident_bytes": [clients.held_before.resident, held.resident],
         "computed_tokens": counted["memplan_computed_tokens_total"],
         "preemptions": counted["memplan_preemptions_total"],
         "step_seconds": counted["memplan_step_seconds_sum"],
-        "first_token_seconds": np.percentile(seen.first, [50, 95]).tolist(),
         "checked": len(chosen),
         "wrong": wrong,
         "leaked_pages": leaked,
@@ -244,6 +322,9 @@ class _Clients:
         self._up = asyncio.Event()
         self._up.set()
         self.seen = _Seen()
+        # What the server had when it had answered a tenth.
+        self._hold_at = {n + len(asks) // 10 for n in (0, self._kill_at) if n >= 0}
+        self.held_before = process.held()
 
     async def run(self) -> None:
         begin = time.monotonic()
@@ -252,6 +333,8 @@ class _Clients:
                 await asyncio.sleep(max(0.0, begin + ask.at - time.monotonic()))
                 if number == self._kill_at:
                     await self._restart()
+                if number in self._hold_at:
+                    self.held_before = self._process.held()
                 await self._room.acquire()
                 tasks.create_task(self._one(client, number))
 
@@ -291,8 +374,10 @@ class _Clients:
                         return
                 if not line.startswith("data: {"):
                     continue
-                choices = json.loads(line.removeprefix("data: "))["choices"]
-                texts += [choice["text"] for choice in choices]
+                event = json.loads(line.removeprefix("data: "))
+                texts += [choice["text"] for choice in event["choices"]]
+                if event.get("usage") is not None:
+                    self.seen.take(event["usage"])
                 if 0.05 <= kind < 0.07:
                     await asyncio.sleep(0.05)
         self.seen.answers[number] = "".join(texts)
@@ -328,28 +413,62 @@ def _alone(model: Checkpoint, asks: Sequence[_Ask]) -> list[str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    names = ("requests", "answered", "hit rate", "computed tokens", "steps, s", "tokens/s",
-             "first token, 50 %", "95 %", "preempted", "wrong of checked", "leaked")  # fmt: skip
-    columns = (Column("policy"), *(Column(name, right=True) for name in names))
     for trace in dict.fromkeys(row["trace"] for row in rows):
-        cells = [
-            (
-                row["policy"],
-                f"{row['requests']:,}",
-                f"{row['answered']:,}",
-                f"{row['hit_tokens'] / row['prompt_tokens']:.4f}",
-                f"{row['computed_tokens']:,.0f}",
-                f"{row['step_seconds']:.1f}",
-                f"{(row['prompt_tokens'] + row['generated_tokens']) / row['seconds_taken']:,.0f}",
-                *(f"{seconds * 1e3:.0f} ms" for seconds in row["first_token_seconds"]),
-                f"{row['preemptions']:.0f}",
-                f"{row['wrong']} of {row['checked']}",
-                f"{row['leaked_pages']:.0f}",
-            )
-            for row in rows
-            if row["trace"] == trace
-        ]
-        yield Table(f"{trace}, served", columns, tuple(cells))
+        of_trace = [row for row in rows if row["trace"] == trace]
+        if timed := [row for row in of_trace if row["seconds"]]:
+            yield _timed_table(f"{trace}, served", timed)
+        if fast := [row for row in of_trace if not row["seconds"]]:
+            yield _fast_table(f"{trace}, as fast as it is served", fast)
+
+
+def _timed_table(title: str, rows: Sequence[Row]) -> Table:
+    names = ("requests", "answered", "hit rate", "computed tokens", "steps, s", "tokens/s",
+             "first token, 50 %", "95 %", "preempted", "wrong of checked", "pages leaked",
+             "handles", "resident")  # fmt: skip
+    cells = [
+        (
+            row["policy"],
+            f"{row['requests']:,}",
+            f"{row['answered']:,}",
+            f"{row['hit_tokens'] / row['prompt_tokens']:.4f}",
+            f"{row['computed_tokens']:,.0f}",
+            f"{row['step_seconds']:.1f}",
+            f"{_tokens_a_second(row):,.0f}",
+            *_first_token(row),
+            f"{row['preemptions']:.0f}",
+            f"{row['wrong']} of {row['checked']}",
+            f"{row['leaked_pages']:.0f}",
+            "{} → {}".format(*row["handles"]),
+            "{} → {}".format(*map(format_bytes, row["resident_bytes"])),
+        )
+        for row in rows
+    ]
+    return Table(title, (Column("policy"), *(Column(n, right=True) for n in names)), tuple(cells))
+
+
+def _fast_table(title: str, rows: Sequence[Row]) -> Table:
+    names = ("width", "at a time", "requests", "tokens/s", "hit rate", "first token, 50 %", "95 %")
+    cells = [
+        (
+            row["policy"],
+            str(row["width"]),
+            str(row["batch"]),
+            f"{row['answered']:,}",
+            f"{_tokens_a_second(row):,.0f}",
+            f"{row['hit_tokens'] / row['prompt_tokens']:.4f}",
+            *_first_token(row),
+        )
+        for row in rows
+    ]
+    return Table(title, (Column("policy"), *(Column(n, right=True) for n in names)), tuple(cells))
+
+
+def _tokens_a_second(row: Row) -> float:
+    return (row["prompt_tokens"] + row["generated_tokens"]) / row["seconds_taken"]
+
+
+def _first_token(row: Row) -> Iterator[str]:
+    return (f"{seconds * 1e3:.0f} ms" for seconds in row["first_token_seconds"])
 
 
 EXPERIMENT = Experiment(_rows, _tables, _define, words=("TRACE",))
