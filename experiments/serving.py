@@ -165,7 +165,8 @@ def _rows(rows: Rows, path: str) -> Iterator[Row]:
         folder = write_checkpoint(Path(scratch) / "small", _shape())
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
         peers = [_PEER] if FLAGS.llama_server else []
-        for policy, batch in itertools.product([*FLAGS.policy, *peers], FLAGS.batch):
+        batches: list[int] = FLAGS.batch
+        for policy, batch in itertools.product([*FLAGS.policy, *peers], batches):
             case = {
                 "trace": Path(path).stem,
                 "policy": policy,
@@ -205,7 +206,12 @@ def _served(folder: Path, policy: str, batch: int) -> _Process:
 def _served_by_peer(folder: Path, vocabulary: int, batch: int) -> _Process:
     file = folder / "model.gguf"
     shape = LlamaConfig(
-        vocabulary, _LAYERS, FLAGS.width, 2 * FLAGS.width, _HEADS, num_kv_heads=_KV_HEADS
+        vocab_size=vocabulary,
+        num_layers=_LAYERS,
+        embed_dim=FLAGS.width,
+        mlp_dim=2 * FLAGS.width,
+        num_heads=_HEADS,
+        num_kv_heads=_KV_HEADS,
     )
     llama_cpp.write(file, shape, context=_MAX_LEN)
     with socket.socket() as free:
