@@ -177,6 +177,30 @@ def least_budget(
 
 
 @collection_paused()
+def room_within(
+    module: Module,
+    machine: Machine,
+    budget: int,
+    *,
+    host_parameters: Collection[int] = (),
+    sliced_parameters: Collection[int] = (),
+    slots: int | None = None,
+) -> int:
+    """Returns the bytes of a budget beyond the `least_budget`, without a search for a plan.
+
+    Raises:
+      MemoryBudgetError: when there are none, so that no plan keeps to it.
+    """
+    found = tuple(host_parameters), tuple(sliced_parameters)
+    least = least_budget(
+        module, machine, host_parameters=found[0], sliced_parameters=found[1], slots=slots
+    )
+    if least > budget:
+        raise _within(budget, module, machine, *found, slots).bodies.budget_error(budget)
+    return budget - least
+
+
+@collection_paused()
 def plan_module(
     module: Module,
     machine: Machine,

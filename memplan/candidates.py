@@ -103,6 +103,17 @@ class Promise(Step):
 
 
 @dataclass(frozen=True)
+class Refused:
+    """That a program is not to be planned before all that promise anything.
+
+    Attributes:
+      least: the fewest bytes with which it may.
+    """
+
+    least: float
+
+
+@dataclass(frozen=True)
 class Candidate(Step):
     """A placed program and the plan for the module that XLA scheduled for it.
 

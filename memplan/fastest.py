@@ -3,6 +3,7 @@
     ways ─► what each promises ─► good? ─► planned
                                     └────► put off ─► the most promising are planned, until none
                                                       promises more than there is
+         └─► refused, in chunks ─► put off ─► planned where there is no plan
 
 What a program promises is known from its choice of edits, before that is packed. A plan takes far
 longer to make, most of all where much has to go, and the ways that promise little are many.
@@ -13,13 +14,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from hlo_passes.errors import MemoryBudgetError, MemplanError
-from memplan.candidates import PATIENCE, Candidate, FinerChunks, Promise
+from memplan.candidates import PATIENCE, Candidate, FinerChunks, Promise, Refused, Step
 from memplan.written import Written
 
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
@@ -59,6 +60,9 @@ class Fastest:
         self._found: list[Candidate] = []
         self._failed: list[Exception] = []
         self._finer = FinerChunks()
+        self._put_off: list[_PutOff] = []
+        # Bytes that are needed, and seconds of compute that are not in the program as written.
+        self._refused: list[tuple[float, Written, float]] = []
 
     def of(self, ways: Iterable[Written]) -> Candidate:
         """The fastest plan for any of these programs: as they are written first, then in ever
@@ -70,9 +74,10 @@ class Fastest:
         """
         ways = iter(ways)
         for way in ways:
-            put_off = self._looked_at(itertools.chain((way,), ways))
-            self._plan_most_promising(put_off)
-            if self._best is not None or not put_off:
+            self._look_at(itertools.chain((way,), ways))
+            promised = bool(self._put_off)
+            self._plan_most_promising()
+            if self._best is not None or not promised:
                 break
             # None of those could be packed: what promises less may be.
             self._finer.begin_again()
@@ -84,9 +89,8 @@ class Fastest:
             raise min(refused, key=lambda e: e.least, default=self._failed[0])
         return best
 
-    def _looked_at(self, ways: Iterable[Written]) -> Sequence[_PutOff]:
-        """Plans what promises a good step, and returns the others, until none is worth a look."""
-        put_off: list[_PutOff] = []
+    def _look_at(self, ways: Iterable[Written]) -> None:
+        """Plans what promises a good step, and puts others off, until none is worth a look."""
         for way in ways:
             splits, best = way.placing.splits, self._best
             if splits and best is not None and not best.placing.splits:
@@ -99,12 +103,7 @@ class Fastest:
                 _log.warning("%s was dropped: %s", way.named(None), error)
                 self._failed.append(error)
                 continue
-            promise, needs = way.promise(self._budget, self._options), math.inf
-            step = promise = promise and promise.with_again(again_s)
-            if promise is None or self._is_good(promise):
-                step, needs = self._planned(way, again_s)
-            else:
-                put_off.append(_PutOff(promise, way, again_s))
+            step, needs = self._comes_to(way, again_s)
             if splits:
                 if self._finer.is_over(way.placing.aim or 0, step, needs):
                     break
@@ -114,19 +113,41 @@ class Fastest:
                 self._best.step_time_s <= _SOON_ENOUGH * self._best.compute_s
             ):
                 break
-        return put_off
+
+    def _comes_to(self, way: Written, again_s: float) -> tuple[Step | None, float]:
+        """What a program promises, or its plan where that is not put off; and the fewest bytes that
+        were needed where it was refused."""
+        promise = way.promise(self._budget, self._options)
+        if isinstance(promise, Refused) and way.placing.splits:
+            # It may be planned with other rings, which takes long, and smaller chunks need less.
+            self._refused.append((promise.least, way, again_s))
+            return None, promise.least
+        if isinstance(promise, Promise):
+            promise = promise.with_again(again_s)
+            if not self._is_good(promise):
+                self._put_off.append(_PutOff(promise, way, again_s))
+                return promise, math.inf
+        return self._planned(way, again_s)
 
     def _is_good(self, promise: Promise) -> bool:
         return promise.is_good and (self._best is None or promise.is_faster_than(self._best))
 
-    def _plan_most_promising(self, put_off: Iterable[_PutOff]) -> None:
+    def _plan_most_promising(self) -> None:
+        """Plans what was put off, as long as it promises more than there is; and what was refused
+        only where that leads to no plan, which says what it needs."""
         vain = 0
-        for promise, way, again_s in sorted(put_off, key=lambda p: p.promise.waits_s):
+        for promise, way, again_s in sorted(self._put_off, key=lambda p: p.promise.waits_s):
             best = self._best
             if best is not None and (vain == PATIENCE or not promise.is_faster_than(best)):
-                return
+                break
             self._planned(way, again_s)
             vain += best is not None and self._best is best
+        for _, way, again_s in sorted(self._refused, key=lambda r: r[0]):
+            if self._best is not None:
+                break
+            self._planned(way, again_s)
+        self._put_off.clear()
+        self._refused.clear()
 
     def _planned(self, way: Written, again_s: float) -> tuple[Candidate | None, float]:
         """A plan for a program, and the fewest bytes that were needed where it was refused."""

@@ -25,7 +25,7 @@ from hlo_passes.ir import Learned, Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from hlo_passes.simulator import cost
-from memplan.candidates import Candidate, Promise
+from memplan.candidates import Candidate, Promise, Refused
 from memplan.executable import Program
 from memplan.known import Known
 from memplan.placing import Placing
@@ -148,7 +148,6 @@ class Written:
                         everything,
                         budget,
                         options,
-                        best,
                         lambda hosting: self._plan_placed(hosting, budget, options),
                     )
             except MemoryBudgetError as error:
@@ -162,8 +161,6 @@ class Written:
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("a plan%s was dropped: %s", how, error)
                 failed.append(error)
-                continue
-            if candidate is None:
                 continue
             candidate = candidate.with_again(again_s) if again_s else candidate
             _log.info("planning%s: a step of %.3g ms", how, candidate.step_time_s * 1e3)
@@ -185,8 +182,9 @@ class Written:
             parts.append(_worded(ring))
         return ", ".join(parts)
 
-    def promise(self, budget: int, options: Mapping[str, Any] | None) -> Promise | None:
-        """What a plan with the first of its rings probably comes to; None where that is refused."""
+    def promise(self, budget: int, options: Mapping[str, Any] | None) -> Promise | Refused | None:
+        """What a plan with the first of its rings probably comes to; None where XLA or the checker
+        refuses what was made of it, so that only others are left."""
         ring, (inside, nested) = self._rings(budget)[0], next(self.inside(budget))
         everything = self._everything(ring, inside, nested)
         self._lowering.report("estimating", budget, way=self.named(ring))
@@ -198,11 +196,11 @@ class Written:
             return Promise(seconds, cost.step_seconds(module, self._lowering.target.machine))
 
         try:
-            return (
-                promised(everything)
-                if ring is None
-                else self._with_stacks(everything, budget, options, None, promised)
-            )
+            if ring is None:
+                return promised(everything)
+            return self._with_stacks(everything, budget, options, promised)
+        except MemoryBudgetError as error:
+            return Refused(error.least)
         except (MemplanError, jax.errors.JaxRuntimeError):
             return None
 
@@ -273,21 +271,20 @@ class Written:
         everything: Hosting,
         budget: int,
         options: Mapping[str, Any] | None,
-        best: Candidate | None,
         planned: Callable[[Hosting], T],
-    ) -> T | None:
+    ) -> T:
         """What is planned with such rings, and as many stacks on the device as are worth it.
 
         What a stack on the device takes is known beforehand but for packing, so that it may be
-        more than there is room for. Rings that need more than the budget with nothing there are
-        not planned with where there is a plan already: it would take long, and be slow or fail.
+        more than there is room for.
+
+        Raises:
+          MemoryBudgetError: when there is no plan even with none there.
         """
         if not self.placing.streams.rings(everything):
             return planned(everything)
-        program, module = self.capture(everything, options)
-        room = budget - self._least(module, program, everything)
-        if room < 0 and best is not None:
-            return None
+        room = self._room(everything, budget, options)
+        _, module = self.capture(everything, options)
         seconds = ring_seconds(module, self._lowering.target.machine)
         while True:
             kept = choose_kept(
@@ -477,16 +474,26 @@ class Written:
             counts_chip=self.known.counts_chip,
         )
 
-    def _least(self, module: Module, program: Program, hosting: Hosting) -> int:
-        """The least budget of a program so placed."""
-        host_parameters, sliced = self.placing.on_host(program, hosting)
-        return pipeline.least_budget(
-            module,
-            self._lowering.target.machine,
-            host_parameters=host_parameters,
-            sliced_parameters=sliced,
-            slots=self._lowering.function.options.slots,
-        )
+    def _room(self, everything: Hosting, budget: int, options: Mapping[str, Any] | None) -> int:
+        """Bytes for stacks on the device beside rings.
+
+        Raises:
+          MemoryBudgetError: when there is no plan even without any.
+        """
+
+        def room() -> int:
+            program, module = self.capture(everything, options)
+            host_parameters, sliced = self.placing.on_host(program, everything)
+            return pipeline.room_within(
+                module,
+                self._lowering.target.machine,
+                budget,
+                host_parameters=host_parameters,
+                sliced_parameters=sliced,
+                slots=self._lowering.function.options.slots,
+            )
+
+        return self._once(("room", everything), room)
 
     def capture(
         self, hosting: Hosting, options: Mapping[str, Any] | None

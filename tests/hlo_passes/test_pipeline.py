@@ -26,7 +26,7 @@ from hlo_passes.fitting import fit
 from hlo_passes.hardware.machine import Machine, Tier, load_machine
 from hlo_passes.ir import Module
 from hlo_passes.normalize.stores import settle_stores
-from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module
+from hlo_passes.pipeline import PASSES, choose_stay, plan_module, rewrite_module, room_within
 from hlo_passes.placing.fences import slot_name
 from hlo_passes.placing.problem import Problem, pose
 from hlo_passes.plan import Edits, Event, LiveRange, Plan, Transfer
@@ -100,6 +100,17 @@ def test_nothing_is_searched_for_where_one_instruction_needs_more(
             with pytest.raises(MemoryBudgetError):
                 plan(module, machine, budget)
     assert searched == [least, least]
+
+
+@pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED])
+def test_the_room_within_a_budget_is_what_is_beyond_the_least(name: str):
+    module, machine = captured(name)
+    least = least_budget(module, machine)
+    assert room_within(module, machine, least + 5) == 5
+    assert room_within(module, machine, least) == 0
+    with pytest.raises(MemoryBudgetError) as refused:
+        room_within(module, machine, least - 1)
+    assert (refused.value.budget, refused.value.least) == (least - 1, least)
 
 
 @pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hlo_passes.errors import MemoryBudgetError, VerificationError
-from memplan.candidates import Promise
+from memplan.candidates import Promise, Refused
 from memplan.fastest import Fastest
 from tests.memplan.test_planner import refusal
 
@@ -27,12 +27,13 @@ class Planned(Promise):
 
 @dataclass(eq=False)
 class Way:
-    """A program that promises so many seconds, or nothing, and its plan's step; None where its plan
-    is refused."""
+    """A program that promises so many seconds, None where that is refused, and not a number where
+    XLA does not show it; and its plan's step, None where that is refused."""
 
     promised_s: float | None
     planned_s: float | None
     aim: int | None = None
+    needs: int = BUDGET + 1
     planned: list[Way] = field(default_factory=list)
     looked_at: list[Way] = field(default_factory=list)
 
@@ -48,15 +49,17 @@ class Way:
     def inside(self, _budget: int) -> Iterator[tuple[frozenset[int], bool]]:
         yield frozenset(), False
 
-    def promise(self, *_: Any) -> Promise | None:
+    def promise(self, *_: Any) -> Promise | Refused | None:
         self.looked_at.append(self)
-        return None if self.promised_s is None else Promise(self.promised_s, 1.0)
+        if self.promised_s is None:
+            return Refused(self.needs)
+        return None if math.isnan(self.promised_s) else Promise(self.promised_s, 1.0)
 
     def in_turn(self, *args: Any) -> Iterator[Any]:
         *_, found, failed = args
         self.planned.append(self)
         if self.planned_s is None:
-            failed.append(refusal(BUDGET))
+            failed.append(refusal(BUDGET, self.needs - BUDGET))
             return
         found.append(candidate := Planned(self.planned_s, 1.0, self.placing))
         yield candidate
@@ -115,13 +118,25 @@ def test_where_chunks_need_no_less_than_the_program_without_them_the_search_ends
         way.planned = order
     with pytest.raises(MemoryBudgetError):
         Fastest(BUDGET, None, lambda _: 0.0).of(ways)  # pyright: ignore[reportArgumentType]
-    assert [ways.index(way) for way in order] == [0, 1, 2, 4, 3, 5]
+    assert [ways.index(way) for way in order] == [0, 3, 1, 2, 4, 5]
 
 
-def test_what_promises_nothing_is_planned_to_be_told_why():
-    with pytest.raises(MemoryBudgetError):
-        planned([Way(None, None), Way(None, None, aim=64)])
+def test_what_is_refused_is_planned_to_be_told_why():
+    with pytest.raises(MemoryBudgetError) as refused:
+        planned([Way(None, None), Way(None, None, aim=64, needs=BUDGET + 5)])
+    assert refused.value.least == BUDGET + 1
     assert planned([Way(None, None), Way(1.5, 1.6, aim=64)]) == (1.6, [0, 1])
+
+
+def test_chunks_that_are_refused_are_not_planned_where_there_is_a_plan():
+    ways = [Way(2.0, 2.5), Way(None, 1.2, aim=64), Way(None, 1.1, aim=32, needs=BUDGET)]
+    assert planned(ways) == (2.5, [0])
+    # Its own cannot be packed: that which needs least is planned first.
+    assert planned([Way(2.0, None), *ways[1:]]) == (1.1, [0, 2])
+
+
+def test_chunks_that_xla_does_not_show_with_the_first_ring_are_planned_with_others():
+    assert planned([Way(2.0, 2.5), Way(math.nan, 1.9, aim=64)]) == (1.9, [1])
 
 
 def test_of_many_that_promise_more_than_they_hold_not_all_are_planned():

@@ -18,6 +18,7 @@ from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
 from tests.memplan.chains import (
+    HALF,
     WEIGHT_BYTES,
     activations,
     assert_same_bits,
@@ -25,6 +26,7 @@ from tests.memplan.chains import (
     weights,
     xla_total,
 )
+from tests.memplan.test_planner import refusal
 from tests.sweeps import slow_but
 
 pytestmark = pytest.mark.usefixtures("planned_once", "planned_as_written")
@@ -394,7 +396,7 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     ringed: list[int] = []
     with_stacks = written.Written._with_stacks
 
-    def watched(self: written.Written, everything: Hosting, *rest: Any) -> Candidate | None:
+    def watched(self: written.Written, everything: Hosting, *rest: Any) -> Any:
         ringed.append(everything.depth)
         return with_stacks(self, everything, *rest)
 
@@ -407,12 +409,16 @@ def test_stacks_that_are_small_stay_if_the_rest_is_fast_enough(
     assert bool(ringed) == is_ringed
 
 
-@pytest.mark.parametrize(("rings", "planned"), [((1, 2), {1}), ((2, 1), {1, 2})])
-def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
-    monkeypatch: pytest.MonkeyPatch, rings: tuple[int, ...], planned: set[int]
+@pytest.mark.parametrize("rings", [(1, 2), (2, 1)])
+def test_rings_that_need_more_than_the_budget_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch, rings: tuple[int, ...]
 ):
-    def least(_self: written.Written, _module: Any, _program: Any, hosting: Hosting) -> int:
-        return 0 if hosting.depth == 1 else 1 << 60
+    room = written.Written._room
+
+    def room_with_one_slot(self: written.Written, everything: Hosting, *rest: Any) -> int:
+        if everything.depth > 1:
+            raise refusal(HALF)
+        return room(self, everything, *rest)
 
     plan_placed, found = written.Written._plan_placed, set[int]()
 
@@ -423,11 +429,11 @@ def test_rings_that_need_more_than_the_budget_are_left_where_there_is_a_plan(
     monkeypatch.setattr(written, "_RINGS", tuple((slots, 1.0) for slots in rings))
     monkeypatch.setattr(written, "_SMALL_STACKS", 0.0)
     monkeypatch.setattr(Candidate, "is_hidden", False)
-    monkeypatch.setattr(written.Written, "_least", least)
+    monkeypatch.setattr(written.Written, "_room", room_with_one_slot)
     monkeypatch.setattr(written.Written, "_plan_placed", watched)
     args = arguments(256, 8)
     memplan.jit(forward, hbm=xla_total(forward, *args)).lower(*args).plan()
-    assert found == planned
+    assert found == {1}
 
 
 def test_where_all_stacks_stay_the_program_is_planned_once_for_all_rings(
