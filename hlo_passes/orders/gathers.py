@@ -11,7 +11,9 @@ times their bytes from then on. XLA:GPU gathers many of them first, or early: it
 far more than a budget leaves. Here each gather ends in front of its first reader, and an
 asynchronous one begins where the compute from there to its end takes as long, before the next one
 needs the interconnect, or as soon as those before it leave that free. Gathers may come in another
-order than XLA's, also among other collectives, for all devices have the same one.
+order than XLA's, also among other collectives, for all devices have the same one; but one that is
+waited for stays where it would come under another collective that is asynchronous, or out of one,
+for what hides those is XLA's choice.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Instruction, Module
 from hlo_passes.simulator.cost import instruction_costs
 
+_KIND = "all-gather"
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
 
 # How many times the seconds of a gather there are from its start to its done.
@@ -45,13 +48,11 @@ def gathered_late(module: Module, machine: Machine) -> tuple[str, ...]:
         return ()
     entry = module.entry.instructions
     place = {i.id: n for n, i in enumerate(entry)}
-    found = {
-        i: gather
-        for i, gather in collectives(module).items()
-        if i in place and gather.kind == "all-gather"
-    }
+    found = {i: collective for i, collective in collectives(module).items() if i in place}
     # What XLA:TPU fuses goes on in what computes meanwhile, and all else stays around that.
-    if not found or any(is_fused_start(module, i) for i in entry):
+    if all(c.kind != _KIND for c in found.values()) or any(
+        is_fused_start(module, i) for i in entry
+    ):
         return ()
     order = _Order(module, machine, place, found).order()
     present = [i for i in entry if i.opcode != "parameter"]
@@ -79,9 +80,20 @@ class _Gather:
 
 class _Order:
     def __init__(
-        self, module: Module, machine: Machine, place: dict[int, int], found: dict[int, Collective]
+        self, module: Module, machine: Machine, place: dict[int, int], all_: dict[int, Collective]
     ) -> None:
         assert machine.interconnect is not None
+        found = {i: gather for i, gather in all_.items() if gather.kind == _KIND}
+        others = [
+            (place[i], place[other.done])
+            for i, other in all_.items()
+            if other.kind != _KIND and other.done is not None
+        ]
+
+        def above(n: int) -> list[tuple[int, int]]:
+            """The other collectives that are under way in front of a place."""
+            return [(start, done) for start, done in others if start < n <= done]
+
         self._module = module
         entry = [i for i in module.entry.instructions if i.opcode != "parameter"]
         self._after: defaultdict[int, list[int]] = defaultdict(list)
@@ -94,7 +106,10 @@ class _Order:
             readers = self._readers(i, rest)
             has_links = found[i].done is not None and self._after[i] != [found[i].done]
             # What another one begins with stays.
-            if has_links or not readers or not moved.isdisjoint(readers):
+            stays = has_links or not readers or not moved.isdisjoint(readers)
+            if not stays and found[i].done is None:
+                stays = above(place[i]) != above(min(place[r] for r in readers))
+            if stays:
                 moved -= {i, *rest}
         self._stays = [i for i in entry if i.id not in moved]
         at = {i.id: n for n, i in enumerate(self._stays)}

@@ -25,17 +25,19 @@ def wired(bytes_per_s: float) -> Machine:
 
 # A gather of 1,200 bytes takes 40 s, and what reads it 48.
 MACHINE = wired(30.0)
+PAIRS = "source_target_pairs={{0,1},{1,0}}"
 GROUPS = "replica_groups={{0,1,2,3}}, dimensions={0}"
 
 
 def layers(order: str, root: str, weights: int = 4) -> Module:
     """Adds gathered weights to `x`. In `order` a number is a layer's sum; `s`, `d` and `g` before
-    one are the start and the done of its gather, or all of it."""
+    one are the start and the done of its gather, or all of it, and `p` and `q` those of what is
+    permuted."""
     said = order.split()
     lines = ["x = f32[400] parameter(0)"]
     lines += [f"w.{n} = f32[100] parameter({n + 1})" for n in range(weights)]
     for one in said:
-        kind, n = one.rstrip("0123456789"), int(one.lstrip("sdg"))
+        kind, n = one.rstrip("0123456789"), int(one.lstrip("sdgpq"))
         before = "x" if n == 0 else f"a.{n - 1}"
         gathered = f"d.{n}" if f"s{n}" in said else f"g.{n}"
         lines.append(
@@ -43,6 +45,8 @@ def layers(order: str, root: str, weights: int = 4) -> Module:
                 "s": f"s.{n} = (f32[100], f32[400]) all-gather-start(w.{n}), {GROUPS}",
                 "d": f"d.{n} = f32[400] all-gather-done(s.{n})",
                 "g": f"g.{n} = f32[400] all-gather(w.{n}), {GROUPS}",
+                "p": f"p.{n} = (f32[400], f32[400]) collective-permute-start(x), {PAIRS}",
+                "q": f"q.{n} = f32[400] collective-permute-done(p.{n})",
                 "": f"a.{n} = f32[400] add({before}, {gathered})",
             }[kind]
         )
@@ -86,6 +90,16 @@ def test_what_is_late_already_stays():
     module = layers("g0 0 g1 1", "f32[400] negate(a.1)", 2)
     assert gathered_late(module, MACHINE) == ()
     assert gathered_late(layers("g0 g1 0 1", "f32[400] negate(a.1)", 2), toy_machine()) == ()
+
+
+@pytest.mark.parametrize("bytes_per_s", [30.0, 200.0])
+def test_what_is_waited_for_comes_under_no_other_collective_and_out_of_none(bytes_per_s: float):
+    into, out_of = "g0 g1 g2 0 p1 1 2 q1", "g0 p1 g1 g2 0 1 q1 2"
+    negated = "f32[400] negate(a.2)"
+    assert late(layers(into, negated, 3), wired(bytes_per_s)) == "g1 g2 g0 0 p1 1 2 q1"
+    assert late(layers(out_of, negated, 3), wired(bytes_per_s)) == "g0 p1 g2 0 g1 1 q1 2"
+    asynchronous = late(layers("s0 d0 s1 0 p1 d1 1 q1", "f32[400] negate(a.1)", 2))
+    assert asynchronous == "s0 s1 d0 0 p1 d1 1 q1"
 
 
 def test_what_is_returned_comes_last():
@@ -146,6 +160,29 @@ def drawn(draw: st.DrawFn) -> Module:
             said.insert(draw(st.integers(least, len(said))), f"{one}{n}")
         said.append(str(n))
     return layers(" ".join(said), f"f32[400] negate(a.{count - 1})", count)
+
+
+@st.composite
+def drawn_with_others(draw: st.DrawFn) -> Module:
+    """Layers with gathers of both kinds, and others that are asynchronous, anywhere."""
+    count = draw(st.integers(1, 7))
+    said = [str(n) for n in range(count)]
+    for n in range(count):
+        end = said.index(str(n))
+        for one in draw(st.sampled_from(["g", "ds"])):
+            end = draw(st.integers(0, end))
+            said.insert(end, f"{one}{n}")
+    for n in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, len(said)))
+        said.insert(draw(st.integers(start, len(said))), f"q{n}")
+        said.insert(start, f"p{n}")
+    return layers(" ".join(said), f"f32[400] negate(a.{count - 1})", count)
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn_with_others(), st.sampled_from([10.0, 25.0, 30.0, 50.0, 200.0]))
+def test_what_hides_other_collectives_is_the_same(module: Module, bytes_per_s: float):
+    late(module, wired(bytes_per_s))  # It is checked there.
 
 
 @settings(max_examples=200, deadline=None)
