@@ -1,7 +1,7 @@
 """The model's programs, compiled before the first request: each is `step`, and a token drawn a row.
 
-Shapes are few: decoding steps of 1, 2, 4, .. sequences, and chunks of prompts: one of as many
-tokens as there may be in a step, or several shorter ones.
+Shapes are few: decoding steps of 1, 2, 4, .. sequences (no single one on a TPU), and chunks of
+prompts: one of as many tokens as there may be in a step, or several shorter ones.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Runner:
 
     def shapes(self) -> Iterator[tuple[int, int]]:
         """Rows and columns of every program."""
-        batch = 1
+        # XLA:TPU makes no matrix product of a single row, which then takes longer than two.
+        batch = 2 if jax.default_backend() == "tpu" else 1
         while batch < self.max_batch:
             yield batch, 1
             batch *= 2
