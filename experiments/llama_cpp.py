@@ -1,12 +1,19 @@
-"""llama.cpp on a Llama of random weights: what others read from a disk on demand.
+"""llama.cpp on a Llama of random weights: what others read from a disk on demand, and serve.
 
-Needs ``pip install llama-cpp-python gguf``. llama.cpp maps the file; the kernel reads it.
+    python -m experiments.llama_cpp FILE SLOTS TOKENS
+
+serves a file to so many requests at a time, of so many tokens each, until it is killed.
+
+Needs ``pip install gguf``, and ``llama-cpp-python`` to read, ``xllamacpp`` to serve. llama.cpp maps
+the file; the kernel reads it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,3 +82,19 @@ def opened(path: Path) -> Callable[[], Any]:
         llama.eval([1])
 
     return step
+
+
+def _serve(path: str, slots: int, tokens: int) -> None:
+    library = importlib.import_module("xllamacpp")
+    params = library.CommonParams()
+    params.model.path = path
+    params.n_parallel, params.n_ctx, params.kv_unified = slots, slots * tokens, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
+    params.port = 0
+    server = library.Server(params)
+    print(f"Listening on {server.listening_address}", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], *map(int, sys.argv[2:]))

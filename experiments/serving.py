@@ -1,7 +1,7 @@
 """Does a server keep what comes back? A trace of requests, replayed against ``memplan serve``.
 
     python -m experiments.serving TRACE [--requests 1000] [--seconds 120] [--width 128] [--batch 8]
-        [--llama_server llama-server] [--json FILE [--resume | --show]]
+        [--peer] [--json FILE [--resume | --show]]
 
 A small Llama with random weights is served by a process of its own, and asked for the first
 requests of a trace (`memplan.kv.Trace`, with ``n_out``), at its times, scaled: a block of 512
@@ -11,8 +11,8 @@ and nine tenths of the ends. With *clients that misbehave* some go away, read sl
 no request, and half way through the server is killed, and started again.
 
 With ``--seconds 0`` they come as fast as they are served, and nobody can say when. llama.cpp's
-server is asked for the same then, of a model of the same shape, with as much room for what comes
-back as it takes for itself: ``pip install gguf``, and its server built from its source.
+server is asked for the same then (``--peer``), of a model of the same shape, with as much room for
+what comes back as it takes for itself: `experiments.llama_cpp`.
 
 Of some requests the answers are compared with those that the model's step makes alone: without a
 cache, a batch, or pages that others had. At the end no request may have a page.
@@ -27,7 +27,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -76,7 +75,7 @@ def _define() -> None:
     flags.DEFINE_float("seconds", 120.0, "in which they come; 0: as fast as they are served")
     flags.DEFINE_integer("width", 128, "of the model's residual stream")
     flags.DEFINE_multi_integer("batch", [8], "requests that run at a time")
-    flags.DEFINE_string("llama_server", None, "llama.cpp's server, for --seconds 0")
+    flags.DEFINE_bool("peer", False, "llama.cpp's server, too")
     flags.DEFINE_integer("pages", 600, "on the device")
     flags.DEFINE_integer("host_pages", 600, "on the host")
     flags.DEFINE_integer("checked", 25, "requests whose answers are compared")
@@ -164,7 +163,7 @@ def _rows(rows: Rows, path: str) -> Iterator[Row]:
         n_out = arrays["n_out"]
         folder = write_checkpoint(Path(scratch) / "small", _shape())
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
-        peers = [_PEER] if FLAGS.llama_server else []
+        peers = [_PEER] if FLAGS.peer else []
         batches: list[int] = FLAGS.batch
         for policy, batch in itertools.product([*FLAGS.policy, *peers], batches):
             case = {
@@ -214,15 +213,7 @@ def _served_by_peer(folder: Path, vocabulary: int, batch: int) -> _Process:
         num_kv_heads=_KV_HEADS,
     )
     llama_cpp.write(file, shape, context=_MAX_LEN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return _Process(
-        [
-            FLAGS.llama_server, "--model", file, "--parallel", batch, "--kv-unified",
-            "--ctx-size", batch * _MAX_LEN, "--threads", os.cpu_count(), "--port", port,
-        ]
-    )  # fmt: skip
+    return _Process([sys.executable, "-m", "experiments.llama_cpp", file, batch, _MAX_LEN])
 
 
 def _asks(trace: Trace, n_out: Sequence[int], policy: str, vocabulary: int) -> list[_Ask]:
