@@ -30,6 +30,10 @@ import yaml
 from memplan import load_machine, machine_names
 
 ROOT = Path(__file__).parent.parent
+SLOW = frozenset(
+    """fsdp fusion in-chunks loading-weights long-sequences offload-weights optimizer-state
+    serving""".split()
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,})(?P<info>.*)")
@@ -216,6 +220,7 @@ def parameter(page: Path) -> Any:
     names = set(MACHINE.findall(page.read_text())) & {"v5e", "v6e", "tpu7x", *machine_names()}
     platforms = {load_machine(name).platform for name in names}
     marks = [getattr(pytest.mark, platform) for platform in platforms if platform != "cpu"]
+    marks += [pytest.mark.slow] if page.stem in SLOW else []
     return pytest.param(page, marks=marks, id=page.relative_to(ROOT).as_posix())
 
 
