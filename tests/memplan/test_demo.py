@@ -13,6 +13,7 @@ TINY = demo.Workload("decode", "tiny", 2, 1, 16, "200KiB")
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_tables_come_one_by_one(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "SHORT", {TINY: ("h200",)})

@@ -127,7 +127,7 @@ def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any], share: float):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("f", "share"), slow_but(PROGRAMS[:2], PROGRAMS))
+@pytest.mark.parametrize(("f", "share"), slow_but(PROGRAMS[1:2], PROGRAMS))
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_budget_below_what_an_iteration_takes_is_kept(
     target: str, f: Callable[..., Any], share: float
@@ -145,7 +145,12 @@ def test_a_budget_below_what_an_iteration_takes_is_kept(
 @pytest.mark.parametrize(
     ("target", "f", "share"),
     [
-        *(pytest.param("h200", *program, marks=pytest.mark.gpu) for program in PROGRAMS),
+        pytest.param("h200", sample, 0.75, marks=pytest.mark.gpu),
+        *(
+            pytest.param("h200", f, share, marks=[pytest.mark.gpu, pytest.mark.slow])
+            for f, share in PROGRAMS
+            if f is not sample
+        ),
         # On the CPU it takes minutes to compute what a TPU's memory is short of.
         pytest.param("v5e", sample, 0.75, marks=[pytest.mark.tpu, pytest.mark.slow]),
     ],

@@ -50,6 +50,7 @@ def test_kernels_see_the_device_that_is_not_there(machine: str, generation: str)
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_attention_is_planned_around() -> None:
     step = memplan.jit(layers, hbm="40MiB", machine=memplan.topology("v6e"))
     compiled = step.lower(*shapes()).compile()

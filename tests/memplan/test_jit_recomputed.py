@@ -67,6 +67,7 @@ def test_it_is_done_where_it_is_faster(target: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_a_saved_plan_says_so(tmp_path: Path):
     again = within("64MiB", "v5e")
     assert again.plan is not None

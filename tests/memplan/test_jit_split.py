@@ -49,7 +49,7 @@ BUDGET = LOGITS // 2
     "target",
     [
         "cpu",
-        pytest.param("v5e", marks=pytest.mark.tpu),
+        pytest.param("v5e", marks=[pytest.mark.tpu, pytest.mark.slow]),
         pytest.param("h200", marks=pytest.mark.gpu),
     ],
 )

@@ -56,6 +56,7 @@ def test_what_xla_holds_in_vmem_is_used(series: dict[int, Any]):
         assert compiled.plan.prediction.slowdown < 1.15
 
 
+@pytest.mark.slow
 def test_a_plan_that_counts_on_less_of_the_chip_may_be_within_the_budget(own: int):
     budget = own * 60 // 100
     compiled = compiled_within(budget)

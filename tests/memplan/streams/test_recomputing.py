@@ -105,6 +105,7 @@ def test_inside_a_loop():
     recomputed(parts, "everything", WEIGHTS, X)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_as_before():
     options = TrainOptions()
     graphdef, params = nnx.split(ScannedLlama(TINY, rngs=nnx.Rngs(0)))
