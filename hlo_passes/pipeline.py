@@ -152,31 +152,6 @@ def choose_stay(
 
 
 @collection_paused()
-def least_budget(
-    module: Module,
-    machine: Machine,
-    *,
-    host_parameters: Collection[int] = (),
-    sliced_parameters: Collection[int] = (),
-    slots: int | None = None,
-) -> int:
-    """Returns the least budget in bytes for which `plan_module` finds a plan; where `slots` rule
-    out every plan, the one that would do without them.
-
-    Args:
-      module: scheduled; its loops get their schedule first.
-      host_parameters, sliced_parameters, slots: as for `plan_module`.
-    """
-    found = tuple(host_parameters), tuple(sliced_parameters)
-    try:
-        pose, in_loops, _ = _prepared(module, machine, *found, slots)
-    except MemoryBudgetError:
-        slots = None
-        pose, in_loops, _ = _prepared(module, machine, *found, slots)
-    return fit.least_budget(pose(in_loops.lowest), slots)[0]
-
-
-@collection_paused()
 def room_within(
     module: Module,
     machine: Machine,
@@ -186,17 +161,20 @@ def room_within(
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
 ) -> int:
-    """Returns the bytes of a budget beyond the `least_budget`, without a search for a plan.
+    """Returns the bytes of a budget beyond the least for which `plan_module` finds a plan, without
+    a search for one.
+
+    Args:
+      module: scheduled; its loops get their schedule first.
+      host_parameters, sliced_parameters, slots: as for `plan_module`.
 
     Raises:
       MemoryBudgetError: when there are none, so that no plan keeps to it.
     """
-    found = tuple(host_parameters), tuple(sliced_parameters)
-    least = least_budget(
-        module, machine, host_parameters=found[0], sliced_parameters=found[1], slots=slots
-    )
+    pose, found, _ = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
+    least, *_ = fit.least_budget(pose(found.lowest), slots)
     if least > budget:
-        raise _within(budget, module, machine, *found, slots).bodies.budget_error(budget)
+        raise found.budget_error(budget)
     return budget - least
 
 
@@ -320,7 +298,8 @@ def _within(
     try:
         found = _prepared(module, machine, on_host, sliced, slots)
     except MemoryBudgetError as error:
-        least = least_budget(module, machine, host_parameters=on_host, sliced_parameters=sliced)
+        without = _prepared(module, machine, on_host, sliced, None)
+        least, *_ = fit.least_budget(without.pose(without.bodies.lowest), None)
         raise error.asked_for(budget, least) from None
     forms = (lambda: found.bodies.streamed, lambda: found.bodies.lowest)
     if all(placement.certain_budget(found.pose(form())) > budget for form in forms):

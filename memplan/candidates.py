@@ -104,10 +104,10 @@ class Promise(Step):
 
 @dataclass(frozen=True)
 class Refused:
-    """That a program is not to be planned before all that promise anything.
+    """That no plan of a program with the first of its rings keeps to the budget.
 
     Attributes:
-      least: the fewest bytes with which it may.
+      least: bytes that one needs.
     """
 
     least: float

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -67,6 +67,14 @@ def _worded(ring: tuple[int, float] | None) -> str:
         return "no rings"
     slots, share = ring
     return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
+
+
+class _Asked(TypedDict):
+    """What a plan depends on besides the module, the machine and the budget."""
+
+    host_parameters: Collection[int]
+    sliced_parameters: Collection[int]
+    slots: int | None
 
 
 class Written:
@@ -398,15 +406,8 @@ class Written:
     ) -> tuple[tuple[frozenset[int], float], ...]:
         program, module = self.capture(hosting, options)
         numbers = program.arguments.parameters
-        host_parameters, sliced = self.placing.on_host(program, hosting)
-        choices = pipeline.choose_stay(
-            module,
-            self._lowering.target.machine,
-            room,
-            host_parameters=host_parameters,
-            sliced_parameters=sliced,
-            slots=self._lowering.function.options.slots,
-        )
+        machine = self._lowering.target.machine
+        choices = pipeline.choose_stay(module, machine, room, **self._asked(program, hosting))
         return tuple(
             (frozenset(n for n in hosting.arguments if numbers[n] in stay), seconds)
             for stay, seconds in choices
@@ -421,18 +422,14 @@ class Written:
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """Plans with all of that on the host."""
-        machine, slots = self._lowering.target.machine, self._lowering.function.options.slots
         program, module = self.capture(hosting, options)
         numbers, paths = program.arguments.parameters, self._lowering.paths
-        host_parameters, sliced = self.placing.on_host(program, hosting)
         named = {number: paths[n] for n, number in numbers.items()}
         plan = pipeline.plan_module(
             module,
-            machine,
+            self._lowering.target.machine,
             budget,
-            host_parameters=host_parameters,
-            sliced_parameters=sliced,
-            slots=slots,
+            **self._asked(program, hosting),
             labels={
                 p.name: named[p.parameter_number]
                 for p in module.entry.parameters
@@ -483,17 +480,15 @@ class Written:
 
         def room() -> int:
             program, module = self.capture(everything, options)
-            host_parameters, sliced = self.placing.on_host(program, everything)
-            return pipeline.room_within(
-                module,
-                self._lowering.target.machine,
-                budget,
-                host_parameters=host_parameters,
-                sliced_parameters=sliced,
-                slots=self._lowering.function.options.slots,
-            )
+            machine = self._lowering.target.machine
+            return pipeline.room_within(module, machine, budget, **self._asked(program, everything))
 
         return self._once(("room", everything), room)
+
+    def _asked(self, program: Program, hosting: Hosting) -> _Asked:
+        host, sliced = self.placing.on_host(program, hosting)
+        slots = self._lowering.function.options.slots
+        return {"host_parameters": host, "sliced_parameters": sliced, "slots": slots}
 
     def capture(
         self, hosting: Hosting, options: Mapping[str, Any] | None

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+import memplan.api as memplan
 from hlo_passes.errors import MemoryBudgetError, VerificationError
 from memplan.candidates import Promise, Refused
 from memplan.fastest import Fastest
+from tests.memplan.chains import HALF, activations, chain, weights
 from tests.memplan.test_planner import refusal
+from tests.memplan.test_progress import scanned
 
 BUDGET = 1 << 20
 
@@ -135,6 +139,12 @@ def test_chunks_that_are_refused_are_not_planned_where_there_is_a_plan():
     assert planned([Way(2.0, None), *ways[1:]]) == (1.1, [0, 2])
 
 
+def test_chunks_that_need_less_and_less_are_looked_at_until_they_fit():
+    refused = [Way(None, None, aim=64 - n, needs=BUDGET + 9 - n) for n in range(4)]
+    ways = [Way(None, None, needs=BUDGET + 10), *refused, Way(1.5, 1.6, aim=60)]
+    assert planned(ways) == (1.6, [0, 5])
+
+
 def test_chunks_that_xla_does_not_show_with_the_first_ring_are_planned_with_others():
     assert planned([Way(2.0, 2.5), Way(math.nan, 1.9, aim=64)]) == (1.9, [1])
 
@@ -172,3 +182,18 @@ def test_compute_that_is_done_again_counts_against_a_promise():
     search.of(ways)  # pyright: ignore[reportArgumentType]
     assert [ways.index(way) for way in order] == [0]
     assert math.isclose(Promise(1.4, 1.0).with_again(0.5).waits_s, 0.9)
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_what_no_budget_has_room_for_promises_nothing_but_its_least(rings: bool):
+    args = (jnp.stack(weights()) if rings else weights()), activations()
+    lowered = memplan.jit(scanned if rings else chain, hbm=HALF).lower(*args)
+    way = lowered._budgeted.planner._as_written
+    way.plan_for(HALF, None)
+    promise = way.promise(HALF, None)
+    assert isinstance(promise, Promise)
+    assert promise.step_time_s >= promise.compute_s > 0
+    way.plan_for(1, None)
+    refused = way.promise(1, None)
+    assert isinstance(refused, Refused)
+    assert 1 < refused.least <= HALF

@@ -98,6 +98,8 @@ def test_what_is_waited_for_comes_under_no_other_collective_and_out_of_none(byte
     negated = "f32[400] negate(a.2)"
     assert late(layers(into, negated, 3), wired(bytes_per_s)) == "g1 g2 g0 0 p1 1 2 q1"
     assert late(layers(out_of, negated, 3), wired(bytes_per_s)) == "g0 p1 g2 0 g1 1 q1 2"
+    # Other gathers, which may come later themselves, are none.
+    assert late(layers("s1 g0 g2 0 d1 1 2", negated, 3), wired(bytes_per_s)) == "s1 g0 0 d1 1 g2 2"
     asynchronous = late(layers("s0 d0 s1 0 p1 d1 1 q1", "f32[400] negate(a.1)", 2))
     assert asynchronous == "s0 s1 d0 0 p1 d1 1 q1"
 
