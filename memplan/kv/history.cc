@@ -86,6 +86,7 @@ VisitId History::Arrive(const std::vector<uint64_t>& keys, const std::vector<Blo
   seen_[id] = {};
   seen_[id].references = 1;
   if (keys.empty()) return id;
+  seen_[id].has_end = true;
   seen_[id].end = keys.back();
 
   const size_t blocks = keys.size();
@@ -152,13 +153,10 @@ void History::Extend(VisitId visit, BlockId id) {
     block.last = now_;
     block.order = visits_;
     Take(visit, &block.visit);
-    block.is_end = true;
+    block.is_end = !seen_[visit].has_end;
     ++block.touches;
-    if (block.parent != kNone && (*trie_)[block.parent].use == block.use) {
-      (*trie_)[block.parent].is_end = false;
-    }
   }
-  seen_[visit].end = block.key;
+  if (!std::exchange(seen_[visit].has_end, true)) seen_[visit].end = block.key;
 }
 
 void History::Say(VisitId id, const Hint& hint) {
@@ -205,7 +203,9 @@ History::Kind History::PlainKind(const Use& use, const Visit& visit) const {
 
 History::Kind History::HintKind(const Use& use, const Visit& visit) const {
   if (use.others > 0 || visit.kind == Hint::kUnknown) return PlainKind(use, visit);
-  return {visit.kind == Hint::kEnds ? kEnded : kReturning + visit.spread, {}};
+  // Who came back has left this out.
+  const bool is_ended = visit.kind == Hint::kEnds || visit.is_over;
+  return {is_ended ? kEnded : kReturning + visit.spread, {}};
 }
 
 void History::Count(const Ghost& of, bool is_used) {

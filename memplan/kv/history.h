@@ -35,7 +35,8 @@ class History {
   VisitId Arrive(const std::vector<uint64_t>& keys, const std::vector<BlockId>& path, double now);
   // `path` has a block for each key of `Arrive` now.
   void Touch(VisitId visit, const std::vector<BlockId>& path);
-  // It goes on: a block behind the last one.
+  // It goes on: a block behind the last one. Whether its prompt is asked for again is what counts:
+  // who comes back may leave out what was answered, or some of it.
   void Extend(VisitId visit, BlockId block);
   void Say(VisitId visit, const Hint& hint);
   void Leave(VisitId visit);
@@ -55,9 +56,10 @@ class History {
     Hint::Kind kind = Hint::kUnknown;
     uint8_t spread = 0;
     std::array<uint8_t, 2> traits{};
-    bool is_over = false;  // Its last block was asked for again.
+    bool is_over = false;  // Its end was asked for again.
+    bool has_end = false;
     int32_t references = 0;
-    uint64_t end = 0;  // The key of its last block.
+    uint64_t end = 0;  // The key of its prompt's last block, or of the first behind an empty one.
   };
 
   // What is left of an end that left the trie.

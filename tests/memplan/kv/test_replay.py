@@ -136,6 +136,27 @@ class TestPolicies:
         hinted = replay(talk, self.CAPACITY, "hints", declared(talk, spread=0.2)).hit_rate
         assert hinted > 0.8 * known
 
+    def test_answers_that_nobody_asks_for_again_take_their_room_alone(self, talk: Trace) -> None:
+        """Who comes back leaves them out, as clients do with a model's thoughts."""
+        hints = declared(talk, spread=0.2)
+
+        def hits(answer_blocks: int) -> int:
+            cache = PrefixCache(block_tokens=1, device=400, keep=200, policy="hints")
+            hits = 0
+            for number, path in enumerate(talk.paths):
+                due = float(hints.due[number])
+                with cache.pin(path, session=number, now=float(talk.time[number])) as request:
+                    back = None if np.isnan(due) else due
+                    cache.hint(number, return_in=back, ends=bool(hints.ends[number]))
+                    hits += request.hit_tokens
+                    request.extend(path.size - request.hit_tokens + answer_blocks)
+                    request.commit(path[request.hit_tokens :])
+                    for _ in range(answer_blocks):
+                        request.commit(np.array([-1 - number]))
+            return hits
+
+        assert hits(1) > 0.85 * hits(0)
+
     @pytest.mark.parametrize("capacity", [30, 200, 500, 1500])
     def test_hints_of_nothing_do_no_harm(self, talk: Trace, capacity: int) -> None:
         lru = replay(talk, capacity, "lru").hit_rate
