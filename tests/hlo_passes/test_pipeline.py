@@ -37,7 +37,7 @@ from memplan.replaying import max_difference, replay
 from memplan.topologies import topology
 from tests import corpus
 from tests.hlo_passes.streamed import IDLE, SIZE, entry
-from tests.hlo_passes.toys import link, module_of, toy_machine
+from tests.hlo_passes.toys import least_budget, link, module_of, toy_machine
 from tests.memplan.replay_programs import PROGRAMS, read
 
 REPLAYED = ["chain.tpu", "chain.gpu", "chain.cublas", "embedding.tpu", "embedding.gpu"]
@@ -55,13 +55,6 @@ def captured(name: str) -> tuple[Module, Machine]:
         machine = "v5e" if target == "tpu" else "h200"
         return read_module(read(program, target)), load_machine(machine)
     return corpus.read(name), load_machine(target)
-
-
-def least_budget(module: Module, machine: Machine) -> int:
-    """What the refusal of a budget of one byte names."""
-    with pytest.raises(MemoryBudgetError) as refused:
-        plan_module(module, machine, 1)
-    return refused.value.least
 
 
 @pytest.mark.parametrize("name", [*REPLAYED, *CAPTURED, *LARGE])

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
+from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.hardware.machine import Link, Machine, Tier
 from hlo_passes.ir import Module
+from hlo_passes.pipeline import plan_module
 from hlo_passes.plan import Fence, Plan, Prediction, Transfer
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.xla import hlo_text_to_proto
@@ -53,6 +57,13 @@ done.{n} {{
   ROOT t = (f32[400], f32[400], f32[100]) tuple(d.0, d.1, r)
 }}
 """
+
+
+def least_budget(module: Module, machine: Machine, *, slots: int | None = None) -> int:
+    """What the refusal of a budget of one byte names."""
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan_module(module, machine, 1, slots=slots)
+    return refused.value.least
 
 
 def link(source: str, destination: str, **changes: object) -> Link:

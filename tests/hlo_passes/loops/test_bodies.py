@@ -23,6 +23,7 @@ from hlo_passes.verify import verify_equivalent
 from memplan.api import jit
 from memplan.topologies import topology
 from tests.hlo_passes.looped import FAST, SIZE, SLOW, fetching
+from tests.hlo_passes.toys import least_budget
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -93,7 +94,7 @@ def test_elements_that_a_body_does_not_read_are_no_parameters(target: str):
         assert given.dimensions == program.entry.root.shape.at(alias.output_index).dimensions
     verify_equivalent(module, with_body(module, body, program))
     machine = load_machine(target)
-    plan = pipeline.plan_module(module, machine, pipeline.least_budget(module, machine))
+    plan = pipeline.plan_module(module, machine, least_budget(module, machine))
     verify_equivalent(module, pipeline.rewrite_module(module, plan, machine))
 
 
@@ -117,7 +118,7 @@ def test_a_loop_that_brings_nothing_is_left_alone(target: str):
 def test_the_least_of_a_body_is_one_weight_at_a_time(target: str):
     module, machine = captured(target, inside=True), load_machine(target)
     least, all_at_once = (
-        pipeline.least_budget(m, machine) for m in (module, captured(target, inside=False))
+        least_budget(m, machine) for m in (module, captured(target, inside=False))
     )
     assert all_at_once - least > 4 * WIDTH * WIDTH
     plan = pipeline.plan_module(module, machine, least)
@@ -157,7 +158,7 @@ def test_slots_with_which_no_body_can_do_are_said(plan: Callable[..., object]):
         plan(module, FAST, 1 << 20, slots=1)
     error = refused.value
     assert (error.budget, error.slots, error.instruction) == (1 << 20, 1, "y0.0")
-    assert pipeline.least_budget(module, FAST, slots=1) == error.least
+    assert least_budget(module, FAST, slots=1) == error.least
     for budget, slots in ((error.least, None), (1 << 20, 2)):
         assert pipeline.plan_module(module, FAST, budget, slots=slots).bodies
 
@@ -165,7 +166,7 @@ def test_slots_with_which_no_body_can_do_are_said(plan: Callable[..., object]):
 @pytest.mark.parametrize("machine", [SLOW, FAST], ids=["slow link", "fast link"])
 def test_what_stays_is_the_same_whatever_was_planned_before(machine: Machine):
     loops = [[0], [1], [2]], [[3], [4], [5]]
-    budget = pipeline.least_budget(fetching(*loops), machine) + 4 * SIZE
+    budget = least_budget(fetching(*loops), machine) + 4 * SIZE
     stays = pipeline.choose_stay(fetching(*loops), machine, budget)
     plan = pipeline.plan_module(fetching(*loops), machine, budget)
     for other in (budget - 2 * SIZE, 1 << 20):

@@ -16,7 +16,7 @@ from hlo_passes.proto import hlo_pb2
 from hlo_passes.simulator.cost import step_seconds
 from hlo_passes.verify import verify_equivalent
 from tests.hlo_passes.looped import FAST, SIZE, SLOW, TRIPS, WORK, loop, module, taken
-from tests.hlo_passes.toys import module_of
+from tests.hlo_passes.toys import least_budget, module_of
 
 
 @pytest.mark.parametrize(("machine", "kind"), [(FAST, "evictions"), (SLOW, "recomputes")])
@@ -52,7 +52,7 @@ def test_the_seconds_of_all_iterations_count():
 
 
 def test_a_budget_below_the_least_says_what_is():
-    least = pipeline.least_budget(module(), FAST)
+    least = least_budget(module(), FAST)
     assert least < taken(module()) - SIZE
     assert pipeline.plan_module(module(), FAST, least).bodies
     with pytest.raises(MemoryBudgetError, match=f"hbm={least} ") as refused:
