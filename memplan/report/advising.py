@@ -55,6 +55,7 @@ def advise(
         Advice(saved, seconds, max(_share(saved, total), _share(seconds, step_s)), *what)
         for saved, seconds, *what in (
             *_about_arguments(findings),
+            *_about_resting(findings),
             *_about_idle(findings),
             *_about_chunks(run, in_chunks),
             *_about_packing(findings),
@@ -88,6 +89,23 @@ def _about_arguments(findings: Findings) -> Iterator[_Saving]:
                 yield d.size, 0.0, f"{d.name} is donated for nothing: {d.why}", ""
             case "reused":
                 pass
+
+
+def _about_resting(findings: Findings) -> Iterator[_Saving]:
+    for r in findings.resting:
+        several = r.count > 1
+        counted = f"{r.count} arguments, " if several else ""
+        are, they, make = ("are", "they", "make") if several else ("is", "it", "makes")
+        seconds = "" if r.seconds is None else f", for at least {format_seconds(r.seconds)}"
+        link = "" if r.link_s is None else f", and the link moves for {format_seconds(r.link_s)}"
+        yield (
+            r.size,
+            0.0,
+            f"{r.name} ({counted}{format_bytes(r.size)}) {are} not worked on around the peak"
+            f"{seconds}: on the host {they} {make} room{link}; memplan.jit(hbm=...) puts there "
+            "what costs least",
+            "",
+        )
 
 
 def _about_idle(findings: Findings) -> Iterator[_Saving]:

@@ -62,6 +62,26 @@ def finding_tables(findings: Findings, limit: int = LIMIT) -> Iterator[Table]:
             # A part of a tuple is made by the instruction that makes the tuple.
             lambda i: f"%{i.step.instruction.partition('{')[0]}",
         )
+    if findings.resting:
+        yield _limited(
+            "arguments that nobody works on at the peak",
+            (
+                Column("bytes", right=True),
+                Column("arguments", right=True),
+                Column("for at least", right=True),
+                Column("on the host: link, a step", right=True),
+                Column("path"),
+            ),
+            findings.resting,
+            lambda r: (
+                format_bytes(r.size),
+                str(r.count),
+                _seconds(r.seconds),
+                _seconds(r.link_s),
+                r.name,
+            ),
+            limit,
+        )
     if findings.relayouts:
         yield _limited(
             "what only moves bytes",

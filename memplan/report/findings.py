@@ -3,6 +3,7 @@
     held        what is live at the peak, by source line, by scope, by opcode
     heap        XLA's packing of it, and ours
     idle        temporaries that nobody works on for long
+    resting     arguments that nobody works on at the peak
     relayouts   what only moves bytes, and for whom
     layouts     which arguments, given in another layout, would save that
     donations   arguments given away, and what came of it
@@ -96,6 +97,27 @@ class IdleView:
     after: Step
     before: Step
     at_peak: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestingView:
+    """Arguments on the device that nobody works on at the peak.
+
+    Attributes:
+      name: the path that they have in common, `memplan.paths.dotted`.
+      size: bytes of all.
+      count: how many.
+      seconds: of compute around the peak for which none of them is worked on, predicted; None
+        without a machine.
+      link_s: for which the link is busy in a step if they are on the host: with bringing them,
+        and with what takes their places; None without a machine that has such a link.
+    """
+
+    name: str
+    size: int
+    count: int
+    seconds: float | None
+    link_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +264,7 @@ class Findings:
     held: Mapping[GroupedBy, tuple[Group, ...]]
     heap: HeapView | None
     idle: tuple[IdleView, ...]
+    resting: tuple[RestingView, ...]
     relayouts: tuple[RelayoutView, ...]
     layouts: tuple[LayoutView, ...]
     saved_by_layouts: int

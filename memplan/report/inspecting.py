@@ -7,10 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
-from hlo_passes.analysis.dataflow import Value, analyze_dataflow
+from hlo_passes.analysis.dataflow import Buffer, Value, analyze_dataflow
 from hlo_passes.analysis.donation import donations
 from hlo_passes.analysis.launches import count_launches
 from hlo_passes.analysis.live_ranges import compute_live_ranges
@@ -26,9 +28,11 @@ from hlo_passes.layouts.plan import Converted, conversion_bytes, converted, plan
 from hlo_passes.layouts.relayouts import relayouts
 from hlo_passes.loops.host_transfers import nests
 from hlo_passes.memory.usage import MemoryUsage, latest_values, measure_memory
-from hlo_passes.placing.ticks import entry_ticks
+from hlo_passes.placing.ticks import EntryTicks, entry_ticks
+from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.reading.buffer_assignment import buffer_assignment
 from hlo_passes.simulator.cost import instruction_costs, stream_bytes_per_s
+from memplan.paths import dotted
 from memplan.report.findings import (
     DonationView,
     Findings,
@@ -41,6 +45,7 @@ from memplan.report.findings import (
     PagesView,
     PairView,
     RelayoutView,
+    RestingView,
 )
 from memplan.report.names import Names
 
@@ -72,6 +77,7 @@ class Inspector:
     def __init__(self, module: Module, target: Target, machine: Machine | None = None) -> None:
         self.module = module
         self._target: Target = target
+        self._machine = machine
         self._ranges = compute_live_ranges(analyze_dataflow(module))
         self.names = Names(self._ranges, {})
         self._usage: MemoryUsage = measure_memory(self._ranges, target, machine=machine)
@@ -87,6 +93,7 @@ class Inspector:
             held=self._grouped(),
             heap=self._heap(),
             idle=tuple(self._idle()),
+            resting=tuple(self._resting()),
             relayouts=tuple(self._relayouts()),
             layouts=layouts[0],
             saved_by_layouts=layouts[1],
@@ -151,22 +158,84 @@ class Inspector:
 
     def _idle(self) -> Iterator[IdleView]:
         """Those of the entry, the most bytes and time first."""
-        ticks = entry_ticks(self._ranges, self._target)
-        idles = idle_temporaries(self._ranges, ticks)
-        seconds = [self._seconds_of(i) or 0.0 for i in ticks.instructions]
-        clock = np.concatenate([[0.0], np.cumsum(seconds)])
-        peak = None if self._usage.peak is None else ticks.tick_of.get(self._usage.peak.id)
-        for idle in idles:
+        for idle in idle_temporaries(self._ranges, self._ticks):
             start, end = idle.ticks
             yield IdleView(
                 self.names.step(idle.maker)._replace(instruction=idle.buffer.name),
                 idle.size,
                 idle.ticks,
-                None if self._costs is None else float(clock[end] - clock[start]),
+                self._seconds_between(start, end),
                 self.names.step(idle.after),
                 self.names.step(idle.before),
-                at_peak=peak is not None and start <= peak < end,
+                at_peak=self._peak is not None and start <= self._peak < end,
             )
+
+    def _resting(self) -> Iterator[RestingView]:
+        """The most bytes first. Of what has a part of its path in common, all is told as one."""
+        if self._peak is None:
+            return
+        found = {
+            self.names.label(p) or p.name: (buffer, rest)
+            for p in self.module.entry.parameters
+            if p.shape.is_array and p.shape.memory_space == DEVICE_MEMORY_SPACE
+            for buffer in (self._ranges.dataflow.buffer_at(p),)
+            if (rest := self._rest(buffer, self._peak)) is not None
+        }
+        views: list[RestingView] = []
+        for name, members in _siblings(found).items():
+            buffers = [found[m][0] for m in members]
+            rests = [found[m][1] for m in members]
+            start, end = max(r.start for r in rests), min(r.end for r in rests)
+            views.append(
+                RestingView(
+                    name,
+                    sum(b.size for b in buffers),
+                    len(buffers),
+                    self._seconds_between(start, end),
+                    self._link_seconds(buffers),
+                )
+            )
+        yield from sorted(views, key=lambda v: (-v.size, v.name))
+
+    def _rest(self, buffer: Buffer, tick: LogicalTime) -> LiveRange | None:
+        """The ticks around one for which nobody reads or writes an argument's bytes; None where
+        somebody does then."""
+        written = (v.instruction for v in buffer.values if v.instruction.opcode != "parameter")
+        worked_on = [self._ticks.tick_of[i.id] for i in (*written, *_readers(buffer))]
+        if tick in worked_on:
+            return None
+        before = max((t + 1 for t in worked_on if t < tick), default=0)
+        return LiveRange(before, min((t for t in worked_on if t > tick), default=self._ticks.end))
+
+    def _link_seconds(self, buffers: Iterable[Buffer]) -> float | None:
+        """Of bringing arguments from the host in each step, and of taking there what lies in the
+        places of those that are donated."""
+        if self._machine is None:
+            return None
+        device, host = self._machine.host_link.destination, self._machine.host_link.source
+        come = [b.size for b in buffers if _readers(b)]
+        go = [b.size for b in buffers if len(b.values) > 1]
+        return sum(self._machine.transfer_seconds(size, host, device) for size in come) + sum(
+            self._machine.transfer_seconds(size, device, host) for size in go
+        )
+
+    @cached_property
+    def _ticks(self) -> EntryTicks:
+        return entry_ticks(self._ranges, self._target)
+
+    @cached_property
+    def _peak(self) -> LogicalTime | None:
+        return None if self._usage.peak is None else self._ticks.tick_of.get(self._usage.peak.id)
+
+    @cached_property
+    def _clock(self) -> npt.NDArray[np.float64]:
+        """Seconds of compute before each tick."""
+        seconds = [self._seconds_of(i) or 0.0 for i in self._ticks.instructions]
+        return np.concatenate([[0.0], np.cumsum(seconds)])
+
+    def _seconds_between(self, start: LogicalTime, end: LogicalTime) -> float | None:
+        """Of compute in these ticks, half-open."""
+        return None if self._costs is None else float(self._clock[end] - self._clock[start])
 
     def _layouts(self) -> tuple[tuple[LayoutView, ...], int]:
         """The arguments to be given in other layouts, and bytes that this saves."""
@@ -292,6 +361,28 @@ class Inspector:
 
 def _braced(minor_to_major: Iterable[int]) -> str:
     return "{" + ",".join(map(str, minor_to_major)) + "}"
+
+
+def _readers(buffer: Buffer) -> list[Instruction]:
+    return [use.instruction for value in buffer.values for use in value.uses]
+
+
+def _siblings(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Groups the paths of each argument by the first part in which they differ, as long as parts
+    are names: state.params and state.opt_state of state.params.layers.0 and
+    state.opt_state.0.mu.layers.0."""
+    arguments: defaultdict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    for path in paths:
+        first, *rest = dotted(path).split(".")
+        named = takewhile(lambda part: not part.lstrip("-").isdigit(), rest)
+        arguments[first][path] = (first, *named)
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for parts in arguments.values():
+        levels = zip(*parts.values(), strict=False)
+        shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
+        for path, part in parts.items():
+            groups[".".join(part[: shared + 1])].append(path)
+    return groups
 
 
 def _groups(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:

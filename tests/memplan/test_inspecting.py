@@ -109,6 +109,53 @@ def test_what_is_idle_over_the_peak_says_so():
     assert timed.seconds > 0
 
 
+def adam(
+    state: dict[str, Any], x: jax.Array, unused: jax.Array
+) -> tuple[dict[str, Any], jax.Array]:
+    del unused
+
+    def loss(params: dict[str, list[jax.Array]]) -> jax.Array:
+        y = x
+        for w in params["layers"]:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y * y)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    mu, nu = state["opt_state"][0]["mu"], state["opt_state"][0]["nu"]
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, grads)
+    nu = jax.tree.map(lambda n, g: 0.9 * n + 0.1 * g * g, nu, grads)
+    params = jax.tree.map(lambda p, m, n: p - m / jnp.sqrt(n + 1e-8), state["params"], mu, nu)
+    return {"params": params, "opt_state": ({"mu": mu, "nu": nu},)}, value
+
+
+def test_arguments_that_could_leave_are_told_by_the_names_that_they_have_in_common():
+    width, rows, layers = 64, 4096, 4
+    weights = {"layers": [jnp.zeros((width, width))] * layers}
+    state = {"params": weights, "opt_state": ({"mu": weights, "nu": weights},)}
+    x, unused = jnp.zeros((rows, width)), jnp.zeros((8, 8))
+    compiled = jax.jit(adam, donate_argnums=0, keep_unused=True).lower(state, x, unused).compile()
+    module, machine = read_module(compiled), load_machine("cpu-cxl")
+    findings = Inspector(module, "cpu", machine).findings()
+    resting = {r.name: r for r in findings.resting}
+    moments = resting["state.opt_state"]
+    weight = width * width * 4
+    assert (moments.size, moments.count) == (2 * layers * weight, 2 * layers)
+    link = machine.host_link
+    there = machine.transfer_seconds(weight, link.source, link.destination)
+    back = machine.transfer_seconds(weight, link.destination, link.source)
+    assert moments.link_s == pytest.approx(2 * layers * (there + back))
+    run = view_run("x", module, machine)
+    assert moments.seconds is not None
+    assert run.clock is not None
+    assert 0 < moments.seconds < run.clock.step_time_s
+    # What nobody reads or writes, the link need not bring.
+    assert resting["unused"].link_s == 0
+    said = [a.sentence for a in advise(run, findings)]
+    (sentence,) = (s for s in said if s.startswith("state.opt_state (8 arguments, 128.0 KiB) are"))
+    assert "memplan.jit(hbm=...)" in sentence
+    assert all(r.seconds is r.link_s is None for r in Inspector(module, "cpu").findings().resting)
+
+
 def test_what_moves_bytes_is_listed_with_them():
     findings = found()
     (moved,) = findings.relayouts
