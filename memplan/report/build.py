@@ -358,9 +358,19 @@ class _Builder:
         yield from self._timed(simulated.transfers)
 
     def _collectives(self, simulated: timeline.Timeline | None) -> Iterator[TransferView]:
-        if simulated is not None:
-            for seen in self._timed(simulated.collectives):
-                yield replace(seen, kind="collective", label="")
+        wired = self.machine is not None and self.machine.interconnect is not None
+        found = self._timed(simulated.collectives) if simulated and wired else self._unwired()
+        for seen in found:
+            yield replace(seen, kind="collective", label="")
+
+    def _unwired(self) -> Iterator[TransferView]:
+        """Collectives of which no machine says what they take."""
+        near = next(iter(self._capacities))
+        for start, i in enumerate(self.sequence):
+            collective = collectives(self.module).get(i.id)
+            if collective is not None and collective.done is not None:
+                seen = self._transfer(start, near, "interconnect", collective.sent_bytes)
+                yield replace(seen, executions=self._nest_of(i).executions)
 
     def _timed(self, spans: Iterable[timeline.TransferSpan]) -> Iterator[TransferView]:
         """The spans put together by what is executed."""

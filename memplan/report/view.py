@@ -351,7 +351,7 @@ class RunView:
       streams: what was decided about loops over stacks before XLA saw them.
       left_alone: why an argument is on the device as a whole, by the user's path.
       compiler_options: the XLA options that the streams need.
-      collectives: asynchronous ones, each once; none without a machine that has wires for them.
+      collectives: asynchronous ones, each once.
       recomputed: HLO name of an instruction that runs again to that of the first one.
       is_reordered: whether its plan changes the order of XLA's instructions.
       chunks: what of the user's program is run in chunks.

@@ -183,6 +183,20 @@ def test_collectives_have_a_lane_of_their_own(toy: Machine):
     assert "Moved" not in labels
 
 
+def test_collectives_are_counted_without_a_machine_that_prices_them(toy: Machine):
+    priced = replace(toy, interconnect=Interconnect("ici", 1e8, 1.0, 0.0))
+    for machine in (None, toy):
+        (gather,) = view_run("m", read_module(GATHERED), machine).collectives
+        assert (gather.kind, gather.size, gather.executions) == ("collective", SIZE, 1)
+        assert (gather.start, gather.done, gather.spans) == (1, 3, ())
+    (wired,) = view_run("m", read_module(GATHERED), priced).collectives
+    assert (wired.start, wired.done, wired.computes_between) == (
+        gather.start,
+        gather.done,
+        gather.computes_between,
+    )
+
+
 def test_a_plan_that_held_kernels_dearer_than_they_are_has_no_bound_above_the_step(toy):
     plan = edited_plan()
     dear = replace(plan, prediction=replace(plan.prediction, lower_bound_s=1e3))
