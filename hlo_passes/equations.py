@@ -616,6 +616,11 @@ def name(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
+def given_name(eqn: JaxprEqn) -> str:
+    """What the user calls its result by ``checkpoint_name``; ``""`` of other operations."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else ""
+
+
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Whether the result at an index needs the operands at that index only."""
     return eqn.primitive.name in _ELEMENTWISE

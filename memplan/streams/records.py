@@ -68,8 +68,13 @@ def record_streams(
 def _name(streams: Streams, source: Source, paths: Sequence[str]) -> str:
     if isinstance(source, int):
         return paths[source]
-    line = _line(streams.scans[source.path].where)
-    return f"residual {source.number} of {f'the loop at {line}' if line else 'a loop'}"
+    scan = streams.scans[source.path]
+    line, made = _line(scan.where), scan.made[source.number]
+    what = _line(made) or made
+    return (
+        f"residual {source.number}{f' ({what})' if what else ''} of "
+        f"{f'the loop at {line}' if line else 'a loop'}"
+    )
 
 
 def _line(where: str) -> str:

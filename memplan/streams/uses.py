@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jax.core import Atom
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -25,9 +26,12 @@ from hlo_passes.equations import (
     DynamicSlice,
     Gather,
     Path,
+    ShardingConstraint,
     Transpose,
     While,
     decode,
+    given_name,
+    name,
     programs,
 )
 from memplan.streams.counters import index_in_words
@@ -94,11 +98,14 @@ class Stack:
 
 class Scan(NamedTuple):
     """A scan of the program: iterations, how often it runs in a step as far as is known (a
-    while loop around it counts once), and its place in the source as jax words it."""
+    while loop around it counts once), its place in the source as jax words it, and of each stacked
+    result what an iteration makes for it: its ``checkpoint_name``, or its place; ``""`` where
+    neither is known."""
 
     length: int
     runs: int
     where: str
+    made: tuple[str, ...] = ()
 
 
 class Uses(NamedTuple):
@@ -153,7 +160,8 @@ class _Finder:
             scan = decode(eqn)
             if isinstance(scan, equations.Scan):
                 where = source_info_util.summarize(eqn.source_info) or self.around
-                self.scans[here] = Scan(scan.length, runs, where)
+                made = tuple(_made(scan.body, var) for var in scan.body.outvars[scan.carried :])
+                self.scans[here] = Scan(scan.length, runs, where, made)
                 for r, var in enumerate(eqn.outvars[scan.carried :]):
                     result = Result(here, r)
                     self.stacks[result] = Stack(result, var.aval)
@@ -198,6 +206,25 @@ class _Finder:
             times = decoded.length if isinstance(decoded, equations.Scan) else 1
             self.program(program.jaxpr, found, (*path, *program.step), runs * times)
         self.around, self.loops = outside
+
+
+def _made(jaxpr: Jaxpr, var: Atom) -> str:
+    """What the user calls a value; else where in the source it is computed, as jax words it."""
+    if var in jaxpr.invars:
+        return ""
+    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
+    if eqn is None:
+        return ""
+    # What a policy of jax.checkpoint keeps, jax rounds.
+    if isinstance(decode(eqn), ShardingConstraint) or name(eqn) == "reduce_precision":
+        return _made(jaxpr, eqn.invars[0])
+    for program in programs(eqn):
+        results = program.jaxpr.outvars
+        if len(results) == len(eqn.outvars) and (
+            found := _made(program.jaxpr, results[eqn.outvars.index(var)])
+        ):
+            return found
+    return given_name(eqn) or source_info_util.summarize(eqn.source_info)
 
 
 def _taken_apart(jaxpr: Jaxpr) -> set[Var]:

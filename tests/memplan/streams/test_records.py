@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import memplan.api as memplan
 from hlo_passes.errors import PlanFormatError
@@ -53,7 +54,14 @@ def training() -> Streams:
 def test_a_donated_argument_is_fetched_and_stored(training: Streams):
     residuals = training.residuals(0)
     ahead, back = records(training, Hosting(frozenset({0, 1}), residuals, 2, 0.5))
-    made = [f"residual {r.number} of the loop at {line_of(forward, 1)}" for r in sorted(residuals)]
+    line = line_of(forward, 1)
+    made = [
+        f"residual {r.number} ({line}) of the loop at {line}"
+        if training.scans[r.path].made[r.number]
+        else f"residual {r.number} of the loop at {line}"
+        for r in sorted(residuals)
+    ]
+    assert any(f"({line})" in name for name in made)
     assert (ahead.length, ahead.runs, ahead.slots, ahead.share) == (LAYERS, 1, 2, 0.5)
     assert ahead.source_line == line_of(forward, 1)
     assert names(ahead.fetched) == ["w"]
@@ -64,6 +72,25 @@ def test_a_donated_argument_is_fetched_and_stored(training: Streams):
     assert back.stored_bytes == 2 * SLICE
     assert back.fetched_bytes == 2 * SLICE + ahead.stored_bytes
     assert back.fetched[0].shape == f"float32[{LAYERS},{WIDTH},{WIDTH}]"
+
+
+@pytest.mark.parametrize("in_call", [False, True], ids=["layer", "layer of calls"])
+def test_what_a_layer_leaves_is_called_by_its_checkpoint_name(in_call: bool):
+    def gate(x: Any, w: Any) -> Any:
+        return checkpoint_name(jnp.sin(x @ w), "gate")
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.cos((jax.jit(gate) if in_call else gate)(x, w)) * x, None
+
+    def loss(w: Any, x: Any) -> Any:
+        policy = jax.checkpoint_policies.save_only_these_names("gate")
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(WEIGHTS, X)
+    streams = Streams(jaxpr, candidates=[0], donated=[], places={})
+    found, *_ = records(streams, Hosting(frozenset({0}), streams.residuals(0), 1))
+    assert any(" (gate) of the loop at " in name for name in names(found.stored))
+    assert len(set(names(found.stored))) == len(found.stored)
 
 
 def test_what_stays_on_the_device_is_named_once(training: Streams):
