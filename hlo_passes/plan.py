@@ -285,11 +285,15 @@ class LoopStack:
       name: the user's path of an argument; of what loops make, what it is.
       shape: of the whole array on all devices, as XLA writes it.
       slice_bytes: what one layer reads or writes of it on one device.
+      checkpoint_name, line: of what loops make, the user's name for it, and ``file:line`` of what
+        makes it; ``""`` where there is none.
     """
 
     name: str
     shape: str
     slice_bytes: int
+    checkpoint_name: str = ""
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memplan import state as state
     from memplan.api import jit
     from memplan.buckets.choosing import choose_buckets
+    from memplan.by_hand import advise
     from memplan.compiled import PlacementWarning
     from memplan.curves import Curve, curve
     from memplan.explaining import explain
@@ -65,6 +66,7 @@ _HOME = {
     "Topology": "memplan.topologies",
     "UnknownBufferError": "hlo_passes.errors",
     "VerificationError": "hlo_passes.errors",
+    "advise": "memplan.by_hand",
     "choose_buckets": "memplan.buckets.choosing",
     "curve": "memplan.curves",
     "explain": "memplan.explaining",
@@ -95,6 +97,7 @@ __all__ = [
     "Topology",
     "UnknownBufferError",
     "VerificationError",
+    "advise",
     "choose_buckets",
     "curve",
     "explain",

@@ -91,7 +91,7 @@ def explain(subject: Compiled | Plan, buffer: str | None = None) -> str:
       SubjectError: when `subject` is neither.
       UnknownBufferError: when the plan says nothing of such a buffer.
     """
-    plan, module = (subject, None) if isinstance(subject, Plan) else _compiled(subject)
+    plan, module = plan_of(subject)
     if plan is None:
         return f"{NO_PLAN}\n"
     if buffer is None:
@@ -127,7 +127,14 @@ def explanations(
     return tuple(sorted(found, key=lambda e: -e.size))
 
 
-def _compiled(subject: object) -> tuple[Plan | None, Module]:
+def plan_of(subject: object) -> tuple[Plan | None, Module | None]:
+    """The plan of a compiled program, None where it needed none, and its module; or a plan alone.
+
+    Raises:
+      SubjectError: when `subject` is neither.
+    """
+    if isinstance(subject, Plan):
+        return subject, None
     from memplan.compiled import Compiled  # A plan alone does not wait for jax.
 
     if not isinstance(subject, Compiled):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import takewhile
 
 # After a dot, brackets can only be a pattern's set of characters.
 _INDEX = re.compile(r"(?<!\.)\[(?:<flat index )?(-?\d+|\*)>?\]")
@@ -27,3 +29,24 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """Returns those that a glob pattern matches, each in any spelling."""
     glob = dotted(pattern)
     return [path for path in paths if fnmatch.fnmatchcase(dotted(path), glob)]
+
+
+def siblings(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Groups the paths of each argument by the first part in which they differ, as long as parts
+    are names.
+
+    >>> sorted(siblings(["s['params'].layers[0]", "s['opt'][0].mu", "s['opt'][0].nu", "x"]))
+    ['s.opt', 's.params', 'x']
+    """
+    arguments: defaultdict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    for path in paths:
+        first, *rest = dotted(path).split(".")
+        named = takewhile(lambda part: not part.lstrip("-").isdigit(), rest)
+        arguments[first][path] = (first, *named)
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for parts in arguments.values():
+        levels = zip(*parts.values(), strict=False)
+        shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
+        for path, part in parts.items():
+            groups[".".join(part[: shared + 1])].append(path)
+    return groups

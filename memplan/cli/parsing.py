@@ -108,6 +108,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="say why a buffer is kept, evicted, computed again or streamed, by HLO name or "
         "argument path, * for any part; without one, list the largest decisions",
     )
+    plan.add_argument(
+        "--advise",
+        action="store_true",
+        help="say what to write by hand, in the program or its trainer's switches, to come near "
+        "the plan without it",
+    )
     _add_outputs(plan)
     plan.set_defaults(run=run_plan)
 

@@ -40,6 +40,8 @@ def run_plan(options: argparse.Namespace) -> None:
     from memplan.reference import is_reference
 
     check_choice(options)
+    if options.advise and options.explain is not None:
+        raise UsageError("--advise or --explain, not both")
     budget = parse_bytes(options.hbm)
     if is_reference(options.source):
         planned = _plan_function(options.source, options.machine, budget)
@@ -52,11 +54,11 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.chain:
         _write_chain(options.chain, planned)
     report = report_of(planned.runs, planned.machine, budget)
-    if options.explain is None:
+    if options.explain is None and not options.advise:
         show(options, report)
-    else:
-        write_files(options, report)
-        _explain(options, planned)
+        return
+    write_files(options, report)
+    _advise(options, planned) if options.advise else _explain(options, planned)
 
 
 def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
@@ -136,6 +138,17 @@ def _explain(options: argparse.Namespace, planned: Planned) -> None:
             print(*(explanation.sentence for explanation in found), sep="\n")
     else:
         print_tables(decision_tables(plan))
+
+
+def _advise(options: argparse.Namespace, planned: Planned) -> None:
+    from memplan.by_hand import by_hand
+    from memplan.explaining import NO_PLAN
+
+    if planned.plan is None:
+        print_json(None) if options.json else print(NO_PLAN)
+        return
+    found = by_hand(planned.plan, planned.module)
+    print_json(asdict(found)) if options.json else print(found, end="")
 
 
 def run_curve(options: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ from hlo_passes.placing.ticks import EntryTicks, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.reading.buffer_assignment import buffer_assignment
 from hlo_passes.simulator.cost import instruction_costs, stream_bytes_per_s
-from memplan.paths import dotted
+from memplan.paths import siblings
 from memplan.report.findings import (
     DonationView,
     Findings,
@@ -182,7 +181,7 @@ class Inspector:
             if (rest := self._rest(buffer, self._peak)) is not None
         }
         views: list[RestingView] = []
-        for name, members in _siblings(found).items():
+        for name, members in siblings(found).items():
             buffers = [found[m][0] for m in members]
             rests = [found[m][1] for m in members]
             start, end = max(r.start for r in rests), min(r.end for r in rests)
@@ -365,24 +364,6 @@ def _braced(minor_to_major: Iterable[int]) -> str:
 
 def _readers(buffer: Buffer) -> list[Instruction]:
     return [use.instruction for value in buffer.values for use in value.uses]
-
-
-def _siblings(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Groups the paths of each argument by the first part in which they differ, as long as parts
-    are names: state.params and state.opt_state of state.params.layers.0 and
-    state.opt_state.0.mu.layers.0."""
-    arguments: defaultdict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    for path in paths:
-        first, *rest = dotted(path).split(".")
-        named = takewhile(lambda part: not part.lstrip("-").isdigit(), rest)
-        arguments[first][path] = (first, *named)
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for parts in arguments.values():
-        levels = zip(*parts.values(), strict=False)
-        shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
-        for path, part in parts.items():
-            groups[".".join(part[: shared + 1])].append(path)
-    return groups
 
 
 def _groups(held: Iterable[tuple[str, int]]) -> tuple[Group, ...]:

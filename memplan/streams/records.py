@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hlo_passes.equations import Path
 from hlo_passes.plan import LoopStack, LoopStreams
 from memplan.streams.hosting import Hosting, Streams
-from memplan.streams.uses import Result, Source
+from memplan.streams.uses import Made, Result, Scan, Source
 
 # jax words a place as "model.py:12:4 (forward)".
 _PLACE = re.compile(r"(.+?):(\d+)(:\d+)*( |$)")
@@ -33,11 +33,15 @@ def record_streams(
 
     def record(path: Path, source: Source) -> LoopStack:
         aval = streams.stacks[source].aval
-        return LoopStack(
-            _name(streams, replaces.get(source, source), paths),
-            f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]",
-            size_of(source) // max(1, streams.scans[path].length),
-        )
+        shape = f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
+        size = size_of(source) // max(1, streams.scans[path].length)
+        source = replaces.get(source, source)
+        if isinstance(source, int):
+            return LoopStack(paths[source], shape, size)
+        scan = streams.scans[source.path]
+        made = scan.made[source.number]
+        name, line = _residual(source.number, made, scan), _line(made.where)
+        return LoopStack(name, shape, size, made.name, line)
 
     def records(path: Path, sources: Iterable[Source]) -> tuple[LoopStack, ...]:
         # An argument and the result that takes its place are one.
@@ -65,16 +69,10 @@ def record_streams(
     return tuple(found)
 
 
-def _name(streams: Streams, source: Source, paths: Sequence[str]) -> str:
-    if isinstance(source, int):
-        return paths[source]
-    scan = streams.scans[source.path]
-    line, made = _line(scan.where), scan.made[source.number]
-    what = _line(made) or made
-    return (
-        f"residual {source.number}{f' ({what})' if what else ''} of "
-        f"{f'the loop at {line}' if line else 'a loop'}"
-    )
+def _residual(number: int, made: Made, scan: Scan) -> str:
+    what = made.name or _line(made.where) or "what a layer is given"
+    line = _line(scan.where)
+    return f"residual {number} ({what}) of {f'the loop at {line}' if line else 'a loop'}"
 
 
 def _line(where: str) -> str:

@@ -96,16 +96,28 @@ class Stack:
         return [t.path for t in self.taken]
 
 
+class Made(NamedTuple):
+    """What an iteration makes for a stacked result.
+
+    Attributes:
+      name: its ``checkpoint_name``.
+      where: its place in the source as jax words it; that of what is only handed on, as the
+        iteration was given it, is ``""``.
+    """
+
+    name: str = ""
+    where: str = ""
+
+
 class Scan(NamedTuple):
     """A scan of the program: iterations, how often it runs in a step as far as is known (a
-    while loop around it counts once), its place in the source as jax words it, and of each stacked
-    result what an iteration makes for it: its ``checkpoint_name``, or its place; ``""`` where
-    neither is known."""
+    while loop around it counts once), its place in the source as jax words it, and what it makes
+    for each stacked result."""
 
     length: int
     runs: int
     where: str
-    made: tuple[str, ...] = ()
+    made: tuple[Made, ...]
 
 
 class Uses(NamedTuple):
@@ -208,23 +220,24 @@ class _Finder:
         self.around, self.loops = outside
 
 
-def _made(jaxpr: Jaxpr, var: Atom) -> str:
-    """What the user calls a value; else where in the source it is computed, as jax words it."""
-    if var in jaxpr.invars:
-        return ""
+def _made(jaxpr: Jaxpr, var: Atom) -> Made:
     eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
     if eqn is None:
-        return ""
+        return Made()
     # What a policy of jax.checkpoint keeps, jax rounds.
     if isinstance(decode(eqn), ShardingConstraint) or name(eqn) == "reduce_precision":
         return _made(jaxpr, eqn.invars[0])
     for program in programs(eqn):
         results = program.jaxpr.outvars
-        if len(results) == len(eqn.outvars) and (
-            found := _made(program.jaxpr, results[eqn.outvars.index(var)])
-        ):
-            return found
-    return given_name(eqn) or source_info_util.summarize(eqn.source_info)
+        if len(results) == len(eqn.outvars):
+            number = next(n for n, made in enumerate(eqn.outvars) if made is var)
+            found = _made(program.jaxpr, results[number])
+            if any(found):
+                return found
+    # Without a policy, jax keeps what was named, not what naming it gives.
+    named = (given_name(e) for e in jaxpr.eqns if var in e.invars)
+    called = given_name(eqn) or next(filter(None, named), "")
+    return Made(called, source_info_util.summarize(eqn.source_info))
 
 
 def _taken_apart(jaxpr: Jaxpr) -> set[Var]:

@@ -96,6 +96,15 @@ def test_plan_lists_its_decisions(run, streamed_file):
     assert {"w.0", "w.1", "w.2"} <= {told["buffer"] for told in json.loads(run(*words, "--json"))}
 
 
+def test_plan_says_what_to_write_by_hand(run, refused, streamed_file):
+    words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB", "--advise")
+    assert "on the host between steps" in run(*words)
+    (hosted,) = json.loads(run(*words, "--json"))["hosted"]
+    assert hosted["path"] == "params.w"
+    assert hosted["count"] > 1
+    assert "--advise or --explain" in refused(*words, "--explain")
+
+
 def test_plan_refuses_to_explain_what_is_not_there(refused, streamed_file):
     words = ("plan", streamed_file, "--machine", TOY, "--hbm", "850KiB")
     assert "Did you mean 'dot.2'" in refused(*words, "--explain", "dot.22")

@@ -55,13 +55,18 @@ def test_a_donated_argument_is_fetched_and_stored(training: Streams):
     residuals = training.residuals(0)
     ahead, back = records(training, Hosting(frozenset({0, 1}), residuals, 2, 0.5))
     line = line_of(forward, 1)
-    made = [
-        f"residual {r.number} ({line}) of the loop at {line}"
-        if training.scans[r.path].made[r.number]
-        else f"residual {r.number} of the loop at {line}"
+    whats = [
+        (line, line)
+        if training.scans[r.path].made[r.number].where
+        else ("what a layer is given", "")
         for r in sorted(residuals)
     ]
-    assert any(f"({line})" in name for name in made)
+    made = [
+        f"residual {r.number} ({what}) of the loop at {line}"
+        for r, (what, _) in zip(sorted(residuals), whats, strict=True)
+    ]
+    assert {what for what, _ in whats} == {line, "what a layer is given"}
+    assert [(s.checkpoint_name, s.line) for s in ahead.stored] == [("", at) for _, at in whats]
     assert (ahead.length, ahead.runs, ahead.slots, ahead.share) == (LAYERS, 1, 2, 0.5)
     assert ahead.source_line == line_of(forward, 1)
     assert names(ahead.fetched) == ["w"]
@@ -89,7 +94,8 @@ def test_what_a_layer_leaves_is_called_by_its_checkpoint_name(in_call: bool):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(WEIGHTS, X)
     streams = Streams(jaxpr, candidates=[0], donated=[], places={})
     found, *_ = records(streams, Hosting(frozenset({0}), streams.residuals(0), 1))
-    assert any(" (gate) of the loop at " in name for name in names(found.stored))
+    (stored,) = (s for s in found.stored if s.checkpoint_name == "gate")
+    assert " (gate) of the loop at " in stored.name
     assert len(set(names(found.stored))) == len(found.stored)
 
 
