@@ -12,6 +12,7 @@ import memplan
 from hlo_passes.errors import CurveError
 from memplan.curves import Curve, Point
 from tests.memplan.chains import chain
+from tests.sweeps import slow_but
 
 SHAPES = (
     [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 8,
@@ -20,7 +21,7 @@ SHAPES = (
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("is_jitted", [True, False])
+@pytest.mark.parametrize("is_jitted", slow_but([True], [True, False]))
 def test_less_memory_takes_longer(is_jitted: bool):
     found: list[Point] = []
     if is_jitted:

@@ -128,7 +128,13 @@ def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any], share: float):
 
 
 @pytest.mark.parametrize(("f", "share"), slow_but(PROGRAMS[1:2], PROGRAMS))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("v5e", marks=[pytest.mark.tpu, pytest.mark.slow]),
+        pytest.param("h200", marks=pytest.mark.gpu),
+    ],
+)
 def test_a_budget_below_what_an_iteration_takes_is_kept(
     target: str, f: Callable[..., Any], share: float
 ):

@@ -131,7 +131,7 @@ def test_a_budget_that_needs_scanned_layers_streamed(target: str):
     assert compiled.hosting.arguments == {0}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_scanned_layers_that_cannot_be_streamed(target: str):
     def shuffled(stacked: Any, order: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, i: (jnp.tanh(x @ stacked[i]), None), x, order)[0]

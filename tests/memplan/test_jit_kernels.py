@@ -193,7 +193,7 @@ def test_a_cache_on_the_host_goes_through_a_ring() -> None:
     assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
 
 
-@pytest.mark.parametrize("machine", ONE_DEVICE)
+@pytest.mark.parametrize("machine", SLOW_ON_GPU)
 def test_what_is_on_the_host_is_brought_to_the_kernel(machine: str) -> None:
     """Caches that are only read are arguments like weights: they are fetched in time."""
     topology = memplan.topology(machine)

@@ -25,6 +25,13 @@ TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
+SLOW_ON_TPU, SLOW_ON_GPU = (
+    [
+        pytest.param(*t.values, marks=[*t.marks, pytest.mark.slow] if n == slow else t.marks)
+        for n, t in enumerate(TARGETS)
+    ]
+    for slow in range(2)
+)
 COUNT, WIDTH, ROWS, TRIPS = 6, 1024, 256, 3
 WEIGHT = 4 * WIDTH * WIDTH
 
@@ -134,7 +141,7 @@ def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_TPU)
 def test_a_budget_below_what_a_loop_reads_is_kept(target: str, f: Callable[..., Any]):
     compiled = compiled_for(target, f, COUNT * WEIGHT * 7 // 8)
     plan: Plan = compiled.plan
@@ -152,7 +159,7 @@ def test_a_budget_below_what_a_loop_reads_is_kept(target: str, f: Callable[..., 
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_what_branches_read_is_there_at_once(target: str):
     with pytest.raises(MemoryBudgetError) as refused:
         compiled_for(target, branched, COUNT * WEIGHT * 7 // 8)
@@ -160,7 +167,7 @@ def test_what_branches_read_is_there_at_once(target: str):
     assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_weights_for_which_there_is_room_stay(target: str):
     tight, wide = (compiled_for(target, counted, n * WEIGHT) for n in (5, 6))
     (body,) = wide.plan.bodies

@@ -281,7 +281,7 @@ def random_programs(count: int) -> None:
 
 
 def test_random_programs():
-    random_programs(12)
+    random_programs(6)
 
 
 @pytest.mark.slow

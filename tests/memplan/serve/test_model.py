@@ -18,6 +18,7 @@ from memplan.serve.checkpoint import model_config
 from memplan.serve.model import ModelConfig, Pool, make_pools, parameter_shapes, step
 from tests.memplan.serve import reference
 from tests.memplan.serve.families import FAMILIES, LLAMA3_ROPE
+from tests.sweeps import slow_but
 
 VOCAB, PAGES, SIZE = 40, 24, 4
 
@@ -162,7 +163,7 @@ def test_page_bytes_are_those_of_the_pools():
         pytest.param("h200", "mosaic_gpu", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize(("rows", "width"), [(4, 1), (1, 128)])
+@pytest.mark.parametrize(("rows", "width"), slow_but([(4, 1)], [(4, 1), (1, 128)]))
 def test_accelerators_read_pages_with_the_kernel(target: str, kernel: str, rows: int, width: int):
     """Decoding, and a chunk of a prompt; the pools are written in place."""
     raw = FAMILIES["llama"] | {

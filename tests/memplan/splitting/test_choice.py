@@ -125,7 +125,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("function", "args", "share"), PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    ("function", "args", "share"),
+    [
+        pytest.param(*of, id=name, marks=[pytest.mark.slow] * (name == "long training"))
+        for name, of in PROGRAMS.items()
+    ],
+)
 def test_less_is_live_and_numbers_are_the_same(function, args, share):
     jaxpr, flat = traced(function, *args), jax.tree.leaves(args)
     before = live_bytes(jaxpr)
@@ -587,7 +593,7 @@ def check_random(seed):
 
 
 def test_random_programs():
-    assert sum(map(check_random, range(6))) >= 3
+    assert sum(map(check_random, range(3))) >= 2
 
 
 @pytest.mark.slow
