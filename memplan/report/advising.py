@@ -6,6 +6,7 @@ predicted seconds of a step.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def _length(idle: IdleView) -> float:
 def _about_chunks(
     run: RunView, in_chunks: Iterable[tuple[Sequence[Split], RunView]]
 ) -> Iterator[_Saving]:
-    for splits, chunked in in_chunks:
+    for splits, chunked in _worth_it(in_chunks):
         largest = max(splits, key=lambda s: s.size)
         at = f" of {largest.line}" if largest.line else ""
         more = f" and {len(splits) - 1} others" if len(splits) > 1 else ""
@@ -154,6 +155,23 @@ def _about_chunks(
             "what is too large in chunks",
             largest.line,
         )
+
+
+def _worth_it(
+    in_chunks: Iterable[tuple[Sequence[Split], RunView]],
+) -> list[tuple[Sequence[Split], RunView]]:
+    """Those of which none of the others takes less memory and is as fast."""
+
+    def costs(run: RunView) -> tuple[int, float]:
+        return run.device.total, 0.0 if run.clock is None else run.clock.step_time_s
+
+    found, fastest = list[tuple[Sequence[Split], RunView]](), math.inf
+    for splits, run in sorted(in_chunks, key=lambda each: costs(each[1])):
+        _, step_s = costs(run)
+        if step_s < fastest:
+            found.append((splits, run))
+            fastest = step_s
+    return found
 
 
 def _about_packing(findings: Findings) -> Iterator[_Saving]:

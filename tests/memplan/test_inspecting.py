@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from hlo_passes.analysis.sharing import Target
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import Module
 from hlo_passes.memory.usage import memory_usage
-from hlo_passes.plan import LiveRange
+from hlo_passes.plan import LiveRange, Split
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.reading.reader import read_module
 from memplan.report.advising import advise
@@ -21,6 +22,7 @@ from memplan.report.finding_tables import advice_table, finding_tables
 from memplan.report.findings import Findings
 from memplan.report.inspecting import Inspector
 from memplan.report.tables import plain_text
+from memplan.report.view import RunView
 from pallas_kernels.decode import decode_attention
 from tests import corpus
 from tests.conftest import Golden
@@ -208,6 +210,30 @@ def test_each_finding_becomes_advice_with_its_number():
     (moves,) = (a for s, a in said.items() if s.startswith("%moved only moves 4.0 KiB"))
     assert moves.saves_s == findings.relayouts[0].seconds
     assert [a.share for a in advice] == sorted((a.share for a in advice), reverse=True)
+
+
+def test_of_chunks_only_those_are_advised_that_none_is_better_than():
+    machine = load_machine("cpu-cxl")
+    run = view_run("x", MODULE, machine)
+    clock, total = run.clock, run.device.total
+    assert clock is not None
+
+    def in_chunks(parts: int, share: float, slower: float) -> tuple[list[Split], RunView]:
+        device = replace(run.device, arguments=0, aliased=0, temp=0, outputs=int(share * total))
+        timed = replace(clock, step_time_s=slower * clock.step_time_s)
+        split = Split(parts, "f32[8,64]", total, total // parts, 0, 3, "m.py:3")
+        return [split], replace(run, device=device, clock=timed)
+
+    ways = [
+        in_chunks(4, 0.5, 1.05),
+        in_chunks(8, 0.4, 1.1),
+        in_chunks(64, 0.45, 30.0),  # More bytes than 8, and slower.
+        in_chunks(16, 0.4, 1.2),  # As many as 8.
+        in_chunks(32, 0.3, 1.3),
+    ]
+    said = [a.sentence for a in advise(run, found(machine=machine), ways)]
+    parts = [int(s.split(" in ")[1].split()[0]) for s in said if " chunks along " in s]
+    assert parts == [32, 8, 4]
 
 
 def test_what_saves_next_to_nothing_is_not_advised():
