@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Where = Literal["device", "host"]
 
+# How many of the arguments below a path are named, where others stay.
+_NAMES = 8
+
 # Of its ``remat_policy=custom``, each of which is on the device, offloaded, or computed again.
 _MAXTEXT = frozenset(
     """
@@ -51,13 +54,13 @@ class HostedArguments:
 
     Attributes:
       path: that they have in common, `memplan.paths.dotted`.
-      count: how many.
+      names: of each.
       size: bytes, of one device.
       others: of the arguments below that path, how many stay on the device.
     """
 
     path: str
-    count: int
+    names: tuple[str, ...]
     size: int
     others: int
 
@@ -127,8 +130,12 @@ class ByHand:
         total = format_bytes(sum(h.size for h in self.hosted))
         yield f"on the host between steps, {total} a device:"
         for h in self.hosted:
-            stay = f" ({h.others} more stay)" if h.others else ""
-            yield f"    {h.path}: {_arguments(h.count)}, {format_bytes(h.size)}{stay}"
+            stay = f", and {h.others} more stay: on the host" if h.others else ""
+            yield f"    {h.path}: {_arguments(len(h.names))}, {format_bytes(h.size)}{stay}"
+            if h.others:
+                yield from (f"        {name}" for name in h.names[:_NAMES])
+                if len(h.names) > _NAMES:
+                    yield f"        and {len(h.names) - _NAMES} more"
         yield '  in_shardings and out_shardings: x.sharding.with_memory_kind("pinned_host")'
         yield "  in the step, where it is read:  jax.device_put(x, jax.memory.Space.Device)"
 
@@ -232,10 +239,10 @@ def _hosted(plan: Plan) -> Iterator[HostedArguments]:
     placed = {plan.labels.get(p.buffer, p.buffer): p for p in plan.placements}
     found: list[HostedArguments] = []
     for path, members in siblings(placed).items():
-        away = [placed[m] for m in members if placed[m].tier != plan.device_tier]
+        away = tuple(m for m in members if placed[m].tier != plan.device_tier)
         if away:
-            size = sum(p.size for p in away)
-            found.append(HostedArguments(path, len(away), size, len(members) - len(away)))
+            size = sum(placed[m].size for m in away)
+            found.append(HostedArguments(path, away, size, len(members) - len(away)))
     yield from sorted(found, key=lambda h: -h.size)
 
 

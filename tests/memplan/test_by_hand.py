@@ -95,12 +95,16 @@ def test_arguments_on_the_host_are_told_by_the_path_that_they_share():
     )
     found = by_hand(plan)
     assert found.hosted == (
-        HostedArguments("state.opt_state", 2, 300, 0),
-        HostedArguments("state.params", 1, 300, 1),
+        HostedArguments("state.opt_state", tuple(names[:2]), 300, 0),
+        HostedArguments("state.params", ("state.params.w",), 300, 1),
     )
     told = str(found)
     assert "state.opt_state: 2 arguments, 300 B\n" in told
-    assert "state.params: 1 argument, 300 B (1 more stay)" in told
+    assert (
+        "state.params: 1 argument, 300 B, and 1 more stay: on the host\n        state.params.w\n"
+        in told
+    )
+    assert names[0] not in told  # Where all leave, the path says it.
     # The switch for parameters moves all of them.
     assert "optimizer_memory_host_offload=True" in told
     assert "parameter_memory_host_offload" not in told

@@ -101,7 +101,7 @@ def test_plan_says_what_to_write_by_hand(run, refused, streamed_file):
     assert "on the host between steps" in run(*words)
     (hosted,) = json.loads(run(*words, "--json"))["hosted"]
     assert hosted["path"] == "params.w"
-    assert hosted["count"] > 1
+    assert len(hosted["names"]) > 1
     assert "--advise or --explain" in refused(*words, "--explain")
 
 
