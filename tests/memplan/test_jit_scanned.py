@@ -233,7 +233,7 @@ def momentum(state: tuple[jax.Array, jax.Array], x: jax.Array) -> Any:
     return weights - 0.1 * m, m
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_out_shardings_leave_it_to_the_plan_in_which_memory_donated_state_is(target: str):
     machine = topology(target)
     weights, x = shapes(1024, 512)
