@@ -13,7 +13,7 @@ https://docs.jax.dev/en/latest/notebooks/host-offloading.html; MaxText's switche
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,9 +42,12 @@ _MAXTEXT = frozenset(
     moe_routing_maps moe_x_sorted out_proj qkv_proj query_proj query_wa_proj value_proj
     """.split()
 )
+# By the paths of its states of Flax's Linen and NNX.
 _MAXTEXT_STATE = {
     "state.opt_state": "optimizer_memory_host_offload=True",
+    "state.optimizer": "optimizer_memory_host_offload=True",
     "state.params": "parameter_memory_host_offload=True",
+    "state.model": "parameter_memory_host_offload=True",
 }
 
 
@@ -162,12 +165,13 @@ class ByHand:
             yield f"          names_which_can_be_offloaded={names['host']},"
             yield '          offload_src="device", offload_dst="pinned_host"))'
         for where, kind in (("device", "saved"), ("host", "offloaded")):
-            lines = sorted({r.line for r in self.residuals if r.where == where and _unnamed(r)})
+            unnamed = {r.line for r in self.residuals if r.where == where and not r.checkpoint_name}
+            # What a layer is given stays by itself.
+            lines = sorted(unnamed - {""}) + ["what a layer is given"] * (
+                where == "host" and "" in unnamed
+            )
             if lines:
-                yield (
-                    f"  to be {kind}, give the results of these a checkpoint_name: "
-                    f"{', '.join(lines)}"
-                )
+                yield f"  to be {kind}, give these a checkpoint_name: {', '.join(lines)}"
 
     def _lines(self) -> Iterator[str]:
         ways = (
@@ -247,23 +251,26 @@ def _hosted(plan: Plan) -> Iterator[HostedArguments]:
 
 
 def _residuals(plan: Plan) -> Iterator[Residual]:
+    """What a loop makes, and another of the same line takes apart: jax calls the backward pass of a
+    loop by the loop's line. What the update takes apart are gradients."""
     arguments = {*plan.labels.values()}
-    found: dict[str, Residual] = {}
+    met = Counter(
+        (loop.source_line, stack)
+        for loop in plan.streams
+        for stack in {*loop.fetched, *loop.stored, *loop.on_device}
+    )
+    found: dict[LoopStack, Residual] = {}
     for loop in plan.streams:
-
-        def residual(stack: LoopStack, where: Where, loop: str, length: int) -> Residual:
-            size = stack.slice_bytes * length
-            return Residual(loop, stack.checkpoint_name, stack.line, size, where)
-
-        sides: tuple[tuple[tuple[LoopStack, ...], Where], ...] = (
-            (loop.stored, "host"),
-            (loop.on_device, "device"),
+        sides: tuple[tuple[Where, tuple[LoopStack, ...]], ...] = (
+            ("host", loop.stored),
+            ("device", loop.on_device),
         )
-        for stacks, where in sides:
+        for where, stacks in sides:
             for s in stacks:
-                if s.name not in arguments:
-                    at = loop.source_line
-                    found.setdefault(s.name, residual(s, where, at, loop.length))
+                if s.name not in arguments and met[loop.source_line, s] > 1:
+                    size = s.slice_bytes * loop.length
+                    made = Residual(loop.source_line, s.checkpoint_name, s.line, size, where)
+                    found.setdefault(s, made)
     yield from sorted(found.values(), key=lambda r: (-r.size, r.line))
 
 
@@ -302,11 +309,6 @@ class _Lines:
     def _instructions(self) -> Mapping[str, Instruction]:
         computations = () if self._module is None else self._module.computations.values()
         return {i.name: i for c in computations for i in c.instructions}
-
-
-def _unnamed(residual: Residual) -> bool:
-    """Of what a layer is given, jax.checkpoint takes care."""
-    return bool(residual.line and not residual.checkpoint_name)
 
 
 def _arguments(count: int) -> str:

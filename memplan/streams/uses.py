@@ -26,6 +26,7 @@ from hlo_passes.equations import (
     DynamicSlice,
     Gather,
     Path,
+    Program,
     ShardingConstraint,
     Transpose,
     While,
@@ -223,7 +224,7 @@ class _Finder:
 def _made(jaxpr: Jaxpr, var: Atom) -> Made:
     eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
     if eqn is None:
-        return Made()
+        return Made(_called(jaxpr, var))
     # What a policy of jax.checkpoint keeps, jax rounds.
     if isinstance(decode(eqn), ShardingConstraint) or name(eqn) == "reduce_precision":
         return _made(jaxpr, eqn.invars[0])
@@ -234,10 +235,26 @@ def _made(jaxpr: Jaxpr, var: Atom) -> Made:
             found = _made(program.jaxpr, results[number])
             if any(found):
                 return found
-    # Without a policy, jax keeps what was named, not what naming it gives.
-    named = (given_name(e) for e in jaxpr.eqns if var in e.invars)
-    called = given_name(eqn) or next(filter(None, named), "")
+    called = given_name(eqn) or _called(jaxpr, var)
     return Made(called, source_info_util.summarize(eqn.source_info))
+
+
+def _called(jaxpr: Jaxpr, var: Atom) -> str:
+    """The name that a value is given where it is read: what jax keeps without a policy is what was
+    named, not what naming it gives."""
+    for eqn in jaxpr.eqns:
+        for k, operand in enumerate(eqn.invars):
+            if operand is not var:
+                continue
+            inside = (_called(p.jaxpr, p.jaxpr.invars[k - p.first]) for p in _reached(eqn, k))
+            if called := given_name(eqn) or next(filter(None, inside), ""):
+                return called
+    return ""
+
+
+def _reached(eqn: JaxprEqn, operand: int) -> list[Program]:
+    """The programs inside an equation that take its operand of that number."""
+    return [p for p in programs(eqn) if 0 <= operand - p.first < len(p.jaxpr.invars)]
 
 
 def _taken_apart(jaxpr: Jaxpr) -> set[Var]:

@@ -38,9 +38,11 @@ def looped(*stacks: tuple[LoopStack, bool], recomputed: Any = "nothing") -> Plan
     stay = tuple(stack for stack, away in stacks if not away)
     names = [s.name for s in (*loop.fetched, *loop.on_device)]
     preparation = Preparation("train_step", "", (), 1, 0, {}, (), (), (), 1, 1.0)
+    forward = replace(loop, stored=stored, on_device=(*loop.on_device, *stay))
+    backward = replace(loop, fetched=stored, stored=(), on_device=stay)
     return replace(
         plan,
-        streams=(replace(loop, stored=stored, on_device=(*loop.on_device, *stay)),),
+        streams=(forward, backward),
         labels={"x": "x"} | {f"p{n}": name for n, name in enumerate(names)},
         preparation=replace(preparation, recomputed=recomputed),
     )
@@ -65,10 +67,25 @@ def test_what_layers_leave_becomes_a_policy():
     assert "the rest is computed again" in told
     assert "names_which_can_be_saved=['context']," in told
     assert "names_which_can_be_offloaded=['mlpwi_0']," in told
-    assert "to be offloaded, give the results of these a checkpoint_name: model.py:9" in told
+    assert "to be offloaded, give these a checkpoint_name: model.py:9\n" in told
     assert "to be saved" not in told
     assert "what a layer is given of the loop at model.py:20" in told
     assert "remat_policy=custom context=device mlpwi_0=offload" in told
+
+
+def test_what_a_layer_is_given_needs_a_name_to_leave():
+    told = str(by_hand(looped((stack(0), True))))
+    assert "to be offloaded, give these a checkpoint_name: what a layer is given\n" in told
+
+
+def test_what_no_other_loop_takes_apart_is_no_residual():
+    plan = looped((stack(0, "", "model.py:7"), True))
+    forward, backward = plan.streams
+    assert by_hand(plan).residuals
+    assert not by_hand(replace(plan, streams=(forward,))).residuals
+    # Gradients of layers, of which the update is a loop, too.
+    update = replace(backward, source_line="optimizer.py:3")
+    assert not by_hand(replace(plan, streams=(forward, update))).residuals
 
 
 def test_names_of_others_are_no_switches_of_maxtext():
@@ -82,7 +99,7 @@ def test_what_stays_as_it_is_needs_no_policy():
 def test_arguments_on_the_host_are_told_by_the_path_that_they_share():
     plan = edited_plan()
     (x,) = plan.placements
-    names = ["state.opt_state.0.mu", "state.opt_state.0.nu", "state.params.w", "state.params.b"]
+    names = ["state.optimizer.0.mu", "state.optimizer.0.nu", "state.model.w", "state.model.b"]
     tiers = ["host", "host", "host", plan.device_tier]
     plan = replace(
         plan,
@@ -95,13 +112,13 @@ def test_arguments_on_the_host_are_told_by_the_path_that_they_share():
     )
     found = by_hand(plan)
     assert found.hosted == (
-        HostedArguments("state.opt_state", tuple(names[:2]), 300, 0),
-        HostedArguments("state.params", ("state.params.w",), 300, 1),
+        HostedArguments("state.optimizer", tuple(names[:2]), 300, 0),
+        HostedArguments("state.model", ("state.model.w",), 300, 1),
     )
     told = str(found)
-    assert "state.opt_state: 2 arguments, 300 B\n" in told
+    assert "state.optimizer: 2 arguments, 300 B\n" in told
     assert (
-        "state.params: 1 argument, 300 B, and 1 more stay: on the host\n        state.params.w\n"
+        "state.model: 1 argument, 300 B, and 1 more stay: on the host\n        state.model.w\n"
         in told
     )
     assert names[0] not in told  # Where all leave, the path says it.

@@ -99,6 +99,19 @@ def test_what_a_layer_leaves_is_called_by_its_checkpoint_name(in_call: bool):
     assert len(set(names(found.stored))) == len(found.stored)
 
 
+def test_what_a_layer_is_given_has_the_name_that_it_is_read_by():
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(checkpoint_name(x, "given") @ w), None
+
+    def loss(w: Any, x: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(layer), x, w)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(WEIGHTS, X)
+    streams = Streams(jaxpr, candidates=[0], donated=[], places={})
+    found, *_ = records(streams, Hosting(frozenset({0}), streams.residuals(0), 1))
+    assert [(s.checkpoint_name, s.line) for s in found.stored] == [("given", "")]
+
+
 def test_what_stays_on_the_device_is_named_once(training: Streams):
     ahead, back = records(training, Hosting(frozenset({0}), frozenset(), 1))
     assert "m" in names(back.on_device)
