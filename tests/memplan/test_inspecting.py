@@ -158,6 +158,22 @@ def test_arguments_that_could_leave_are_told_by_the_names_that_they_have_in_comm
     assert all(r.seconds is r.link_s is None for r in Inspector(module, "cpu").findings().resting)
 
 
+def test_what_is_read_at_the_peak_does_not_rest():
+    module = entry("""
+  %p = f32[64]{0} parameter(0)
+  %now = f32[8,64]{1,0} parameter(1)
+  %later = f32[64]{0} parameter(2)
+  %wide = f32[8,64]{1,0} broadcast(%p), dimensions={1}
+  %both = f32[16,64]{1,0} concatenate(%wide, %now), dimensions={0}
+  %part = f32[1,64]{1,0} slice(%both), slice={[9:10], [0:64]}
+  %row = f32[64]{0} bitcast(%part)
+  %sum = f32[64]{0} add(%row, %later)
+  ROOT %r = (f32[64]{0}) tuple(%sum)
+""")
+    resting = Inspector(module, "cpu").findings().resting
+    assert {(r.name, r.size) for r in resting} == {("p", SIZE), ("later", SIZE)}
+
+
 def test_what_moves_bytes_is_listed_with_them():
     findings = found()
     (moved,) = findings.relayouts

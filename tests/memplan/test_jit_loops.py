@@ -25,13 +25,14 @@ TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
 ]
-SLOW_ON_TPU, SLOW_ON_GPU = (
-    [
-        pytest.param(*t.values, marks=[*t.marks, pytest.mark.slow] if n == slow else t.marks)
-        for n, t in enumerate(TARGETS)
-    ]
-    for slow in range(2)
-)
+SLOW_ON_TPU = [
+    pytest.param("v5e", marks=[pytest.mark.tpu, pytest.mark.slow]),
+    pytest.param("h200", marks=pytest.mark.gpu),
+]
+SLOW_ON_GPU = [
+    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
 COUNT, WIDTH, ROWS, TRIPS = 6, 1024, 256, 3
 WEIGHT = 4 * WIDTH * WIDTH
 
