@@ -149,6 +149,8 @@ class ByHand:
             where: sorted({r.checkpoint_name for r in self._named if r.where == where})
             for where in ("device", "host")
         }
+        # A policy knows names, not loops: what some loop has no room for goes to the host.
+        names["device"] = [name for name in names["device"] if name not in names["host"]]
         again = "" if self.recomputed == "nothing" else "; the rest is computed again"
         yield f"what layers leave for the backward pass{again}:"
         for r in self.residuals:

@@ -73,6 +73,13 @@ def test_what_layers_leave_becomes_a_policy():
     assert "remat_policy=custom context=device mlpwi_0=offload" in told
 
 
+def test_a_name_that_stays_in_one_place_only_goes_to_the_host():
+    gates = stack(0, "gate", "model.py:7"), stack(1, "gate", "model.py:7")
+    told = str(by_hand(looped((gates[0], True), (gates[1], False))))
+    assert "names_which_can_be_saved=[]," in told
+    assert "names_which_can_be_offloaded=['gate']," in told
+
+
 def test_what_a_layer_is_given_needs_a_name_to_leave():
     told = str(by_hand(looped((stack(0), True))))
     assert "to be offloaded, give these a checkpoint_name: what a layer is given\n" in told
