@@ -46,7 +46,7 @@ from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
 from memplan.streams.programs import inline_all_calls, inline_calls, without_puts
 from memplan.streams.recomputing import Recomputed, recompute_residuals
-from memplan.streams.rewrite import streamed
+from memplan.streams.rewrite import constrained, streamed
 from memplan.streams.ring import DEVICE, HOST
 from memplan.streams.turning import order_as_it_was, order_of_turned
 from memplan.streams.uses import Result, Source
@@ -325,7 +325,7 @@ class Placing:
         for k, n in stored.items():
             if self.program.arguments.device_count > 1:
                 sharding = self.lowering.hosted_sharding(k, n)
-                results[k] = jax.lax.with_sharding_constraint(results[k], sharding)
+                results[k] = constrained(results[k], sharding)
             results[k] = jax.device_put(results[k], HOST)
         return results
 
@@ -370,13 +370,7 @@ class Placing:
     def left_alone(self) -> Mapping[str, str]:
         """Why arguments stay, by path: those that a loop takes apart but that cannot be
         streamed, and those that cannot be moved whatever reads them."""
-        written = self.streams.replaced_by
-        stay = {
-            n: "it is donated, and on CPU what a loop writes is counted as the device's"
-            if n in written
-            else "it is donated, and no result takes its place"
-            for n in self._donated
-        }
+        stay = dict.fromkeys(self._donated, "it is donated, and no result takes its place")
         if self.lowering.function.options.offload is not None:
             stay |= {n: "no pattern of offload= names it" for n in self._movable - self._may_move}
         found = stay | self.streams.left_alone
@@ -397,13 +391,14 @@ class Placing:
             order_of=self._usual_order if self.lowering.target.platform == "tpu" else None,
             # The others transpose an array on the host where no byte would have to move.
             can_turn=self.lowering.target.platform == "tpu",
+            # XLA:CPU has one memory, whose bytes it counts as the device's where a loop writes.
+            can_write=not self.lowering.target.machine.has_one_memory,
         )
 
     @functools.cached_property
     def candidates(self) -> frozenset[int]:
         """The arguments that may live on the host. A donated one may where a result takes its
-        place there: a stack by the slice, anything else whole. XLA:CPU has one memory, whose
-        bytes it counts as the device's where a loop writes to it."""
+        place there: a stack by the slice, anything else whole."""
         found = self._may_move - self._donated
         if self.lowering.target.machine.is_fed_outside:
             # A runtime brings whole arrays into memory of its own, and takes none from others.
@@ -421,9 +416,7 @@ class Placing:
     @property
     def _donated(self) -> frozenset[int]:
         """The donated ones that stay."""
-        one_memory = self.lowering.target.machine.has_one_memory
-        replaced = frozenset(self.streams.replaced_by if not one_memory else ())
-        stay = self.streams.donated - replaced - self._replaced.keys()
+        stay = self.streams.donated - self.streams.replaced_by.keys() - self._replaced.keys()
         return self._may_move & (stay - self.lowering.on_host)
 
     @functools.cached_property

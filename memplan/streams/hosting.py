@@ -113,6 +113,7 @@ class Streams:
         sharded: Mapping[int, Collection[int]] = MappingProxyType({}),
         order_of: OrderOf | None = None,
         can_turn: bool = True,
+        can_write: bool = True,
     ) -> None:
         """
         Args:
@@ -122,6 +123,7 @@ class Streams:
           sharded: by number, the axes of arguments that are divided among devices.
           order_of: of a target that keeps arrays in tiles, as TPUs do.
           can_turn: whether the target sees an array on the host as another one of the same bytes.
+          can_write: whether loops can write stacks on the host, in the place of donated ones.
         """
         self.donated = frozenset(donated)
         places = {n: k for n, k in places.items() if n in candidates}
@@ -130,12 +132,13 @@ class Streams:
             turn_stacks(counted) if can_turn else Turned(counted, {}, {})
         )
         divided = {n for n, axes in sharded.items() if self.turned.get(n, (0,))[0] in axes}
+        written = places if can_write else {}
         sliced = slice_elementwise(
             counted,
-            frozenset(candidates),
-            frozenset(places.values()),
+            frozenset(candidates) if can_write else frozenset(candidates) - self.donated,
+            frozenset(written.values()),
             unsplittable=frozenset(divided),
-            unsplittable_results=frozenset(places[n] for n in divided if n in places),
+            unsplittable_results=frozenset(written[n] for n in divided if n in written),
             limits=Limits(order_of=order_of),
         )
         self.jaxpr = fuse_maps(sliced.jaxpr)
@@ -157,13 +160,15 @@ class Streams:
             lies_alike = self.turned.get(n) == self.turned_results.get(place)
             if not isinstance(made, Result) or not lies_alike:
                 arguments[n] = "it is donated, and no scan makes what takes its place"
+            elif not can_write:
+                arguments[n] = "it is donated, and on CPU what a loop writes is the device's"
             elif not reasons[made]:
                 self.replaced_by[n] = made
             else:
                 arguments[n] = f"what takes its place is {reasons[made]}"
         # Of those that only loops of `slicing` take apart there is nothing to say.
-        written = find_uses(counted).stacks
-        in_loops = {s.source for s in written if s.is_in_loop}
+        own = find_uses(counted).stacks
+        in_loops = {s.source for s in own if s.is_in_loop}
         self.left_alone = {n: r for n, r in arguments.items() if r and n in in_loops}
         self.read_by_loops = {
             n: frozenset(found[n].read_in)

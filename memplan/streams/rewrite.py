@@ -25,7 +25,7 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, NamedSharding, Sharding, reshard
 
 from hlo_passes.equations import (
     Call,
@@ -345,15 +345,18 @@ def _on_device(value: Any) -> Any:
     return jax.device_put(value, DEVICE) if on_host(value) else value
 
 
+def constrained(value: Any, sharding: Sharding) -> Any:
+    """A value that lies so on its devices; of explicit axes its type says that, too."""
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return reshard(value, sharding)
+    return lax.with_sharding_constraint(value, sharding)
+
+
 def _in_place(argument: Any, sharding: NamedSharding | None) -> Any:
     """An argument on its devices. What is divided there has to be said once more: where a reader
     needs all of it, XLA would gather it on the host, and bring all of it to each device."""
     value = _on_device(argument)
-    if sharding is None:
-        return value
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        return reshard(value, jax.typeof(value).sharding)
-    return lax.with_sharding_constraint(value, sharding)
+    return value if sharding is None else constrained(value, sharding)
 
 
 def _between(

@@ -107,8 +107,23 @@ def test_why_a_stack_stays_on_cpu_although_a_result_takes_its_place():
     args = jnp.ones((8, 64, 64)), jnp.ones((4, 64))
     lowered = memplan.jit(update, donate_argnums=0).lower(*args)
     assert lowered.left_alone == {
-        "stack": "it is donated, and on CPU what a loop writes is counted as the device's"
+        "stack": "it is donated, and on CPU what a loop writes is the device's"
     }
+
+
+def test_moments_of_scanned_layers_may_be_stored_whole_on_cpu():
+    def update(weights: Any, moments: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2).sum()
+
+        moments = 0.9 * moments + jax.grad(loss)(weights)
+        return weights - 0.1 * moments, moments
+
+    stack = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((4, 512), jnp.float32)
+    placing = memplan.jit(update, donate_argnums=(0, 1)).lower(stack, stack, x).placing
+    assert placing.candidates >= {0, 1}
+    assert not {0, 1} & placing.streams.stacks.keys()
 
 
 def test_a_single_result_is_stored():

@@ -243,22 +243,30 @@ def test_a_program_that_fits_has_a_plan_to_keep_as_well(tmp_path):
 # --- several processes
 
 _PROCESS = """
-import json, sys
+import json, os, sys
 import jax
-rank, port, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
+rank, count, port, case = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+if count > 1:
+    address = f"localhost:{port}"
+    jax.distributed.initialize(address, count, rank, heartbeat_timeout_seconds=10)
+else:
+    jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp
 import numpy as np
 import memplan
 from jax.sharding import NamedSharding, PartitionSpec
 from memplan.planner import Planner
 
-if rank:
-    Planner.plan = None  # Its plan comes from process 0.
-mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+if rank or case == "followed":
+    Planner.plan = None  # Its plan comes from process 0, or from the file.
+elif case == "leader dies":
+    Planner.plan = lambda *_, **__: os._exit(1)
+devices = jax.device_count()
+mesh = jax.make_mesh((devices,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 everywhere, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("rows",)))
 
-@memplan.jit(hbm={"tight": "1MiB", "roomy": "1GiB"}.get(case, "4MiB"))
+budget = {"hbm": {"tight": "1MiB", "roomy": "1GiB"}.get(case, "4MiB")}
+@memplan.jit(**({"plan": "kept.plan"} if case == "followed" else budget))
 def forward(weights, x):
     for w in weights:
         x = jnp.tanh(x @ w)
@@ -269,11 +277,15 @@ def weight(i):
 
 weights = [jax.jit(weight, static_argnums=0, out_shardings=everywhere)(i) for i in range(12)]
 x = jax.jit(lambda: jnp.ones((8, 512)), out_shardings=rows)()
+if rank == 1 and case == "another dies":
+    os._exit(1)
 try:
     compiled = forward.lower(weights, x).compile()
 except memplan.MemplanError as error:
     print(json.dumps([type(error).__name__, str(error)]))
     sys.exit()
+if case == "kept":
+    compiled.plan.save("kept.plan")
 placed = forward.place(weights, x)
 y, plain = forward(*placed), jax.jit(forward.__wrapped__)(weights, x)
 same = all(
@@ -285,7 +297,8 @@ assert (again.plan is None) == (compiled.plan is None)
 after = memplan.jit(jnp.tanh, hbm="1GiB").lower(x).compile()
 assert after.plan is None
 plan = compiled.plan and [compiled.plan.fingerprint, compiled.device_bytes]
-print(json.dumps([plan, same, placed[0][0].sharding.memory_kind]))
+hosted = "pinned_host" in {w.sharding.memory_kind for w in placed[0]}
+print(json.dumps([plan, same, hosted]))
 """
 
 
@@ -294,46 +307,69 @@ def _environment():
     return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
 
-def _run_both(case, tmp_path):
+def _start(case, tmp_path, count):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
-    running = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(rank), port, case],
+            [sys.executable, "-c", _PROCESS, str(rank), str(count), port, case],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=_environment(),
             cwd=tmp_path,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
-    said = [process.communicate(timeout=120) for process in running]
+
+
+def _run(case, tmp_path, count=2):
+    said = [process.communicate(timeout=120) for process in _start(case, tmp_path, count)]
     assert all(out for out, _ in said), said
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("case", ["planned", "roomy"])
-def test_all_processes_take_the_plan_of_the_first(case, tmp_path):
-    first, second = _run_both(case, tmp_path)
-    assert first == second
-    plan, same, kind = first
+def test_all_processes_take_the_plan_of_the_first(case, count, tmp_path):
+    first, *others = _run(case, tmp_path, count)
+    assert others == [first] * (count - 1)
+    plan, same, hosted = first
     assert same
     assert (plan is None) == (case == "roomy")
-    assert kind == ("device" if case == "roomy" else "pinned_host")
+    assert hosted == (case == "planned")
 
 
 @pytest.mark.slow
 def test_processes_of_different_programs_are_told(tmp_path):
-    _, (kind, message) = _run_both("differ", tmp_path)
+    _, (kind, message) = _run("differ", tmp_path)
     assert kind == "ProcessesDifferError"
     assert "process 1 compiles forward" in message
 
 
 @pytest.mark.slow
 def test_why_the_first_has_no_plan_is_told_to_all(tmp_path):
-    (_, first), (kind, second) = _run_both("tight", tmp_path)
+    (_, first), (kind, second) = _run("tight", tmp_path)
     assert kind == "LeadingProcessError"
     assert first in second
+
+
+@pytest.mark.slow
+def test_processes_follow_a_plan_that_one_made_of_as_many_devices(tmp_path):
+    (kept,) = _run("kept", tmp_path, count=1)
+    followed = _run("followed", tmp_path, count=4)
+    assert followed == [kept] * 4
+    assert kept[0] is not None
+    assert kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "dead"), [("leader dies", 0), ("another dies", 1)])
+def test_where_one_dies_all_end_and_say_so(case, dead, tmp_path):
+    running = _start(case, tmp_path, count=4)
+    for rank, process in enumerate(running):
+        _, said = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert rank == dead or "another task died" in said
