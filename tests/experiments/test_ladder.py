@@ -1,5 +1,7 @@
 """Budgets in small steps: on small programs, on this CPU."""
 
+import pytest
+
 from experiments.ladder import EXPERIMENT, measure
 from experiments.running import Row
 
@@ -10,6 +12,7 @@ def row(percent: int, found: Row) -> Row:
     return {**NAMED, "percent": percent, **found}
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_or_refused():
     own = measure("adam", "cpu", True, 0)
     kept, refused = (measure("adam", "cpu", True, own["total"] * n // 100) for n in (75, 1))

@@ -18,7 +18,7 @@ from tests.memplan.test_jit_scanned import shapes
 pytestmark = pytest.mark.usefixtures("planned_once")
 
 TARGETS = [
-    pytest.param("v5e", marks=pytest.mark.tpu),
+    pytest.param("v5e", marks=[pytest.mark.tpu, pytest.mark.slow]),
     pytest.param("h200", marks=[pytest.mark.gpu, pytest.mark.slow]),
 ]
 

@@ -119,6 +119,7 @@ def test_what_fits_is_not_in_chunks():
     assert not compiled.splits
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_a_chunk_that_the_chip_holds_takes_no_room():
     tokens, words, args = large()
@@ -171,7 +172,10 @@ def test_where_types_say_how_arrays_lie_nothing_is_in_chunks():
 
 @pytest.mark.parametrize(
     "target",
-    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
+    [
+        pytest.param("v5e:2x2", marks=[pytest.mark.tpu, pytest.mark.slow]),
+        pytest.param("h200:4", marks=pytest.mark.gpu),
+    ],
 )
 def test_a_large_vocabulary_on_four_devices(target: str):
     hardware, tokens, words = topology(target), 8192, 32768

@@ -13,7 +13,6 @@ from flax.training.train_state import TrainState
 
 import memplan.api as memplan
 from memplan.topologies import topology
-from tests.sweeps import slow_but
 
 LAYERS = 8
 
@@ -120,8 +119,9 @@ def test_layers_on_another_axis_are_streamed_as_those_on_the_first():
     assert found[0][2] == found[0][3] == 3 * 2 * LAYERS * 2 * 1024**2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.parametrize("axis", slow_but([1], [0, 1]))
+@pytest.mark.parametrize("axis", [0, 1])
 def test_moments_that_are_asked_for_on_the_host_are_streamed(axis: int):
     shaped = jax.eval_shape(lambda: state(Net(axis), 256))
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
