@@ -8,6 +8,7 @@ seen held there; or it counts all of that, and is made for so much more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -183,8 +184,13 @@ class Rounds:
         return credit if credit > self._room * NEAR else 0
 
     def _fits(self, candidate: Candidate, chance: float) -> bool:
-        """Whether XLA reports no more of a plan than there is room for with that `chance`, as far
-        as drawn packings say, and what it reported of others beyond all that was drawn of them."""
+        """Whether XLA reports no more of a plan than there is room for with that `chance`."""
+        return self._excess(candidate, chance) <= 0
+
+    def _excess(self, candidate: Candidate, chance: float) -> int:
+        """The bytes by which a plan exceeds the room unless it is luckier than that `chance`, as
+        far as drawn packings say, and what XLA reported of others beyond all that was drawn of
+        them."""
         fingerprint = candidate.plan.fingerprint
         if fingerprint not in self._drawn:
             drawn = self._planner.drawn_bytes(candidate, self._options)
@@ -194,7 +200,8 @@ class Rounds:
             if (known := self._drawn.get(seen.candidate.plan.fingerprint)) is not None:
                 beyond = max(beyond, seen.reported - max(known[1]))
         _, drawn = self._drawn[fingerprint]
-        return sum(total + beyond <= self._room for total in drawn) >= chance * len(drawn)
+        enough = max(math.ceil(chance * len(drawn)), 1)
+        return sorted(drawn)[enough - 1] + beyond - self._room
 
     def _planned(self, aim: int, *, counts_chip: bool = False) -> Candidate:
         """A plan for so many bytes, of a program like that of the last one that was compiled."""
@@ -208,14 +215,18 @@ class Rounds:
         known = [c for name, (c, _) in self._drawn.items() if name not in compiled]
         if likely := [c for c in known if self._fits(c, chance)]:
             return min(likely, key=lambda c: c.waits_s)
-        for share in self._shares:
+        most = self._room
+        for aim in (int(self._room * share) for share in self._shares):
+            if aim > most:
+                continue
             try:
-                aim = int(self._room * share)
                 candidate = self._planned(aim, counts_chip=True)
             except MemoryBudgetError:
                 return None
-            if candidate.plan.fingerprint not in compiled and self._fits(candidate, chance):
+            excess = self._excess(candidate, chance)
+            if candidate.plan.fingerprint not in compiled and excess <= 0:
                 return candidate
+            most = aim - excess  # Of less by so much, about so much less is drawn.
         return None
 
     def _counting(self) -> Candidate | None:

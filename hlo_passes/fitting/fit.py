@@ -193,6 +193,7 @@ def _lowest(posed: Problem) -> _Lowest:
     return min(found, key=lambda lowest: placement.unpacked_budget(lowest.edited))
 
 
+@memoized
 def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     """The least budget for which a plan is found, the tick that needs it, and the module edited
     for it."""

@@ -308,6 +308,32 @@ def test_the_next_one_fits_as_often_as_it_has_to_where_the_chip_is_drawn(
     assert compiled.plan.budget_bytes == HALF - 6
 
 
+def test_a_plan_for_as_much_less_as_was_drawn_too_much_is_next(monkeypatch: pytest.MonkeyPatch):
+    plan = planner.Planner.plan
+    asked: list[tuple[int, bool]] = []
+    compilations = itertools.count(1)
+    too_much = int(HALF * 0.07)
+    all_drawn = iter([(2 * HALF,), (HALF + too_much,), (HALF,)])
+
+    def watched(
+        self: planner.Planner, budget: int, options: Any, *, counts_chip: bool = False, **_: Any
+    ) -> Candidate:
+        asked.append((budget, counts_chip))
+        found = plan(self, HALF - len(asked), options, counts_chip=counts_chip)
+        return slowed(found, 2 if counts_chip else 1)
+
+    monkeypatch.setattr(planner.Planner, "plan", watched)
+    knows_the_chip(monkeypatch)
+    monkeypatch.setattr(planner.Planner, "explained", lambda *_: HALF)
+    monkeypatch.setattr(planner.Planner, "drawn_bytes", lambda *_: next(all_drawn))
+    monkeypatch.setattr(budgeted, "device_bytes", lambda *_: HALF + (next(compilations) < 2))
+    monkeypatch.setattr(budgeted.Budgeted, "_as_xla_has_it", lambda *_: None)
+    compiled = memplan.jit(chain, hbm=HALF).lower(weights(), activations()).compile()
+    shares = [(int(HALF * share), True) for share in (1.0, 0.91)]
+    assert asked == [(HALF, False), (HALF, True), *shares]
+    assert compiled.plan.budget_bytes == HALF - 4
+
+
 @pytest.mark.parametrize(("slower", "first"), [(1.04, False), (1.06, True)])
 def test_one_that_is_hardly_slower_and_fits_comes_first(
     monkeypatch: pytest.MonkeyPatch, slower: float, first: bool
