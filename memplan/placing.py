@@ -190,15 +190,14 @@ class Placing:
         # What is fed outside, the program finds on the device.
         is_fed_outside = self.lowering.target.machine.is_fed_outside
         on_host = frozenset[int]() if is_fed_outside else hosting.arguments
+        moved = on_host - self.streams.stacks.keys()
         run = streamed(
             # Without rings loops that were made for them would be in the way.
             self.streams.jaxpr if has_loops else self._jaxpr,
             rings,
             opened=opened,
-            whole={
-                n: self.lowering.divided(n)
-                for n in on_host - hosting.inside - self.streams.stacks.keys()
-            },
+            whole=moved - hosting.inside,
+            divided={n: s for n in moved if (s := self.lowering.divided(n)) is not None},
             donated=self.streams.donated,
             turned=self.streams.turned if rings else {},
             turned_results=self.streams.turned_results if rings else {},

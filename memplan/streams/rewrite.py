@@ -79,7 +79,8 @@ def streamed(
     streams: Mapping[Path, Stream],
     *,
     opened: Collection[Path] = (),
-    whole: Mapping[int, NamedSharding | None] = MappingProxyType({}),
+    whole: Collection[int] = (),
+    divided: Mapping[int, NamedSharding] = MappingProxyType({}),
     donated: Collection[int] = (),
     turned: Mapping[int, Turn] = MappingProxyType({}),
     turned_results: Mapping[int, Turn] = MappingProxyType({}),
@@ -91,8 +92,8 @@ def streamed(
       streams: the scans that are streamed, where an operand of theirs is on the host or a
         result is to go there.
       opened: the loops that bring whole arguments from the host in each iteration.
-      whole: the arguments that come to the device as they are, whatever reads them: by number,
-        how each lies across devices where it is divided.
+      whole: numbers of the arguments that come to the device as they are, whatever reads them.
+      divided: how arguments, which no scan takes apart, lie across devices.
       donated: numbers of the arguments whose memory the results may take.
       turned, turned_results: those that the function has otherwise than `jaxpr`.
       tied: see `Ring`.
@@ -105,12 +106,14 @@ def streamed(
             return argument
         reader = readers.get(jaxpr.invars[n])
         with line_of(reader) if reader is not None else nullcontext():
-            return _in_place(argument, whole[n])
+            return _arrived(argument, divided.get(n))
+
+    of_inputs = {jaxpr.invars[n]: sharding for n, sharding in divided.items()}
 
     def function(*args: Any) -> list[Any]:
         placed = [arrived(n, a) for n, a in enumerate(args)]
         placed = [as_turned(a, turned.get(n)) for n, a in enumerate(placed)]
-        results = _Rewrite(streams, opened, tied).run(jaxpr, placed, (), owned)
+        results = _Rewrite(streams, opened, tied, of_inputs).run(jaxpr, placed, (), owned)
         return [as_it_was(r, turned_results.get(k)) for k, r in enumerate(results)]
 
     return function
@@ -123,10 +126,15 @@ def scope_of(path: Path) -> str:
 
 class _Rewrite:
     def __init__(
-        self, streams: Mapping[Path, Stream], opened: Collection[Path], tied: bool
+        self,
+        streams: Mapping[Path, Stream],
+        opened: Collection[Path],
+        tied: bool,
+        divided: Mapping[Var, NamedSharding],
     ) -> None:
         self.streams = streams
         self.tied = tied
+        self.divided = dict(divided)
         paths = (*streams, *opened)
         self.around = {path[:n] for path in paths for n in range(1, len(path) + 1)}
 
@@ -151,6 +159,7 @@ class _Rewrite:
             if (*path, n) in self.around or is_view:
                 self._unchanged(jaxpr, begin, n, values, last_use)
                 operands = [_read(a, values) for a in eqn.invars]
+                self._enter(eqn)
                 with line_of(eqn):
                     if is_view:
                         results = bind(eqn, *operands)
@@ -171,6 +180,18 @@ class _Rewrite:
             _on_device(r) if a in atoms else r for a, r in zip(jaxpr.outvars, results, strict=True)
         ]
 
+    def _enter(self, eqn: JaxprEqn) -> None:
+        """Takes note of how the inputs of the programs inside an equation lie across devices; what
+        is inside a `ShardMap` is of one device."""
+        for program in programs(eqn):
+            for outside, var in zip(
+                eqn.invars[program.first :], program.jaxpr.invars, strict=False
+            ):
+                self.divided.pop(var, None)
+                sharding = self.divided.get(outside) if isinstance(outside, Var) else None
+                if sharding is not None and not isinstance(decode(eqn), ShardMap):
+                    self.divided[var] = sharding
+
     def _unchanged(
         self,
         jaxpr: Jaxpr,
@@ -187,7 +208,10 @@ class _Rewrite:
         given = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= end]
         part = _between(jaxpr, taken, eqns, given)
         # A copy of its own for each such part: what is on the host stays there for a later loop.
-        operands = [_on_device(values[v]) for v in taken]
+        operands = [
+            _arrived(values[v], self.divided.get(v)) if on_host(values[v]) else values[v]
+            for v in taken
+        ]
         results = jaxpr_as_fun(part)(*operands)
         values.update(zip(given, results, strict=True))
 
@@ -352,7 +376,7 @@ def constrained(value: Any, sharding: Sharding) -> Any:
     return lax.with_sharding_constraint(value, sharding)
 
 
-def _in_place(argument: Any, sharding: NamedSharding | None) -> Any:
+def _arrived(argument: Any, sharding: NamedSharding | None) -> Any:
     """An argument on its devices. What is divided there has to be said once more: where a reader
     needs all of it, XLA would gather it on the host, and bring all of it to each device."""
     value = _on_device(argument)

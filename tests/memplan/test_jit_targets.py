@@ -38,6 +38,7 @@ from hlo_passes.hardware.machine import load_machine
 from hlo_passes.simulator.timeline import scheduled_step
 from memplan import executable, topologies
 from tests.memplan.chains import activations, chain, device_total, weights
+from tests.sweeps import slow_but
 
 LAYERS, WIDTH = 4, 2048
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -204,6 +205,30 @@ def test_divided_weights_whose_types_say_so():
     with jax.set_mesh(mesh):
         plan = step.plan([weight] * 4, weight)
     assert [t.size for t in plan.transfers] == [WEIGHT_BYTES // 4] * 4
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("kind", slow_but([AxisType.Auto], [AxisType.Auto, AxisType.Explicit]))
+def test_loops_bring_divided_weights_by_the_shard(kind: AxisType):
+    mesh = Mesh(np.array(topologies.topology("v5e:2x2").devices), ("x",), axis_types=(kind,))
+    rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
+    gathered = reshard if kind is AxisType.Explicit else jax.lax.with_sharding_constraint
+
+    def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for w in weights:
+                x = jnp.tanh(x @ gathered(w, everywhere))
+            return x, None
+
+        return jax.lax.scan(step, x, length=4)[0]
+
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=rows)
+    with jax.set_mesh(mesh):
+        compiled = memplan.jit(run, hbm="120MiB", split=False).lower([weight] * 8, weight).compile()
+    (body,) = compiled.plan.bodies
+    sizes = {t.size for plan in (compiled.plan, body.plan) for t in plan.transfers}
+    assert sizes == {4096 * 4096 * 2 // 4}
+    assert compiled.device_bytes <= 120 << 20
 
 
 @pytest.mark.gpu
