@@ -139,7 +139,7 @@ class _Ring:
             state.ahead.append(self._fetch(self.ahead, n, state.after))
         if ring.turns:
             lagging = self.late if slots_ahead else frozenset[int]()
-            state.made = {r: self._zeros(r) for r in sorted(lagging)}
+            state.made = {r: _zeros(self.results[r]) for r in sorted(lagging)}
             state = self._loop(state)
         for n in range(ring.turns * ring.depth, ring.length):
             state = self._step(state, n, tied=True)
@@ -222,18 +222,21 @@ class _Ring:
         if r in self.ring.in_place:
             return self.stacks[self.ring.in_place[r]]
         aval = self.results[r]
-        # Not a number that is broadcast: XLA would write it.
         sharding = aval.sharding.update(spec=P(None, *aval.sharding.spec))
-        shape = (self.ring.length, *aval.shape)
-        stack = _varying(lax.empty(shape, aval.dtype, out_sharding=sharding), aval)
-        return jax.device_put(stack, HOST) if r in self.ring.stored else stack
+        stack = aval.update(shape=(self.ring.length, *aval.shape), sharding=sharding)
+        if r in self.ring.stored:
+            # What a number is broadcast to on the host XLA only allocates (host_offloader.cc); an
+            # empty one XLA:GPU does not divide, and cannot slice there.
+            return jax.device_put(_zeros(stack), HOST)
+        # Not a number that is broadcast: XLA would write it.
+        return _varying(lax.empty(stack.shape, stack.dtype, out_sharding=sharding), stack)
 
-    def _zeros(self, r: int) -> Any:
-        aval = self.results[r]
-        # A broadcast names a sharding only where its mesh is set.
-        with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
-            zeros = jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
-        return _varying(zeros, aval)
+
+def _zeros(aval: Any) -> Any:
+    # A broadcast names a sharding only where its mesh is set.
+    with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
+        zeros = jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
+    return _varying(zeros, aval)
 
 
 def _slice(stack: Any, at: Any) -> Any:
