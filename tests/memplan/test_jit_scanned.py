@@ -14,6 +14,7 @@ import memplan.api as memplan
 import memplan.candidates as candidates
 import memplan.written as written
 from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.rewrite import inject
 from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
@@ -326,6 +327,30 @@ def test_stacks_that_do_not_lie_in_rows_on_a_mesh(kind: AxisType):
     compiled = step.lower(weights, x).compile()
     assert compiled.hosting.arguments == {0}
     assert compiled.device_bytes <= 3 << 20
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
+)
+def test_residuals_on_the_host_are_divided_as_what_is_left_is(target: str):
+    """A batch over devices: of what each layer leaves a host has its devices' parts."""
+    where = topology(target)
+    mesh = where.mesh((4,), ("batch",))
+    weights, _ = shapes(1024, 64)
+    x = jax.ShapeDtypeStruct((8192, 1024), weights.dtype, sharding=NamedSharding(mesh, P("batch")))
+
+    def gradients(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: forward(w, x).astype(jnp.float32).sum())(weights)
+
+    placing = memplan.jit(gradients, machine=where).lower(weights, x).placing
+    hosting = placing.everything(2, 1.0)
+    assert hosting.results
+    program = placing.placed(hosting)
+    module = inject.capture(where.platform, program.stablehlo, program.compiler(None))
+    empty = [i for i in module.entry.instructions if i.custom_call_target == "AllocateBuffer"]
+    on_host = {tuple(i.shape.dimensions) for i in empty if i.shape.memory_space == 5}
+    assert on_host == {(LAYERS, 8192 // 4, 1024)}
 
 
 @pytest.mark.tpu
