@@ -184,9 +184,7 @@ class _Rewrite:
         """Takes note of how the inputs of the programs inside an equation lie across devices; what
         is inside a `ShardMap` is of one device."""
         for program in programs(eqn):
-            for outside, var in zip(
-                eqn.invars[program.first :], program.jaxpr.invars, strict=False
-            ):
+            for outside, var in zip(eqn.invars[program.first :], program.jaxpr.invars, strict=True):
                 self.divided.pop(var, None)
                 sharding = self.divided.get(outside) if isinstance(outside, Var) else None
                 if sharding is not None and not isinstance(decode(eqn), ShardMap):
