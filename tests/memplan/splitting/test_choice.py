@@ -597,6 +597,7 @@ def test_random_programs():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("begin", range(0, 2000, 100))
 def test_many_random_programs(begin):
     assert sum(map(check_random, range(begin, begin + 100))) > 50
