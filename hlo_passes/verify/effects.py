@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from hlo_passes.ir import Computation, Instruction, Module
-from hlo_passes.verify.hlo import PASSING
+from hlo_passes.verify.hlo import PASSING, RUNNING
 
 _COLLECTIVES = frozenset(
     """all-gather all-reduce all-to-all collective-broadcast collective-permute
@@ -31,6 +31,9 @@ _HALVES = ("-start", "-update", "-done")
 _BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 _TIMELESS = PASSING | _COPIES | {"after-all", "constant", "parameter", "partition-id", "replica-id"}
+
+# What reads and gives no more than that, like a loop's counter, hides nothing.
+_SMALL_BYTES = 1024
 
 # Why an instruction that does this may not run a second time.
 _OBSTACLES = {
@@ -74,8 +77,9 @@ class Effects:
         return i.opcode in ("all-gather", "all-gather-start")
 
     def open_collectives(self, computation: Computation) -> Mapping[str, frozenset[str]]:
-        """Maps each instruction that takes time to the asynchronous collectives that it stands
-        inside of, all by name; but for gathers that are no fusions, which may come later."""
+        """Maps each instruction that takes time worth speaking of to the asynchronous collectives
+        that it stands inside of, all by name; but for gathers that are no fusions, which may come
+        later."""
         is_open: frozenset[str] = frozenset()
         found: dict[str, frozenset[str]] = {}
         if not any(self._begins(i) for i in computation.instructions):
@@ -85,9 +89,17 @@ class Effects:
                 is_open -= {start.name for start in self._starts_of(i)}
             elif self._begins(i):
                 is_open |= frozenset(() if self._is_gather(i) else (i.name,))
-            elif i.opcode not in _TIMELESS and not i.opcode.endswith(_HALVES):
+            elif self._takes_time(i):
                 found[i.name] = is_open
         return found
+
+    def _takes_time(self, i: Instruction) -> bool:
+        if i.opcode in _TIMELESS or i.opcode.endswith(_HALVES):
+            return False
+        if i.opcode in RUNNING or i.opcode == "custom-call":
+            return True
+        shapes = (i.shape, *(self._module.instructions[o].shape for o in i.operand_ids))
+        return any(leaf.byte_size > _SMALL_BYTES for s in shapes for _, leaf in s.leaves())
 
     def _begins(self, i: Instruction) -> bool:
         kinds = self._kinds(i)

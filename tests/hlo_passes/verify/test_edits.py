@@ -437,37 +437,44 @@ COLLECTIVE = module_of("""HloModule m, is_scheduled=true
 }
 
 ENTRY %main {
-  %x = f32[64]{0} parameter(0)
-  %a = f32[64]{0} cosine(%x)
-  %g = (f32[64]{0}, f32[64]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}
-  %b = f32[64]{0} sine(%x)
-  %h = f32[64]{0} collective-permute-done(%g)
-  %c = f32[64]{0} negate(%x)
-  %n = f32[64]{0} all-reduce(%c), replica_groups={}, to_apply=%sum
-  %m = f32[64]{0} all-reduce(%b), replica_groups={}, to_apply=%sum
-  ROOT %r = (f32[64]{0}, f32[64]{0}, f32[64]{0}, f32[64]{0}) tuple(%a, %n, %h, %m)
+  %x = f32[512]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %a = f32[512]{0} cosine(%x)
+  %g = (f32[512]{0}, f32[512]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %b = f32[512]{0} sine(%x)
+  %j = s32[] negate(%i)
+  %h = f32[512]{0} collective-permute-done(%g)
+  %c = f32[512]{0} negate(%x)
+  %n = f32[512]{0} all-reduce(%c), replica_groups={}, to_apply=%sum
+  %m = f32[512]{0} all-reduce(%b), replica_groups={}, to_apply=%sum
+  ROOT %r = (f32[512]{0}, f32[512]{0}, f32[512]{0}, f32[512]{0}, s32[]) tuple(%a, %n, %h, %m, %j)
 }
 """)
 
 
 def test_collectives_keep_their_order():
-    order = ("a", "g", "b", "h", "c", "m", "n", "r")
+    order = ("a", "g", "b", "j", "h", "c", "m", "n", "r")
     assert "%m stands where %n was expected" in rejection(
         COLLECTIVE, apply(COLLECTIVE, Edits(order=order))
     )
 
 
 def test_what_hides_a_collective_stays():
-    swapped = ("c", "g", "b", "h", "a", "n", "m", "r")
+    swapped = ("c", "g", "b", "j", "h", "a", "n", "m", "r")
     verify_equivalent(COLLECTIVE, apply(COLLECTIVE, Edits(order=swapped)))
-    into = ("g", "a", "b", "h", "c", "n", "m", "r")
+    into = ("g", "a", "b", "j", "h", "c", "n", "m", "r")
     assert "%a moved into the span of the asynchronous %g" in rejection(
         COLLECTIVE, apply(COLLECTIVE, Edits(order=into))
     )
-    out = ("a", "g", "h", "b", "c", "n", "m", "r")
+    out = ("a", "g", "h", "b", "j", "c", "n", "m", "r")
     assert "%b moved out of the span of the asynchronous %g" in rejection(
         COLLECTIVE, apply(COLLECTIVE, Edits(order=out))
     )
+
+
+def test_a_loops_counter_hides_no_collective():
+    order = ("j", "a", "g", "b", "h", "c", "n", "m", "r")
+    verify_equivalent(COLLECTIVE, apply(COLLECTIVE, Edits(order=order)))
 
 
 GATHERS = module_of("""HloModule m, is_scheduled=true

@@ -119,29 +119,29 @@ ENTRY %main {
 # A gather of an argument, hidden by work on another one.
 GATHERED = """HloModule m, is_scheduled=true
 start {
-  q = f32[100] parameter(0)
-  g = f32[400] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}
-  ROOT t = (f32[100], f32[400]) custom-call(g), custom_call_target="AsyncCollectiveStart"
+  q = f32[1000] parameter(0)
+  g = f32[4000] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}
+  ROOT t = (f32[1000], f32[4000]) custom-call(g), custom_call_target="AsyncCollectiveStart"
 }
 done {
-  q = f32[100] parameter(0)
-  o = f32[400] parameter(1)
-  g = f32[400] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}
-  ROOT t = f32[400] custom-call(q, o, g), custom_call_target="AsyncCollectiveDone"
+  q = f32[1000] parameter(0)
+  o = f32[4000] parameter(1)
+  g = f32[4000] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}
+  ROOT t = f32[4000] custom-call(q, o, g), custom_call_target="AsyncCollectiveDone"
 }
 ENTRY e {
-  p = f32[100] parameter(0)
-  w = f32[100] parameter(1)
-  x = f32[100] parameter(2)
-  s = (f32[100], f32[400]) fusion(p), kind=kCustom, calls=start,
+  p = f32[1000] parameter(0)
+  w = f32[1000] parameter(1)
+  x = f32[1000] parameter(2)
+  s = (f32[1000], f32[4000]) fusion(p), kind=kCustom, calls=start,
     output_to_operand_aliasing={{0}: (0, {})}
-  a = f32[100] get-tuple-element(s), index=0
-  b = f32[400] get-tuple-element(s), index=1
-  k = f32[100] copy(w)
-  y = f32[100] multiply(x, x)
-  d = f32[400] fusion(a, b), kind=kCustom, calls=done, output_to_operand_aliasing={{}: (1, {})}
-  z = f32[100] multiply(k, y)
-  ROOT t = (f32[400], f32[100]) tuple(d, z)
+  a = f32[1000] get-tuple-element(s), index=0
+  b = f32[4000] get-tuple-element(s), index=1
+  k = f32[1000] copy(w)
+  y = f32[1000] multiply(x, x)
+  d = f32[4000] fusion(a, b), kind=kCustom, calls=done, output_to_operand_aliasing={{}: (1, {})}
+  z = f32[1000] multiply(k, y)
+  ROOT t = (f32[4000], f32[1000]) tuple(d, z)
 }
 """
 
