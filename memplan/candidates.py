@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import override
+from typing import NamedTuple, override
 
 from hlo_passes.plan import Plan
 from memplan.executable import Program
@@ -158,6 +158,19 @@ class Candidate(Step):
     @override
     def has_edits(self) -> bool:
         return bool(self.plan.moved_bytes or self.plan.edits)
+
+
+class Against(NamedTuple):
+    """What a program comes to against the same as it is written, before anything moves.
+
+    Attributes:
+      again_s: seconds of its compute that the other does not have.
+      more_bytes: bytes besides its arguments that the other does not need; fewer than none where it
+        needs less.
+    """
+
+    again_s: float = 0.0
+    more_bytes: int = 0
 
 
 @dataclass

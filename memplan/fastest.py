@@ -3,7 +3,8 @@
     ways ─► what each promises ─► good? ─► planned
                                     └────► put off ─► the most promising are planned, until none
                                                       promises more than there is
-         └─► refused, in chunks ─► put off ─► planned where there is no plan
+         ├─► refused, in chunks ─► put off ─► planned where there is no plan
+         └─► in chunks, and as much is live as without them ─► left out
 
 What a program promises is known from its choice of edits, before that is packed. A plan takes far
 longer to make, most of all where much has to go, and the ways that promise little are many.
@@ -20,7 +21,15 @@ from typing import Any, NamedTuple
 import jax
 
 from hlo_passes.errors import MemoryBudgetError, MemplanError
-from memplan.candidates import PATIENCE, Candidate, FinerChunks, Promise, Refused, Step
+from memplan.candidates import (
+    PATIENCE,
+    Against,
+    Candidate,
+    FinerChunks,
+    Promise,
+    Refused,
+    Step,
+)
 from memplan.written import Written
 
 # Where a step takes no longer than its compute by this factor, none is looked for that computes
@@ -45,16 +54,16 @@ class Fastest:
     Args:
       budget: bytes.
       options: XLA's, beside those given to ``jit``.
-      again_s: seconds of compute that a program has, and that as it is written has not.
+      against: what a program comes to against that as it is written.
     """
 
     def __init__(
         self,
         budget: int,
         options: Mapping[str, Any] | None,
-        again_s: Callable[[Written], float],
+        against: Callable[[Written], Against],
     ) -> None:
-        self._budget, self._options, self._again_s = budget, options, again_s
+        self._budget, self._options, self._against = budget, options, against
         self._best: Candidate | None = None
         self._rest: Iterator[Candidate] = iter(())  # With other rings than the best has.
         self._found: list[Candidate] = []
@@ -98,12 +107,16 @@ class Fastest:
                     break
             way.plan_for(self._budget, self._options)
             try:
-                again_s = self._again_s(way)
+                again_s, more_bytes = self._against(way)
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("%s was dropped: %s", way.named(None), error)
                 self._failed.append(error)
                 continue
-            step, needs = self._comes_to(way, again_s)
+            if splits and more_bytes >= 0:
+                # As XLA has them, loops over chunks may keep more than they save.
+                step, needs = None, math.inf
+            else:
+                step, needs = self._comes_to(way, again_s)
             if splits:
                 if self._finer.is_over(way.placing.aim or 0, step, needs):
                     break

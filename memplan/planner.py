@@ -30,7 +30,7 @@ from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator import timeline
-from memplan.candidates import Candidate
+from memplan.candidates import Against, Candidate
 from memplan.executable import Executable
 from memplan.fastest import Fastest
 from memplan.known import Known
@@ -79,7 +79,7 @@ class Planner:
         _, module = self._as_written.capture(self._placing.asked, options)
         machine = self._lowering.target.machine
         usage = memory_usage(module, machine.platform, machine=machine)
-        needed = usage.total_bytes - usage.argument_bytes
+        needed = usage.besides_bytes
         room = max(budget - usage.argument_bytes, budget // 2, 1)
         fourths = math.floor(4 * math.log2(max(needed / room, 1)))
         return int(self._placing.live_bytes * 2 ** (-fourths / 4))
@@ -174,22 +174,22 @@ class Planner:
         self, ways: Iterable[Written], budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
         """The fastest plan of these programs; raises as `plan` does."""
-        return Fastest(budget, options, lambda way: self._again_s(way, budget, options)).of(ways)
+        return Fastest(budget, options, lambda way: self._against(way, budget, options)).of(ways)
 
-    def _again_s(self, way: Written, budget: int, options: Mapping[str, Any] | None) -> float:
-        """Seconds of compute that the program as it is written does not have."""
+    def _against(self, way: Written, budget: int, options: Mapping[str, Any] | None) -> Against:
+        """What a program comes to against that as it is written."""
         if way is self._as_written:
-            return 0.0
+            return Against()
         pair = way, self._as_written
         looks = [each.look_without_rings(budget) for each in pair]
         if None in looks:
             looks = [each.placing.asked for each in pair]
-        again_s, written_s = (
-            each.compute_s(look, options)
+        new, old = (
+            each.unplanned(look, options)
             for each, look in zip(pair, looks, strict=True)
             if look is not None
         )
-        return again_s - written_s
+        return Against(new.compute_s - old.compute_s, new.besides_bytes - old.besides_bytes)
 
     def resident(self, options: Mapping[str, Any] | None) -> Candidate:
         """The program with all that may be on the device there, whether or not that has so much."""

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 
@@ -22,6 +22,7 @@ from hlo_passes import pipeline
 from hlo_passes.equations import Path
 from hlo_passes.errors import MemoryBudgetError, MemplanError
 from hlo_passes.ir import Learned, Module
+from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from hlo_passes.simulator import cost
@@ -75,6 +76,18 @@ class _Asked(TypedDict):
     host_parameters: Collection[int]
     sliced_parameters: Collection[int]
     slots: int | None
+
+
+class Unplanned(NamedTuple):
+    """A program before anything is planned.
+
+    Attributes:
+      compute_s: seconds of a step.
+      besides_bytes: needed besides its arguments.
+    """
+
+    compute_s: float
+    besides_bytes: int
 
 
 class Written:
@@ -227,11 +240,14 @@ class Written:
         everything = replace(everything, inside=inside, nested=nested)
         return everything if ring else everything.without(self.placing.streams.stacks)
 
-    def compute_s(self, hosting: Hosting, options: Mapping[str, Any] | None) -> float:
-        """Seconds of compute, all by the machine model: of this program XLA may have said how long
-        kernels take that those of another are compared with."""
+    def unplanned(self, hosting: Hosting, options: Mapping[str, Any] | None) -> Unplanned:
+        """What XLA makes of this program, all by the machine model: it may have said how long the
+        kernels of one take, and what it holds on the chip, that those of another are compared with.
+        """
         _, module = self.capture(hosting, options)
-        return cost.step_seconds(module.with_learned(Learned()), self._lowering.target.machine)
+        module, machine = module.with_learned(Learned()), self._lowering.target.machine
+        usage = memory_usage(module, machine.platform, machine=machine)
+        return Unplanned(cost.step_seconds(module, machine), usage.besides_bytes)
 
     def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""

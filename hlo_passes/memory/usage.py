@@ -97,6 +97,11 @@ class MemoryUsage:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
     @property
+    def besides_bytes(self) -> int:
+        """What is needed besides the arguments."""
+        return self.total_bytes - self.argument_bytes
+
+    @property
     def table_bytes(self) -> int:
         """Of the tables of pointers, and of rounding; 0 where no temporaries are reported."""
         return max(0, self.temp_bytes - self.heap_bytes)

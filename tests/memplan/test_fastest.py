@@ -13,7 +13,7 @@ import pytest
 
 import memplan.api as memplan
 from hlo_passes.errors import MemoryBudgetError, VerificationError
-from memplan.candidates import Promise, Refused
+from memplan.candidates import Against, Promise, Refused
 from memplan.fastest import Fastest
 from tests.memplan.chains import HALF, activations, chain, weights
 from tests.memplan.test_planner import refusal
@@ -38,6 +38,7 @@ class Way:
     planned_s: float | None
     aim: int | None = None
     needs: int = BUDGET + 1
+    more_bytes: int = -1
     planned: list[Way] = field(default_factory=list)
     looked_at: list[Way] = field(default_factory=list)
 
@@ -69,12 +70,16 @@ class Way:
         yield candidate
 
 
+def against(way: Way) -> Against:
+    return Against(0.0, way.more_bytes)
+
+
 def planned(ways: Sequence[Way]) -> tuple[float, list[int]]:
     """The step that is found, and which of the ways are planned for it, in turn."""
     order: list[Way] = []
     for way in ways:
         way.planned = order
-    found = Fastest(BUDGET, None, lambda _: 0.0).of(ways)  # pyright: ignore[reportArgumentType]
+    found = Fastest(BUDGET, None, against).of(ways)  # pyright: ignore[reportArgumentType]
     return found.step_time_s, [ways.index(way) for way in order]
 
 
@@ -121,7 +126,7 @@ def test_where_chunks_need_no_less_than_the_program_without_them_the_search_ends
     for way in ways:
         way.planned = order
     with pytest.raises(MemoryBudgetError):
-        Fastest(BUDGET, None, lambda _: 0.0).of(ways)  # pyright: ignore[reportArgumentType]
+        Fastest(BUDGET, None, against).of(ways)  # pyright: ignore[reportArgumentType]
     assert [ways.index(way) for way in order] == [0, 3, 1, 2, 4, 5]
 
 
@@ -159,15 +164,25 @@ def test_of_many_that_promise_more_than_they_hold_not_all_are_planned():
     assert (found, order) == (4.0, [5, 4, 3, 2])
 
 
+def test_chunks_of_which_as_much_is_live_as_without_them_are_left_out():
+    vain = [Way(1.1, 1.1, aim=64 - n, more_bytes=n) for n in range(2)]
+    found, order = planned([Way(2.0, 2.5), *vain, Way(1.5, 1.6, aim=32)])
+    assert (found, order) == (1.6, [3])
+    assert not any(way.looked_at for way in vain)
+    # Three of them end the series.
+    vain.append(Way(1.1, 1.1, aim=60, more_bytes=0))
+    assert planned([Way(2.0, 2.5), *vain, Way(1.5, 1.6, aim=32)]) == (2.5, [0])
+
+
 def test_a_program_that_xla_does_not_show_is_dropped(caplog: pytest.LogCaptureFixture):
     ways = [Way(1.5, 1.6), Way(1.1, 1.2, aim=64)]
 
-    def again_s(way: object) -> float:
+    def refused(way: Way) -> Against:
         if way is ways[1]:
             raise VerificationError("loop", "not the same")
-        return 0.0
+        return Against()
 
-    found = Fastest(BUDGET, None, again_s).of(ways)  # pyright: ignore[reportArgumentType]
+    found = Fastest(BUDGET, None, refused).of(ways)  # pyright: ignore[reportArgumentType]
     assert found.step_time_s == 1.6
     assert "it was dropped" in caplog.text
 
@@ -177,7 +192,7 @@ def test_compute_that_is_done_again_counts_against_a_promise():
     order: list[Way] = []
     for way in ways:
         way.planned = order
-    again = {id(ways[0]): 0.0, id(ways[1]): 0.5}
+    again = {id(ways[0]): Against(), id(ways[1]): Against(0.5, -1)}
     search = Fastest(BUDGET, None, lambda way: again[id(way)])
     search.of(ways)  # pyright: ignore[reportArgumentType]
     assert [ways.index(way) for way in order] == [0]
