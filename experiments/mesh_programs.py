@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -77,11 +77,43 @@ def mesh_step(kind: str, devices: Sequence[Any], size: Size, *, abstract: bool =
     if not abstract:
         mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=types)
     forward, divided, given = _KINDS[kind](mesh, size)
+    weights = functools.partial(
+        _weights, size=size, experts=mesh.size if kind == "expert" else None
+    )
+    return _training(mesh, size, weights, forward, divided, given)
+
+
+def one_chip_of(chips: int, device: Any, size: Size) -> MeshStep:
+    """What each of so many chips does under ``fsdp``, on one alone: where those gather weights, it
+    makes as many bytes of the rows that it has, and it adds up what those scatter.
+
+    Args:
+      size: of what all of them do.
+    """
+
+    def layer(x: Any, w: Any) -> Any:
+        gathered = {name: jnp.tile(rows, (chips, 1)) for name, rows in w.items()}
+        return _layer(x, lax.optimization_barrier(gathered))
+
+    mesh = Mesh(np.array([device]), ("shard",))
+    weights = functools.partial(_weights, size=size, experts=None, parts=chips)
+    size = replace(size, batch=size.batch // chips)
+    return _training(mesh, size, weights, _scanned(layer), _all(_P()), _P())
+
+
+def _training(
+    mesh: Any,
+    size: Size,
+    weights_of: Callable[[Any], Any],
+    forward: _Forward,
+    divided: Mapping[str, Any],
+    given: Any,
+) -> MeshStep:
     optax = importlib.import_module("optax")
     optimizer = optax.adamw(1e-3)
 
     def init(key: Any) -> Any:
-        weights = _weights(key, size, mesh.size if kind == "expert" else None)
+        weights = weights_of(key)
         return weights, optimizer.init(weights)
 
     def step(state: Any, batch: Any) -> Any:
@@ -108,7 +140,8 @@ def mesh_step(kind: str, devices: Sequence[Any], size: Size, *, abstract: bool =
     return MeshStep(step, init, (state, (x, x)), (of_state, NamedSharding(mesh, _P())))
 
 
-def _weights(key: Any, size: Size, experts: int | None) -> Mapping[str, Any]:
+def _weights(key: Any, size: Size, experts: int | None, parts: int = 1) -> Mapping[str, Any]:
+    """Of all layers, or one of so many parts of their rows."""
     of_expert = () if experts is None else (experts,)
     shapes = {
         "qkv": (size.width, 3 * size.width),
@@ -118,7 +151,8 @@ def _weights(key: Any, size: Size, experts: int | None) -> Mapping[str, Any]:
     }
     keys = jax.random.split(key, len(shapes))
     return {
-        name: jax.random.normal(k, (size.layers, *shape)) / shape[-2] ** 0.5
+        name: jax.random.normal(k, (size.layers, *shape[:-2], shape[-2] // parts, shape[-1]))
+        / shape[-2] ** 0.5
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 

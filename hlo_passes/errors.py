@@ -350,6 +350,23 @@ class HookError(MemplanError):
         )
 
 
+class HostComputeError(MemplanError):
+    """XLA would compute on the host what the program computes on the device.
+
+    Attributes:
+      instructions: which, by name.
+    """
+
+    def __init__(self, module: str, instructions: Sequence[str]) -> None:
+        self.instructions = tuple(instructions)
+        shown = ", ".join(f"%{name}" for name in self.instructions[:3])
+        more = f" and {more} more" if (more := len(self.instructions) - 3) > 0 else ""
+        super().__init__(
+            f"module {module}: of what was put on the host, XLA would compute {shown}{more} there: "
+            "it needs it divided among the devices in another way"
+        )
+
+
 class LoweringPlatformsError(MemplanError, NotImplementedError):
     """A function within a budget is exported, or lowered for platforms."""
 

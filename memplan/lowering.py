@@ -18,9 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes import xla
+from hlo_passes.equations import programs, says_where
 from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
@@ -138,6 +140,12 @@ class Lowering:
         text = _NAME.sub("module", self.program.lowered.as_text(), count=1)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def computes_on_host(self) -> bool:
+        """Whether the user has something computed on the host: by ``compute_on``, or because
+        shardings have arguments there."""
+        return bool(self.on_host) or _says_where(self.traced.jaxpr)
+
     @property
     def arguments_bytes(self) -> int:
         """Of those that may be on the device. With more than the budget, compiling without a plan
@@ -179,9 +187,7 @@ class Lowering:
 
     def divided(self, n: int) -> NamedSharding | None:
         """How the flat argument `n` is divided among devices; None where each has all of it."""
-        sharding = self.sharding(n)
-        is_divided = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
-        return sharding if is_divided else None
+        return _dividing(self.sharding(n))
 
     def result_sharding(self, k: int) -> Any:
         """Where the flat result `k` is; None where only XLA will say."""
@@ -195,6 +201,11 @@ class Lowering:
         `n` on the host. The memory that the user's sharding names is the device's where they named
         none."""
         return self._asked_of_results[k] or self.sharding(n)
+
+    def divided_result(self, k: int, n: int) -> NamedSharding | None:
+        """How the flat result `k` is divided among devices where it takes the place of the flat
+        argument `n` on the host; None where each has all of it."""
+        return _dividing(self.hosted_sharding(k, n))
 
     def _can_take_place(self, k: int, n: int) -> bool:
         """Whether a device has as much of the flat result `k` as of the flat argument `n`, and the
@@ -376,3 +387,18 @@ def _shard_bytes(info: Any, sharding: Any) -> int:
     if jnp.issubdtype(info.dtype, jax.dtypes.extended):
         return math.prod(shape) * info.dtype.itemsize
     return -(-math.prod(shape) * jax.dtypes.itemsize_bits(info.dtype) // 8)  # int4: half a byte.
+
+
+def _dividing(sharding: Any) -> NamedSharding | None:
+    """A sharding that divides, whatever memory it names."""
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def _says_where(jaxpr: Jaxpr) -> bool:
+    """Whether an equation says where it is computed."""
+    return any(
+        says_where(eqn) or any(_says_where(program.jaxpr) for program in programs(eqn))
+        for eqn in jaxpr.eqns
+    )

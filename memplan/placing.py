@@ -46,8 +46,8 @@ from memplan.streams.hosting import Hosting, Streams, stack_bytes
 from memplan.streams.orders import Order
 from memplan.streams.programs import inline_all_calls, inline_calls, without_puts
 from memplan.streams.recomputing import Recomputed, recompute_residuals
-from memplan.streams.rewrite import constrained, streamed
-from memplan.streams.ring import DEVICE, HOST
+from memplan.streams.rewrite import streamed
+from memplan.streams.ring import DEVICE, HOST, constrained
 from memplan.streams.turning import order_as_it_was, order_of_turned
 from memplan.streams.uses import Result, Source
 
@@ -191,6 +191,7 @@ class Placing:
         is_fed_outside = self.lowering.target.machine.is_fed_outside
         on_host = frozenset[int]() if is_fed_outside else hosting.arguments
         moved = on_host - self.streams.stacks.keys()
+        returned = self.streams.returned(hosting)
         run = streamed(
             # Without rings loops that were made for them would be in the way.
             self.streams.jaxpr if has_loops else self._jaxpr,
@@ -198,6 +199,11 @@ class Placing:
             opened=opened,
             whole=moved - hosting.inside,
             divided={n: s for n in moved if (s := self.lowering.divided(n)) is not None},
+            divided_results={
+                k: s
+                for k, n in returned.items()
+                if (s := self.lowering.divided_result(k, n)) is not None
+            },
             donated=self.streams.donated,
             turned=self.streams.turned if rings else {},
             turned_results=self.streams.turned_results if rings else {},
@@ -209,7 +215,7 @@ class Placing:
             layouts,
             donors=self._donors_beside(hosting),
             hosted=on_host,
-            hosted_results={**self.streams.returned(hosting), **stored},
+            hosted_results={**returned, **stored},
             options=self.ring_options if has_loops and scheduled else {},
         )
         # XLA would copy a whole stack on the host to make an argument and a result one.

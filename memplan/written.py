@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 
 from hlo_passes import pipeline
+from hlo_passes.analysis.host_compute import host_compute
 from hlo_passes.equations import Path
-from hlo_passes.errors import MemoryBudgetError, MemplanError
+from hlo_passes.errors import HostComputeError, MemoryBudgetError, MemplanError
 from hlo_passes.ir import Learned, Module
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.plan import Plan
@@ -509,13 +510,19 @@ class Written:
     def capture(
         self, hosting: Hosting, options: Mapping[str, Any] | None
     ) -> tuple[Program, Module]:
-        """The program so placed, and its module as XLA schedules it."""
+        """The program so placed, and its module as XLA schedules it.
+
+        Raises:
+          HostComputeError: when that computes on the host what the user's does not.
+        """
         key = hosting, _options_key(options)
         if key not in self._captured:
             program = self.placing.placed(hosting)
             module = inject.capture(
                 self._lowering.target.platform, program.stablehlo, program.compiler(options)
             )
+            if not self._lowering.computes_on_host and (found := host_compute(module)):
+                raise HostComputeError(module.name, [i.name for i in found])
             self.show(hosting, options, program, module)
         program, shown = self._captured[key]
         # The same one as before, if nothing was learnt since: what was found of it is kept with it.

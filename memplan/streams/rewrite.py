@@ -25,7 +25,7 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding, Sharding, reshard
+from jax.sharding import NamedSharding
 
 from hlo_passes.equations import (
     Call,
@@ -50,7 +50,7 @@ from memplan.streams.orders import (
     slice_as_it_was,
     slice_in_rows,
 )
-from memplan.streams.ring import DEVICE, HOST, Ring, run
+from memplan.streams.ring import DEVICE, HOST, Ring, constrained, run
 from memplan.streams.turning import Turn, as_it_was, as_turned
 
 
@@ -81,6 +81,7 @@ def streamed(
     opened: Collection[Path] = (),
     whole: Collection[int] = (),
     divided: Mapping[int, NamedSharding] = MappingProxyType({}),
+    divided_results: Mapping[int, NamedSharding] = MappingProxyType({}),
     donated: Collection[int] = (),
     turned: Mapping[int, Turn] = MappingProxyType({}),
     turned_results: Mapping[int, Turn] = MappingProxyType({}),
@@ -94,6 +95,7 @@ def streamed(
       opened: the loops that bring whole arguments from the host in each iteration.
       whole: numbers of the arguments that come to the device as they are, whatever reads them.
       divided: how arguments, which no scan takes apart, lie across devices.
+      divided_results: how results, which scans leave on the host, do.
       donated: numbers of the arguments whose memory the results may take.
       turned, turned_results: those that the function has otherwise than `jaxpr`.
       tied: see `Ring`.
@@ -108,12 +110,15 @@ def streamed(
         with line_of(reader) if reader is not None else nullcontext():
             return _arrived(argument, divided.get(n))
 
-    of_inputs = {jaxpr.invars[n]: sharding for n, sharding in divided.items()}
+    known = {jaxpr.invars[n]: sharding for n, sharding in divided.items()}
+    for k, sharding in divided_results.items():
+        if k not in turned_results and isinstance(made := jaxpr.outvars[k], Var):
+            known[made] = sharding
 
     def function(*args: Any) -> list[Any]:
         placed = [arrived(n, a) for n, a in enumerate(args)]
         placed = [as_turned(a, turned.get(n)) for n, a in enumerate(placed)]
-        results = _Rewrite(streams, opened, tied, of_inputs).run(jaxpr, placed, (), owned)
+        results = _Rewrite(streams, opened, tied, known).run(jaxpr, placed, (), owned)
         return [as_it_was(r, turned_results.get(k)) for k, r in enumerate(results)]
 
     return function
@@ -169,7 +174,12 @@ class _Rewrite:
                         kept = set(atoms) - owned
                         kept |= {a for a, last in last_use.items() if last > n}
                         free = [isinstance(a, Var) and a not in kept for a in eqn.invars]
-                        results = self._scan(scan, operands, free, (*path, n))
+                        divided = {
+                            r: self.divided[v]
+                            for r, v in enumerate(eqn.outvars[scan.carried :])
+                            if v in self.divided
+                        }
+                        results = self._scan(scan, operands, free, divided, (*path, n))
                     else:
                         results = self._around(eqn, operands, (*path, n))
                 values.update(zip(eqn.outvars, results, strict=True))
@@ -235,8 +245,16 @@ class _Rewrite:
             case _:
                 raise AssertionError(eqn)
 
-    def _scan(self, scan: Scan, args: list[Any], free: Sequence[bool], path: Path) -> list[Any]:
-        """Runs a scan as a ring; `free` says whose memory it may take, operand by operand."""
+    def _scan(
+        self,
+        scan: Scan,
+        args: list[Any],
+        free: Sequence[bool],
+        divided: Mapping[int, NamedSharding],
+        path: Path,
+    ) -> list[Any]:
+        """Runs a scan as a ring; `free` says whose memory it may take, operand by operand, and
+        `divided` how stacked results lie across devices."""
         stream = self.streams.get(path, Stream(depth=0))
         body, carried, first = scan.body, scan.carried, scan.first_stack
         consts, carry = args[: scan.constants], args[scan.constants : first]
@@ -288,6 +306,7 @@ class _Rewrite:
                 {r: a for r, a in enumerate(results_in_rows) if r not in stream.stored},
                 {s: in_rows[s] for s in on_device},
             ),
+            {r: of_stack for r, of_stack in divided.items() if r not in made},
             self.tied,
         )
         with jax.named_scope(scope_of(path)):
@@ -365,13 +384,6 @@ def on_host(value: Any) -> bool:
 
 def _on_device(value: Any) -> Any:
     return jax.device_put(value, DEVICE) if on_host(value) else value
-
-
-def constrained(value: Any, sharding: Sharding) -> Any:
-    """A value that lies so on its devices; of explicit axes its type says that, too."""
-    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-        return reshard(value, sharding)
-    return lax.with_sharding_constraint(value, sharding)
 
 
 def _arrived(argument: Any, sharding: NamedSharding | None) -> Any:

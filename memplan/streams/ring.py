@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding, Sharding, reshard
 from jax.sharding import PartitionSpec as P
 
 HOST = jax.memory.Space.Host
@@ -61,6 +62,8 @@ class Ring:
       early: those of them that a layer does not compute but is given; they are stored at
         the start of their own layer.
       in_place: result to the stack whose place it takes, slice by slice.
+      divided: how stacks of `stored` lie across devices, where it is known. To bring them into
+        another division there, XLA would compute on the host.
       tied: whether also the fetches in the loop wait for the layer before them. XLA:GPU
         copies by DMA only where it can see that an index is a linear function of the loop's
         counter, so there they are not, and the schedule keeps the order.
@@ -73,6 +76,7 @@ class Ring:
     stored: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
+    divided: Mapping[int, NamedSharding] = field(default_factory=dict[int, NamedSharding])
     tied: bool = True
 
     @property
@@ -172,7 +176,7 @@ class _Ring:
         waiting = self.late if last and ring.depth > 1 else frozenset[int]()
         for r, value in enumerate(made):
             if r not in waiting:
-                out[r] = self._put(out[r], value, n, r in ring.stored)
+                out[r] = self._put(out[r], r, value, n)
         lagging = {r: made[r] for r in sorted(waiting)}
         # Results that stay on the device are left out: XLA fuses them with their update.
         after = carry + [made[r] for r in sorted(self.late)]
@@ -182,7 +186,7 @@ class _Ring:
         """Stores what waits, made by layer `n`; returns the stacks."""
         out = list(state.out)
         for r, value in state.made.items():
-            out[r] = self._put(out[r], value, n if isinstance(n, int) else jnp.maximum(n, 0), True)
+            out[r] = self._put(out[r], r, value, n if isinstance(n, int) else jnp.maximum(n, 0))
         return out
 
     def _index(self, n: Any) -> Any:
@@ -208,8 +212,10 @@ class _Ring:
 
         return [slice_of(s, stack) for s, stack in enumerate(self.stacks)]
 
-    def _put(self, stack: Any, value: Any, n: Any, to_host: bool) -> Any:
-        if to_host:
+    def _put(self, stack: Any, r: int, value: Any, n: Any) -> Any:
+        if r in self.ring.stored:
+            if (of_stack := self.ring.divided.get(r)) is not None:
+                value = constrained(value, of_stack.update(spec=P(*of_stack.spec[1:])))
             value = jax.device_put(value, HOST)
         return _row_major(
             lax.dynamic_update_index_in_dim(
@@ -227,9 +233,17 @@ class _Ring:
         if r in self.ring.stored:
             # What a number is broadcast to on the host XLA only allocates (host_offloader.cc); an
             # empty one XLA:GPU does not divide, and cannot slice there.
-            return jax.device_put(_zeros(stack), HOST)
+            zeros, of_stack = _zeros(stack), self.ring.divided.get(r)
+            return jax.device_put(zeros if of_stack is None else constrained(zeros, of_stack), HOST)
         # Not a number that is broadcast: XLA would write it.
         return _varying(lax.empty(stack.shape, stack.dtype, out_sharding=sharding), stack)
+
+
+def constrained(value: Any, sharding: Sharding) -> Any:
+    """A value that lies so on its devices; of explicit axes its type says that, too."""
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return reshard(value, sharding)
+    return lax.with_sharding_constraint(value, sharding)
 
 
 def _zeros(aval: Any) -> Any:

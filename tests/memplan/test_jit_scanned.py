@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import memplan.api as memplan
 import memplan.candidates as candidates
 import memplan.written as written
-from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.analysis.host_compute import host_compute
+from hlo_passes.errors import HostComputeError, MemoryBudgetError
 from hlo_passes.rewrite import inject
 from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
@@ -351,6 +352,45 @@ def test_residuals_on_the_host_are_divided_as_what_is_left_is(target: str):
     empty = [i for i in module.entry.instructions if i.custom_call_target == "AllocateBuffer"]
     on_host = {tuple(i.shape.dimensions) for i in empty if i.shape.memory_space == 5}
     assert on_host == {(LAYERS, 8192 // 4, 1024)}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
+)
+def test_what_layers_leave_is_divided_on_the_device_as_it_lies_on_the_host(target: str):
+    """Where a layer leaves it divided otherwise, XLA would divide the stack anew, on the host."""
+    where = topology(target)
+    mesh = where.mesh((4,), ("rows",))
+    divided = NamedSharding(mesh, P(None, "rows"))  # Of a stack its rows, of a slice its columns.
+    weights = jax.ShapeDtypeStruct((LAYERS, 1024, 512), jnp.float32, sharding=divided)
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def update(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.sin(x @ w @ w.T), lax.with_sharding_constraint(w / 2, divided)
+
+        x, weights = lax.scan(layer, x, weights)
+        return weights, x
+
+    step = memplan.jit(update, machine=where, donate_argnums=0, out_shardings=(divided, None))
+    placing = step.lower(weights, x).placing
+    hosting = placing.everything(2, 1.0)
+    program = placing.placed(hosting)
+    module = inject.capture(where.platform, program.stablehlo, program.compiler(None))
+    assert placing.streams.returned(hosting)
+    assert not host_compute(module)
+
+
+def test_a_program_of_which_a_part_would_run_on_the_host_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(written, "host_compute", lambda module: module.entry.instructions[:4])
+    args = jnp.ones((LAYERS, 64, 64)), jnp.ones((8, 64))
+    lowered = memplan.jit(forward, hbm=6 * 64 * 64 * 4).lower(*args)
+    with pytest.raises(HostComputeError, match=r"would compute %.* and 1 more there"):
+        lowered.plan()
+    assert "was dropped" in caplog.text
 
 
 @pytest.mark.tpu
