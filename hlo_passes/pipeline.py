@@ -179,6 +179,34 @@ def room_within(
 
 
 @collection_paused()
+def loops_with_room(
+    module: Module,
+    machine: Machine,
+    *,
+    host_parameters: Collection[int] = (),
+    sliced_parameters: Collection[int] = (),
+    slots: int | None = None,
+) -> frozenset[str]:
+    """Returns the loops of the entry whose bodies could take twice the bytes that they do without
+    more being live there than elsewhere, by what XLA calls them, when the module needs the least
+    that is known.
+
+    Args:
+      module: scheduled; its loops get their schedule first.
+      host_parameters, sliced_parameters, slots: as for `plan_module`.
+    """
+    on_host, sliced = tuple(host_parameters), tuple(sliced_parameters)
+    found = _prepared(module, machine, on_host, sliced, slots)
+    _, _, posed = fit.least_budget(found.pose(found.bodies.lowest), slots)
+    most = int(posed.load.max(initial=0))
+    return frozenset(
+        i.op_name
+        for tick, i in enumerate(posed.ticks.instructions)
+        if i.opcode == "while" and int(posed.load[tick]) + body_plans.inside(posed, tick) <= most
+    )
+
+
+@collection_paused()
 def plan_module(
     module: Module,
     machine: Machine,

@@ -437,6 +437,7 @@ class Preparation:
       hosted: those of them that live on the host.
       hosted_results: results of scans that do: the path to the scan's equation, and their number.
       depth, share: of rings, as in `LoopStreams`.
+      lagging: paths to the scans whose rings of one slot store while the next layer comes.
       hosted_inside: flat numbers of those that loops bring whole, in each iteration.
       nested: whether also loops inside loops do.
       recomputed: what scans compute again of what others leave for them.
@@ -460,6 +461,7 @@ class Preparation:
     hosted_results: tuple[tuple[tuple[int, ...], int], ...]
     depth: int
     share: float
+    lagging: tuple[tuple[int, ...], ...] = ()
     hosted_inside: tuple[int, ...] = ()
     nested: bool = False
     recomputed: Literal["nothing", "elementwise", "everything"] = "nothing"

@@ -246,6 +246,7 @@ class Placing:
             hosted_results=tuple(sorted(hosting.results)),
             depth=hosting.depth,
             share=hosting.share,
+            lagging=tuple(sorted(hosting.lagging)),
             hosted_inside=tuple(sorted(hosting.inside)),
             nested=hosting.nested,
             recomputed=self.recomputed,

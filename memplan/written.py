@@ -31,15 +31,39 @@ from memplan.candidates import Candidate, Promise, Refused
 from memplan.executable import Program
 from memplan.known import Known
 from memplan.placing import Placing
-from memplan.streams.choice import choose_kept, ring_seconds
+from memplan.streams.choice import choose_kept, ring_seconds, storing
 from memplan.streams.hosting import Hosting
 from memplan.streams.records import record_streams
 
-# The rings that are tried, in this order: slots, and the share of a layer's bytes that has so
-# many (see `Stream`). Where all layers take equally long, two slots are enough: one is filled
-# while the other is computed with. With less, more stacks have room on the device, which is
-# better where the link is the bottleneck anyway.
-_RINGS = ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
+
+class _Ring(NamedTuple):
+    """How the loops of a program are streamed.
+
+    Attributes:
+      slots, share: see `Stream`.
+      lags: what a layer made is stored while the next one comes, in loops beside which less is
+        live than elsewhere. With more slots it is in all.
+    """
+
+    slots: int
+    share: float
+    lags: bool = False
+
+    @property
+    def layers(self) -> float:
+        """How many layers it has room for where most is live."""
+        return 1 + (self.slots - 1) * self.share
+
+    def __str__(self) -> str:
+        more = ", stored late where there is room" if self.lags else ""
+        slots = f"{self.slots} slot{'s'[: self.slots != 1]}"
+        return f"rings of {slots} for {self.share:.0%} of a layer{more}"
+
+
+# The rings that are tried, in this order. Where all layers take equally long, two slots are enough:
+# one is filled while the other is computed with. With less, more stacks have room on the device,
+# which is better where the link is the bottleneck anyway.
+_RINGS = (_Ring(2, 1.0), _Ring(1, 1.0, lags=True), _Ring(1, 1.0), _Ring(2, 0.25), _Ring(3, 1.0))
 
 # Where stacks take no more than this share of the budget, they are left on the device at first;
 # and rings are tried only where a step then is slow (`Candidate.is_slow`). What rings save is
@@ -55,20 +79,6 @@ _PROMISING = 0.8
 _HOPELESS = 2
 
 _log = logging.getLogger("memplan")
-
-
-def _layers(ring: tuple[int, float]) -> float:
-    """How many layers a ring has room for."""
-    slots, share = ring
-    return 1 + (slots - 1) * share
-
-
-def _worded(ring: tuple[int, float] | None) -> str:
-    """What the log calls the way in which a program's loops are streamed."""
-    if ring is None:
-        return "no rings"
-    slots, share = ring
-    return f"rings of {slots} slot{'s'[: slots != 1]} for {share:.0%} of a layer"
 
 
 class _Asked(TypedDict):
@@ -151,10 +161,13 @@ class Written:
         best: Candidate | None = None
         refused = math.inf
         for ring in self._rings(budget):
-            if ring is not None and _layers(ring) > refused:
+            if ring is not None and ring.layers > refused:
                 continue
-            if best is not None and (ring is None or ring[0] > best.hosting.depth + 1):
-                return  # One slot more was no better.
+            if best is not None:
+                if ring is None or ring.slots > best.hosting.depth + 1:
+                    return  # One slot more was no better.
+                if best.hosting.lagging and ring.layers == best.hosting.depth:
+                    continue  # Nor would it be with what is stored early.
             what = self.named(ring)
             how = f" with {what}" if what else ""
             fastest_s = min((candidate.step_time_s for candidate in found), default=None)
@@ -166,6 +179,10 @@ class Written:
                     # temporaries can still be evicted and recomputed.
                     candidate = self._plan_placed(everything, budget, options)
                 else:
+                    if ring.lags:
+                        everything = self._storing_late(everything, budget, options)
+                        if not everything.lagging:
+                            continue
                     candidate = self._with_stacks(
                         everything,
                         budget,
@@ -176,7 +193,7 @@ class Written:
                 _log.info("planning%s: need %d bytes", how, error.least)
                 failed.append(error)
                 if ring is not None:
-                    refused = min(refused, _layers(ring))
+                    refused = min(refused, ring.layers)
                 elif error.least - self._stack_bytes > _HOPELESS * budget:
                     return  # Nor would it fit with all stacks on the host.
                 continue
@@ -192,7 +209,7 @@ class Written:
             if best.is_hidden or (ring is None and not best.is_slow):
                 return
 
-    def named(self, ring: tuple[int, float] | None) -> str:
+    def named(self, ring: _Ring | None) -> str:
         """In what way the program's loops are written, for a person; nothing where it has none that
         could be."""
         parts: list[str] = []
@@ -200,8 +217,8 @@ class Written:
             parts.append(f"{self.placing.recomputed} recomputed")
         if self.placing.splits:
             parts.append(f"{len(self.placing.splits)} in chunks")
-        if self.placing.streams.rings(self.placing.everything(*_RINGS[0])):
-            parts.append(_worded(ring))
+        if self.placing.streams.rings(self.placing.everything(*_RINGS[0][:2])):
+            parts.append("no rings" if ring is None else str(ring))
         return ", ".join(parts)
 
     def promise(self, budget: int, options: Mapping[str, Any] | None) -> Promise | Refused | None:
@@ -233,11 +250,9 @@ class Written:
         everything = self._everything(ring, *next(self.inside(budget)))
         return None if self.placing.streams.rings(everything) else everything
 
-    def _everything(
-        self, ring: tuple[int, float] | None, inside: frozenset[int], nested: bool
-    ) -> Hosting:
+    def _everything(self, ring: _Ring | None, inside: frozenset[int], nested: bool) -> Hosting:
         """All that may live on the host does; stacks only if there is a ring."""
-        everything = self.placing.everything(*(ring or _RINGS[0]))
+        everything = self.placing.everything(*(ring or _RINGS[0])[:2])
         everything = replace(everything, inside=inside, nested=nested)
         return everything if ring else everything.without(self.placing.streams.stacks)
 
@@ -250,22 +265,22 @@ class Written:
         usage = memory_usage(module, machine.platform, machine=machine)
         return Unplanned(cost.step_seconds(module, machine), usage.besides_bytes)
 
-    def _rings(self, budget: int) -> tuple[tuple[int, float] | None, ...]:
+    def _rings(self, budget: int) -> tuple[_Ring | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
-        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0])
+        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0][:2])
         if not streams.rings(everything):
             return _RINGS[:1]
         slots = self._lowering.function.options.slots
         # More chunks are there to be tried instead.
         rings = _RINGS[:1] if self.placing.splits else _RINGS
-        rings = tuple(ring for ring in rings if slots is None or ring[0] <= slots)
+        rings = tuple(ring for ring in rings if slots is None or ring.slots <= slots)
         is_small = self._stack_bytes <= _SMALL_STACKS * budget
         return (None, *rings) if is_small else (*rings, None)
 
     @functools.cached_property
     def _stack_bytes(self) -> int:
         """Of all stacks that may be on the host."""
-        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0])
+        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0][:2])
         hosted = (*everything.arguments, *everything.results)
         return sum(self.placing.stack_size(s) for s in hosted if s in streams.stacks)
 
@@ -327,6 +342,20 @@ class Written:
                     raise
                 room -= max(error.least - budget, room // 8)
 
+    def _storing_late(
+        self, everything: Hosting, budget: int, options: Mapping[str, Any] | None
+    ) -> Hosting:
+        """The same where loops beside which less is live than elsewhere store late.
+
+        Raises:
+          MemoryBudgetError: when there is no plan even without.
+        """
+        self._room(everything, budget, options)
+        program, module = self.capture(everything, options)
+        machine = self._lowering.target.machine
+        loops = pipeline.loops_with_room(module, machine, **self._asked(program, everything))
+        return replace(everything, lagging=storing(self.placing.streams, everything, loops))
+
     def _plan_placed(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
     ) -> Candidate:
@@ -341,7 +370,8 @@ class Written:
         """Where no stack is there, all rings are one: that is planned once."""
         if self.placing.streams.rings(hosting):
             return hosting
-        return replace(hosting, depth=_RINGS[0][0], share=_RINGS[0][1])
+        slots, share, _ = _RINGS[0]
+        return replace(hosting, depth=slots, share=share, lagging=frozenset())
 
     def _once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """What is planned, or the error that it ends with, made once."""

@@ -176,7 +176,7 @@ class Bodies:
         for tick, i in enumerate(kept.ticks.instructions):
             if i.name in loops:
                 costs[tick] = min(costs[tick], seconds[i.name])
-                load[tick] -= _inside(kept, tick)
+                load[tick] -= inside(kept, tick)
         return replace(
             kept,
             costs=costs,
@@ -248,7 +248,7 @@ class Bodies:
         for number, tick in loops:
             if least[tick] <= capacity:
                 continue
-            found[number] = capacity - (int(least[tick]) - _inside(posed, tick))
+            found[number] = capacity - (int(least[tick]) - inside(posed, tick))
             whole = self._as_it_is(_of(self._module, number))
             found |= self._targets(whole, found[number] - whole.arena.tables)
         return found
@@ -411,7 +411,7 @@ def _of(module: Module, number: int) -> Body:
     return next(b for b in loop_bodies(module) if b.computation.id == number)
 
 
-def _inside(posed: Problem, tick: int) -> int:
+def inside(posed: Problem, tick: int) -> int:
     """The bytes that what runs at a tick has for itself."""
     return sum(
         r.size

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from hlo_passes.equations import Path
@@ -42,6 +42,17 @@ def ring_seconds(module: Module, machine: Machine) -> Mapping[str, float]:
             if scopes and i.opcode not in ("while", "call", "conditional"):
                 found[scopes[-1]] += nest.executions * costs.get(i.id, 0.0)
     return found
+
+
+def storing(streams: Streams, hosting: Hosting, loops: Collection[str]) -> frozenset[Path]:
+    """Returns the scans among these loops that store anything on the host.
+
+    Args:
+      loops: of `pipeline.loops_with_room`.
+    """
+    roomy = {scope for called in loops for scope in _SCOPE.findall(called)[-1:]}
+    rings = streams.rings(hosting)
+    return frozenset(p for p, ring in rings.items() if ring.stored and scope_of(p) in roomy)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Hosting:
       arguments: flat numbers of arguments, stacks or not.
       results: stacked results of scans.
       depth, share: of every ring, see `Stream`.
+      lagging: scans whose rings of one slot store what a layer made while the next one comes.
       inside: those of the arguments that come whole in each iteration of the loops that read
         them; the others come before such a loop, and stay for all of it.
       nested: also in each iteration of loops inside loops.
@@ -59,6 +60,7 @@ class Hosting:
     inside: frozenset[int] = frozenset()
     nested: bool = False
     asked: frozenset[int] = frozenset()
+    lagging: frozenset[Path] = frozenset()
 
     @classmethod
     def of(cls, preparation: Preparation) -> Hosting:
@@ -71,6 +73,7 @@ class Hosting:
             preparation.share,
             frozenset(preparation.hosted_inside),
             preparation.nested,
+            lagging=frozenset(preparation.lagging),
         )
 
     def without(self, sources: Collection[Source]) -> Hosting:
@@ -239,7 +242,15 @@ class Streams:
         for source in (*hosting.arguments, *self.stored(hosting)):
             if source in self.stacks:
                 paths.update(self.stacks[source].scans)
-        rings = {p: Stream(hosting.depth, hosting.share, frozenset(stored[p])) for p in paths}
+        rings = {
+            p: Stream(
+                hosting.depth,
+                hosting.share,
+                frozenset(stored[p]),
+                lags=hosting.depth > 1 or p in hosting.lagging,
+            )
+            for p in paths
+        }
         if hosting.depth and rings:
             # A stack that stays on the device is then updated in place.
             for result in self.replaced_by.values():

@@ -64,12 +64,14 @@ class Stream:
       share: the stacks that a layer reads first, up to this share of the bytes that it
         fetches, have so many; the others have one.
       stored: the results, by index among the stacked ones, that go to the host.
+      lags: see `Ring`.
       taken, made: the orders of stacks and of stacked results that do not lie in rows.
     """
 
     depth: int
     share: float = 1.0
     stored: frozenset[int] = frozenset()
+    lags: bool = False
     taken: Mapping[int, Order] = field(default_factory=dict[int, Order])
     made: Mapping[int, Order] = field(default_factory=dict[int, Order])
 
@@ -300,6 +302,7 @@ class _Rewrite:
             scan.reverse,
             stream.depth,
             _read_first(body, first, args[first:], stream.share),
+            stream.lags,
             stream.stored,
             frozenset(r for r in stream.stored if results[r] in given),
             _pair(

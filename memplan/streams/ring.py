@@ -24,10 +24,10 @@ have in common and hold the slice in between, or fetch into a slot that is still
 A stack on the device that the loop takes and gives back changed (a cache of keys and values)
 is carried and updated in place, so that it is there once.
 
-A result that goes to the host is stored while the next layer computes, also across the end
-of the body: what the body's last layer made is carried, and stored at the start of the next
-turn. The first turn has nothing to store and stores zeros over layer 0, which is written
-right after.
+A result that goes to the host is stored while the next layer computes, with one slot only where
+the ring is said to lag, also across the end of the body: what the body's last layer made is
+carried, and stored at the start of the next turn. The first turn has nothing to store and stores
+zeros over layer 0, which is written right after.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Ring:
       length: layers; `reverse`: from the last to the first.
       depth: slots, at least 1.
       ahead: the stacks that have as many; of the others, those on the host have one slot.
+      lags: whether what a layer made is stored while the next one comes and computes, as long as
+        which it is held.
       stored: the results, by index, whose stacks go to the host.
       early: those of them that a layer does not compute but is given; they are stored at
         the start of their own layer.
@@ -73,6 +75,7 @@ class Ring:
     reverse: bool
     depth: int
     ahead: frozenset[int]
+    lags: bool
     stored: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -142,7 +145,7 @@ class _Ring:
         for n in range(min(slots_ahead, ring.length)):
             state.ahead.append(self._fetch(self.ahead, n, state.after))
         if ring.turns:
-            lagging = self.late if slots_ahead else frozenset[int]()
+            lagging = self.late if ring.lags else frozenset[int]()
             state.made = {r: _zeros(self.results[r]) for r in sorted(lagging)}
             state = self._loop(state)
         for n in range(ring.turns * ring.depth, ring.length):
@@ -173,7 +176,7 @@ class _Ring:
             ahead.append(self._fetch(self.ahead, n + ring.depth - 1, state.after if tied else ()))
         fetched = ahead.pop(0) | self._fetch(self.along, n, state.after if tied else ())
         carry, made = self.layer(state.carry, self._slices(fetched, out, n))
-        waiting = self.late if last and ring.depth > 1 else frozenset[int]()
+        waiting = self.late if last and ring.lags else frozenset[int]()
         for r, value in enumerate(made):
             if r not in waiting:
                 out[r] = self._put(out[r], r, value, n)

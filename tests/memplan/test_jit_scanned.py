@@ -15,6 +15,7 @@ import memplan.candidates as candidates
 import memplan.written as written
 from hlo_passes.analysis.host_compute import host_compute
 from hlo_passes.errors import HostComputeError, MemoryBudgetError
+from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan.candidates import Candidate
 from memplan.streams.hosting import Hosting
@@ -394,6 +395,42 @@ def test_a_program_of_which_a_part_would_run_on_the_host_is_dropped(
 
 
 @pytest.mark.tpu
+def test_loops_beside_which_less_is_live_store_late():
+    """An update, after what layers work on is gone; and the plan says so when it is followed."""
+    weights = jax.ShapeDtypeStruct((LAYERS, 512, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((16384, 512), jnp.float32)
+
+    def step(weights: jax.Array, moments: jax.Array, x: jax.Array) -> Any:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = jnp.sin(x @ w)
+            return y, y.sum(0)
+
+        def update(_: None, arrays: tuple[jax.Array, ...]) -> Any:
+            w, moment, sums = arrays
+            moment = 0.9 * moment + sums
+            return None, (w - moment, moment)
+
+        x, sums = lax.scan(layer, x, weights)
+        sums /= jnp.abs(sums).max()
+        _, (weights, moments) = lax.scan(update, None, (weights, moments, sums))
+        return weights, moments, x.sum()
+
+    planned = memplan.jit(step, machine="v5e", donate_argnums=(0, 1))
+    lowered = planned.lower(weights, weights, x)
+    way = lowered._budgeted.planner._as_written
+    everything = lowered.placing.everything(1, 1.0)
+    late = way._storing_late(everything, 1 << 30, None)
+    scans = lowered.placing.streams.scans
+    assert late.lagging == {max(scans)}
+    plans = [way.plan_with(hosting, 1 << 30, None).plan for hosting in (everything, late)]
+    early_s, late_s = (plan.prediction.step_time_s for plan in plans)
+    assert late_s < 0.9 * early_s
+    again = Plan.from_json(plans[1].to_json())
+    followed = memplan.jit(step, machine="v5e", donate_argnums=(0, 1), plan=again)
+    assert followed.lower(weights, weights, x).compile().followed.exactly
+
+
+@pytest.mark.tpu
 def test_stacks_of_nothing():
     weights, x = shapes(256, 16, jnp.float32)
     nothing = jax.ShapeDtypeStruct((0, 256, 256), jnp.float32)
@@ -491,7 +528,7 @@ def test_rings_that_need_more_than_the_budget_are_not_planned(
         found.add(hosting.depth)
         return plan_placed(self, hosting, *rest)
 
-    monkeypatch.setattr(written, "_RINGS", tuple((slots, 1.0) for slots in rings))
+    monkeypatch.setattr(written, "_RINGS", tuple(written._Ring(slots, 1.0) for slots in rings))
     monkeypatch.setattr(written, "_SMALL_STACKS", 0.0)
     monkeypatch.setattr(Candidate, "is_hidden", False)
     monkeypatch.setattr(written.Written, "_room", room_with_one_slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ class Seen:
     """A candidate that takes so many seconds of a step, and of compute."""
 
     def __init__(self, depth: int, step_time_s: float, compute_s: float) -> None:
-        self.hosting = SimpleNamespace(depth=depth)
+        self.hosting = SimpleNamespace(depth=depth, lagging=frozenset())
         self.step_time_s, self.compute_s = step_time_s, compute_s
         self.has_edits = True
 
@@ -48,7 +49,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[int, float], Any]) 
 
     monkeypatch.setattr(written.Written, "promise", lambda *_: None)
     monkeypatch.setattr(written.Written, "_with_stacks", plan)
-    monkeypatch.setattr(written.Written, "_rings", lambda *_: tuple(seen))
+    rings = [written._Ring(*ring) for ring in seen]
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: rings)
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     return lowered._budgeted.planner.plan(HALF, None)
 
@@ -189,8 +191,9 @@ def test_slots_are_tried_for_the_fastest_program_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(written.Written, "promise", lambda *_: None)
     monkeypatch.setattr(written.Written, "_with_stacks", plan)
-    monkeypatch.setattr(written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25)))
-    monkeypatch.setattr(written.Written, "compute_s", lambda *_: 1.0)
+    ways = [written._Ring(*ring) for ring in ((2, 1.0), (1, 1.0), (2, 0.25))]
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: ways)
+    monkeypatch.setattr(written.Written, "unplanned", lambda *_: written.Unplanned(1.0, 0))
     monkeypatch.setattr(planner.Planner, "_ways", lambda *_: (first, again))
     assert of.plan(HALF, None) is seen[again]
     assert looked == [(first, 2, 1.0), (again, 2, 1.0), (again, 1, 1.0), (again, 2, 0.25)]
@@ -219,13 +222,46 @@ def test_no_ring_is_tried_with_more_layers_than_one_that_was_refused(
 
     monkeypatch.setattr(written.Written, "promise", lambda *_: None)
     monkeypatch.setattr(written.Written, "_with_stacks", plan)
-    monkeypatch.setattr(
-        written.Written, "_rings", lambda *_: ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))
-    )
+    rings = [written._Ring(*ring) for ring in ((2, 1.0), (1, 1.0), (2, 0.25), (3, 1.0))]
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: rings)
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
         lowered._budgeted.planner.plan(HALF, None)
     assert tried == [(2, 1.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "is_refused", "planned"),
+    [
+        ([(4,)], False, [[(4,)]]),
+        ([(4,)], True, [[(4,)], []]),
+        ([], False, [[]]),
+    ],
+)
+def test_what_layers_make_is_stored_early_where_to_hold_it_is_too_much(
+    monkeypatch: pytest.MonkeyPatch, paths: list[Any], is_refused: bool, planned: list[Any]
+):
+    tried: list[Any] = []
+
+    def plan(_self: Any, everything: Any, *_: Any) -> Any:
+        tried.append(sorted(everything.lagging))
+        if is_refused and everything.lagging:
+            raise refusal(HALF)
+        found = Seen(everything.depth, 2.0, 1.0)
+        found.hosting = everything
+        return found
+
+    def late(_self: Any, everything: Any, *_: Any) -> Any:
+        return dataclasses.replace(everything, lagging=frozenset(paths))
+
+    rings = written._Ring(1, 1.0, lags=True), written._Ring(1, 1.0)
+    monkeypatch.setattr(written.Written, "promise", lambda *_: None)
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: rings)
+    monkeypatch.setattr(written.Written, "_with_stacks", plan)
+    monkeypatch.setattr(written.Written, "_storing_late", late)
+    lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
+    lowered._budgeted.planner.plan(HALF, None)
+    assert tried == planned
 
 
 @pytest.mark.parametrize(("more", "rings"), [(HALF, 2), (2 * HALF, 0)])
@@ -242,7 +278,8 @@ def test_rings_are_not_tried_where_not_even_the_host_has_room_enough(
     monkeypatch.setattr(written.Written, "promise", lambda *_: None)
     for way in ("_plan_placed", "_with_stacks"):
         monkeypatch.setattr(written.Written, way, refuse)
-    monkeypatch.setattr(written.Written, "_rings", lambda *_: (None, (2, 1.0), (1, 1.0)))
+    ways = None, written._Ring(2, 1.0), written._Ring(1, 1.0)
+    monkeypatch.setattr(written.Written, "_rings", lambda *_: ways)
     lowered = memplan.jit(chain, hbm=HALF).lower(weights(), activations())
     with pytest.raises(MemoryBudgetError):
         lowered._budgeted.planner.plan(HALF, None)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from hlo_passes.equations import Path
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import Stream, streamed
 from tests.sweeps import slow_but
@@ -89,14 +90,16 @@ def run_streamed(
     depth: int,
     share: float,
     turned: bool,
+    lags: bool,
 ) -> Any:
     """Runs a program with every stack on the host that can be there; `turned`: the dimensions
-    of every slice lie the other way round."""
+    of every slice lie the other way round; `lags`: also with one slot results are stored late."""
     leaves, _ = jax.tree.flatten(args)
     traced, out = jax.make_jaxpr(program, return_shape=True)(*args)
     streams = Streams(traced, range(len(leaves)), (), {})
     stacks = frozenset(s for s in streams.stacks if isinstance(s, int))
-    hosting = Hosting(stacks, streams.residuals(0), depth, share)
+    lagging = frozenset(streams.scans) if lags else frozenset[Path]()
+    hosting = Hosting(stacks, streams.residuals(0), depth, share, lagging=lagging)
     orders = {
         source: (*range(1, len(stack.aval.shape)), 0) for source, stack in streams.sources.items()
     }
@@ -123,10 +126,11 @@ def check(
     share: float = 1.0,
     *,
     turned: bool = False,
+    lags: bool = False,
 ) -> None:
     args = weights(trips), activations()
     expected = jax.tree.leaves(jax.jit(program)(*args))
-    found = jax.tree.leaves(run_streamed(program, args, depth, share, turned))
+    found = jax.tree.leaves(run_streamed(program, args, depth, share, turned, lags))
     for a, b in zip(found, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         # XLA:CPU contracts products and sums in other places of other programs.
@@ -139,6 +143,14 @@ def check(
 @pytest.mark.parametrize("program", [forward, gradients])
 def test_the_numbers_of_the_untouched_scan(program: Callable[..., Any], trips: int, depth: int):
     check(program, trips, depth)
+
+
+@pytest.mark.parametrize("trips", [0, 1, 2, 7])
+@pytest.mark.parametrize("program", [gradients, remat, microbatches])
+def test_what_a_ring_of_one_slot_made_is_stored_while_the_next_comes(
+    program: Callable[..., Any], trips: int
+):
+    check(program, trips, 1, lags=True)
 
 
 def test_stacks_whose_slices_are_in_pieces_are_taken_as_rows():
