@@ -224,8 +224,10 @@ def test_a_training_step_streams_weights_residuals_and_the_update(target: str):
     kinds = {t.kind for schedule in compiled.plan.loops for t in schedule.transfers}
     assert kinds == {"prefetch", "evict"}
     # The weights come in for either pass and go out once; what a layer reads and what it makes
-    # goes out and comes in. The gradients stay where they are made.
-    assert compiled.plan.moved_bytes == 2 * LAYERS * (3 * 1024 * 1024 + 4 * 4096 * 1024)
+    # goes out and comes in. The gradients stay where they are made. Where it is stored late, the
+    # first iteration has nothing to store yet but what is written over.
+    moved = 2 * LAYERS * (3 * 1024 * 1024 + 4 * 4096 * 1024)
+    assert compiled.plan.moved_bytes == moved + 2 * 4096 * 1024 * len(compiled.hosting.lagging)
 
 
 def momentum(state: tuple[jax.Array, jax.Array], x: jax.Array) -> Any:
