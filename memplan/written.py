@@ -217,7 +217,7 @@ class Written:
             parts.append(f"{self.placing.recomputed} recomputed")
         if self.placing.splits:
             parts.append(f"{len(self.placing.splits)} in chunks")
-        if self.placing.streams.rings(self.placing.everything(*_RINGS[0][:2])):
+        if self.placing.streams.rings(self._with_first_ring):
             parts.append("no rings" if ring is None else str(ring))
         return ", ".join(parts)
 
@@ -252,7 +252,9 @@ class Written:
 
     def _everything(self, ring: _Ring | None, inside: frozenset[int], nested: bool) -> Hosting:
         """All that may live on the host does; stacks only if there is a ring."""
-        everything = self.placing.everything(*(ring or _RINGS[0])[:2])
+        everything = self._with_first_ring
+        if ring is not None:
+            everything = self.placing.everything(ring.slots, ring.share)
         everything = replace(everything, inside=inside, nested=nested)
         return everything if ring else everything.without(self.placing.streams.stacks)
 
@@ -267,7 +269,7 @@ class Written:
 
     def _rings(self, budget: int) -> tuple[_Ring | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
-        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0][:2])
+        streams, everything = self.placing.streams, self._with_first_ring
         if not streams.rings(everything):
             return _RINGS[:1]
         slots = self._lowering.function.options.slots
@@ -278,9 +280,14 @@ class Written:
         return (None, *rings) if is_small else (*rings, None)
 
     @functools.cached_property
+    def _with_first_ring(self) -> Hosting:
+        """All that may live on the host does."""
+        return self.placing.everything(_RINGS[0].slots, _RINGS[0].share)
+
+    @functools.cached_property
     def _stack_bytes(self) -> int:
         """Of all stacks that may be on the host."""
-        streams, everything = self.placing.streams, self.placing.everything(*_RINGS[0][:2])
+        streams, everything = self.placing.streams, self._with_first_ring
         hosted = (*everything.arguments, *everything.results)
         return sum(self.placing.stack_size(s) for s in hosted if s in streams.stacks)
 
@@ -370,8 +377,8 @@ class Written:
         """Where no stack is there, all rings are one: that is planned once."""
         if self.placing.streams.rings(hosting):
             return hosting
-        slots, share, _ = _RINGS[0]
-        return replace(hosting, depth=slots, share=share, lagging=frozenset())
+        first = _RINGS[0]
+        return replace(hosting, depth=first.slots, share=first.share, lagging=frozenset())
 
     def _once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """What is planned, or the error that it ends with, made once."""

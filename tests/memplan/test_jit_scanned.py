@@ -15,9 +15,11 @@ import memplan.candidates as candidates
 import memplan.written as written
 from hlo_passes.analysis.host_compute import host_compute
 from hlo_passes.errors import HostComputeError, MemoryBudgetError
+from hlo_passes.ir import Module
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from memplan.candidates import Candidate
+from memplan.placing import Placing
 from memplan.streams.hosting import Hosting
 from memplan.topologies import topology
 from tests.memplan.chains import (
@@ -37,6 +39,11 @@ pytestmark = pytest.mark.usefixtures("planned_once", "planned_as_written")
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
     pytest.param("h200", marks=pytest.mark.gpu),
+]
+
+OF_FOUR = [
+    pytest.param("v5e:2x2", marks=pytest.mark.tpu),
+    pytest.param("h200:4", marks=pytest.mark.gpu),
 ]
 
 SLOW_ON_GPU = [
@@ -333,10 +340,12 @@ def test_stacks_that_do_not_lie_in_rows_on_a_mesh(kind: AxisType):
     assert compiled.device_bytes <= 3 << 20
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
-)
+def scheduled(placing: Placing, hosting: Hosting) -> Module:
+    program, platform = placing.placed(hosting), placing.lowering.target.platform
+    return inject.capture(platform, program.stablehlo, program.compiler(None))
+
+
+@pytest.mark.parametrize("target", OF_FOUR)
 def test_residuals_on_the_host_are_divided_as_what_is_left_is(target: str):
     """A batch over devices: of what each layer leaves a host has its devices' parts."""
     where = topology(target)
@@ -350,17 +359,13 @@ def test_residuals_on_the_host_are_divided_as_what_is_left_is(target: str):
     placing = memplan.jit(gradients, machine=where).lower(weights, x).placing
     hosting = placing.everything(2, 1.0)
     assert hosting.results
-    program = placing.placed(hosting)
-    module = inject.capture(where.platform, program.stablehlo, program.compiler(None))
+    module = scheduled(placing, hosting)
     empty = [i for i in module.entry.instructions if i.custom_call_target == "AllocateBuffer"]
     on_host = {tuple(i.shape.dimensions) for i in empty if i.shape.memory_space == 5}
     assert on_host == {(LAYERS, 8192 // 4, 1024)}
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param("v5e:2x2", marks=pytest.mark.tpu), pytest.param("h200:4", marks=pytest.mark.gpu)],
-)
+@pytest.mark.parametrize("target", OF_FOUR)
 def test_what_layers_leave_is_divided_on_the_device_as_it_lies_on_the_host(target: str):
     """Where a layer leaves it divided otherwise, XLA would divide the stack anew, on the host."""
     where = topology(target)
@@ -379,8 +384,7 @@ def test_what_layers_leave_is_divided_on_the_device_as_it_lies_on_the_host(targe
     step = memplan.jit(update, machine=where, donate_argnums=0, out_shardings=(divided, None))
     placing = step.lower(weights, x).placing
     hosting = placing.everything(2, 1.0)
-    program = placing.placed(hosting)
-    module = inject.capture(where.platform, program.stablehlo, program.compiler(None))
+    module = scheduled(placing, hosting)
     assert placing.streams.returned(hosting)
     assert not host_compute(module)
 
