@@ -151,6 +151,37 @@ def choose_stay(
     return tuple((numbers | {of[n] for n in stay.names}, stay.step_time_s) for stay in stays)
 
 
+class LoopRoom(NamedTuple):
+    """Bytes in a loop of the entry, when the module needs the least that is known.
+
+    Attributes:
+      beside: by which less is live there than where most is.
+      inside: that its body has for itself.
+    """
+
+    beside: int
+    inside: int
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the body could take twice its bytes without more being live than elsewhere."""
+        return self.inside <= self.beside
+
+
+class Room(NamedTuple):
+    """Bytes that a budget has beside a plan for the least.
+
+    Attributes:
+      bytes: that are left wherever most is live.
+      loops: of the entry, by what XLA calls them.
+      elsewhere: by which less is live outside of these than where most is.
+    """
+
+    bytes: int
+    loops: Mapping[str, LoopRoom]
+    elsewhere: int
+
+
 @collection_paused()
 def room_within(
     module: Module,
@@ -160,50 +191,32 @@ def room_within(
     host_parameters: Collection[int] = (),
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
-) -> int:
-    """Returns the bytes of a budget beyond the least for which `plan_module` finds a plan, without
-    a search for one.
+) -> Room:
+    """Returns what a budget has beyond the least for which `plan_module` finds a plan, without a
+    search for one.
 
     Args:
       module: scheduled; its loops get their schedule first.
       host_parameters, sliced_parameters, slots: as for `plan_module`.
 
     Raises:
-      MemoryBudgetError: when there are none, so that no plan keeps to it.
+      MemoryBudgetError: when that is more than the budget, so that no plan keeps to it.
     """
     pose, found, _ = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
-    least, *_ = fit.least_budget(pose(found.lowest), slots)
+    least, _, posed = fit.least_budget(pose(found.lowest), slots)
     if least > budget:
         raise found.budget_error(budget)
-    return budget - least
-
-
-@collection_paused()
-def loops_with_room(
-    module: Module,
-    machine: Machine,
-    *,
-    host_parameters: Collection[int] = (),
-    sliced_parameters: Collection[int] = (),
-    slots: int | None = None,
-) -> frozenset[str]:
-    """Returns the loops of the entry whose bodies could take twice the bytes that they do without
-    more being live there than elsewhere, by what XLA calls them, when the module needs the least
-    that is known.
-
-    Args:
-      module: scheduled; its loops get their schedule first.
-      host_parameters, sliced_parameters, slots: as for `plan_module`.
-    """
-    on_host, sliced = tuple(host_parameters), tuple(sliced_parameters)
-    found = _prepared(module, machine, on_host, sliced, slots)
-    _, _, posed = fit.least_budget(found.pose(found.bodies.lowest), slots)
-    most = int(posed.load.max(initial=0))
-    return frozenset(
-        i.op_name
-        for tick, i in enumerate(posed.ticks.instructions)
-        if i.opcode == "while" and int(posed.load[tick]) + body_plans.inside(posed, tick) <= most
-    )
+    load = problem.streamed_load(posed)
+    most = int(load.max(initial=0))
+    loops: dict[str, LoopRoom] = {}
+    elsewhere = 0
+    for tick, i in enumerate(posed.ticks.instructions):
+        if i.opcode == "while":
+            room = LoopRoom(most - int(load[tick]), body_plans.inside(posed, tick))
+            loops[i.op_name] = min(loops.get(i.op_name, room), room)
+        else:
+            elsewhere = max(elsewhere, int(load[tick]))
+    return Room(budget - least, loops, most - elsewhere)
 
 
 @collection_paused()

@@ -24,6 +24,7 @@ from hlo_passes.equations import Path
 from hlo_passes.errors import HostComputeError, MemoryBudgetError, MemplanError
 from hlo_passes.ir import Learned, Module
 from hlo_passes.memory.usage import memory_usage
+from hlo_passes.pipeline import Room
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
 from hlo_passes.simulator import cost
@@ -347,7 +348,8 @@ class Written:
             except MemoryBudgetError as error:
                 if not kept:
                     raise
-                room -= max(error.least - budget, room // 8)
+                less = max(error.least - budget, room.bytes // 8)
+                room = room._replace(bytes=room.bytes - less)
 
     def _storing_late(
         self, everything: Hosting, budget: int, options: Mapping[str, Any] | None
@@ -357,11 +359,8 @@ class Written:
         Raises:
           MemoryBudgetError: when there is no plan even without.
         """
-        self._room(everything, budget, options)
-        program, module = self.capture(everything, options)
-        machine = self._lowering.target.machine
-        loops = pipeline.loops_with_room(module, machine, **self._asked(program, everything))
-        return replace(everything, lagging=storing(self.placing.streams, everything, loops))
+        room = self._room(everything, budget, options)
+        return replace(everything, lagging=storing(self.placing.streams, everything, room))
 
     def _plan_placed(
         self, hosting: Hosting, budget: int, options: Mapping[str, Any] | None
@@ -525,14 +524,14 @@ class Written:
             counts_chip=self.known.counts_chip,
         )
 
-    def _room(self, everything: Hosting, budget: int, options: Mapping[str, Any] | None) -> int:
-        """Bytes for stacks on the device beside rings.
+    def _room(self, everything: Hosting, budget: int, options: Mapping[str, Any] | None) -> Room:
+        """What there is for stacks on the device beside rings.
 
         Raises:
           MemoryBudgetError: when there is no plan even without any.
         """
 
-        def room() -> int:
+        def room() -> Room:
             program, module = self.capture(everything, options)
             machine = self._lowering.target.machine
             return pipeline.room_within(module, machine, budget, **self._asked(program, everything))

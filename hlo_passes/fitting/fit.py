@@ -15,7 +15,7 @@ all that lowers the load, whatever it takes ──► or there is no plan
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitting.edits import fit_with_edits
 from hlo_passes.fitting.solution import Solution, edited, placed
+from hlo_passes.ir import Instruction
 from hlo_passes.memoize import memoized
 from hlo_passes.orders import gathers, reorder
 from hlo_passes.placing import placement
@@ -207,20 +208,27 @@ def least_budget(posed: Problem, slots: int | None) -> tuple[int, int, Problem]:
     return least, tick, lowest.edited
 
 
-def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudgetError:
+def budget_error(
+    posed: Problem,
+    budget: int,
+    slots: int | None,
+    body: Callable[[str], Problem | None] = lambda _: None,
+) -> MemoryBudgetError:
     """Says what stands at the tick that needs most when every weight is streamed, and all that
-    can be is evicted or computed again."""
+    can be is evicted or computed again.
+
+    Args:
+      body: of the loop that an instruction is, by its name. Where a loop needs most, the error says
+        what stands in that, in XLA's order: another with less would be looked for for names alone.
+    """
     least, tick, posed = least_budget(posed, slots)
-    live = [
-        (r.size, r.name)
-        for r in posed.arena.temporaries
-        if r.live_range.start <= tick < r.live_range.end
-    ]
-    live += [
-        (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
-    ]
-    origins = Origins(posed.module)
-    instructions = {i.name: i for i in posed.module.entry.instructions}
+    where, at = posed, _instruction(posed, tick)
+    while at is not None and (inside := body(at.name)) is not None:
+        where = edited(inside, edit_choice.least_edits(inside))
+        tick = placement.tightest(where)
+        at = _instruction(where, tick)
+    origins = Origins(where.module)
+    instructions = {i.name: i for i in where.module.entry.instructions}
 
     def described(name: str, size: int) -> LiveBuffer:
         i = instructions.get(name.partition("{")[0])
@@ -229,16 +237,32 @@ def budget_error(posed: Problem, budget: int, slots: int | None) -> MemoryBudget
         line = "" if i.opcode == "parameter" else origins.line(i)
         return LiveBuffer(name, size, origins.about(i).op_name, line)
 
-    at = posed.ticks.instructions[tick] if posed.ticks.end else None
     return MemoryBudgetError(
         budget=budget,
         least=least,
         instruction=at.name if at is not None else "",
         op_name=origins.about(at).op_name if at is not None else "",
         source_line=origins.line(at) if at is not None else "",
-        largest=tuple(described(name, size) for size, name in sorted(live, reverse=True)[:5]),
+        largest=tuple(described(name, size) for size, name in _largest(where, tick)),
         fixed=posed.fixed_bytes,
         small=posed.arena.base,
         slots=slots,
         needed=placement.unpacked_budget(posed),
     )
+
+
+def _instruction(posed: Problem, tick: int) -> Instruction | None:
+    return posed.ticks.instructions[tick] if posed.ticks.end else None
+
+
+def _largest(posed: Problem, tick: int) -> list[tuple[int, str]]:
+    """The largest buffers that are live at a tick besides arguments and outputs, in bytes."""
+    live = [
+        (r.size, r.name)
+        for r in posed.arena.temporaries
+        if r.live_range.start <= tick < r.live_range.end
+    ]
+    live += [
+        (m.size, m.buffer) for m in posed.movables if any(r.start <= tick < r.end for r in m.reads)
+    ]
+    return sorted(live, reverse=True)[:5]

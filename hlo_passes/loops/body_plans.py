@@ -143,25 +143,12 @@ class Bodies:
     def budget_error(self, budget: int) -> MemoryBudgetError:
         """Says what stands where most is needed with the least in each body; where that is a loop,
         in its body."""
-        error = fit.budget_error(self._pose_module(self.lowest), budget, self._slots)
         bodies = {b.caller.name: b for b in loop_bodies(self._module)}
-        inside = error
-        while (body := bodies.get(inside.instruction)) is not None:
-            inside = fit.budget_error(self._as_it_is(body), budget, self._slots)
-        if inside is error:
-            return error
-        return MemoryBudgetError(
-            budget=budget,
-            least=error.least,
-            instruction=inside.instruction,
-            op_name=inside.op_name,
-            source_line=inside.source_line,
-            largest=inside.largest,
-            fixed=error.fixed,
-            small=error.small,
-            slots=error.slots,
-            needed=error.needed,
-        )
+
+        def posed(loop: str) -> Problem | None:
+            return self._as_it_is(bodies[loop]) if loop in bodies else None
+
+        return fit.budget_error(self._pose_module(self.lowest), budget, self._slots, posed)
 
     def bounding(self, kept: Problem, plans: tuple[BodyPlan, ...]) -> Problem:
         """Returns a posed module with loops in which something is edited as if nothing were, and

@@ -105,34 +105,39 @@ def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
 
     When `slots` rule out every plan, it is the budget that would do without them.
     """
-    arena = problem.arena
-    capacity, tick = least_capacity(fetches(problem.movables), arena.load)
-    least = unpacked_budget(problem)
-    if stream_all(problem, least, slots) is not None:
-        return least, tick
-    # Packing takes some bytes more. How many, is found by doubling and then by halving, until
-    # it is known to a thousandth of what is needed.
-    close = max(arena.alignment, least >> 10)
-    step, most = close, least + capacity + sum(m.size for m in problem.movables)
-    while not (fits := stream_all(problem, least + step, slots)) and least + step < most:
-        step *= 2
-    if not fits:
-        return least if slots is None else least_budget(problem)[0], tick
-    too_little, enough = step // 2, step
+    _, tick = _needed(problem)
+    enough = least = unpacked_budget(problem)
+    too_little, most = least - 1, 2 * least + sum(m.size for m in problem.movables)
+    # Packing takes some bytes more. By how many it exceeds a budget, is a good guess of what would
+    # do; then, by halving, that is known to a thousandth of what is needed.
+    close = step = max(problem.arena.alignment, least >> 10)
+    while isinstance(excess := fit_or_excess(problem, enough, slots), int):
+        if enough > most:
+            return least if slots is None else least_budget(problem)[0], tick
+        too_little, enough, step = enough, enough + max(excess, step), 2 * step
     while enough - too_little > close:
         middle = (too_little + enough) // 2
-        if stream_all(problem, least + middle, slots) is None:
+        if stream_all(problem, middle, slots) is None:
             too_little = middle
         else:
             enough = middle
-    return least + enough, tick
+    return enough, tick
 
 
 def unpacked_budget(problem: Problem) -> int:
     """Returns the budget in bytes that `least_budget` begins with: without what packing takes."""
-    streamed = fetches(problem.movables)
-    capacity, _ = least_capacity(streamed, problem.arena.load)
+    capacity, _ = _needed(problem)
     return problem.fixed_bytes + problem.arena.base + capacity
+
+
+def tightest(problem: Problem) -> int:
+    """Returns the tick that needs most with every weight streamed, and each held only while it is
+    read."""
+    return _needed(problem)[1]
+
+
+def _needed(problem: Problem) -> tuple[int, int]:
+    return least_capacity(fetches(problem.movables), problem.arena.load)
 
 
 def certain_budget(problem: Problem) -> int:

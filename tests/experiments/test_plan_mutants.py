@@ -45,7 +45,7 @@ PLANS = ("mlp_offloaded.v5e", "mlp_grad.h200", "conditional.cpu", "residuals_off
 def planned(name: str, share: float) -> Planned:
     module, machine = corpus.read(name), load_machine(name.rpartition(".")[2])
     total = memory_usage(module, machine.platform).total_bytes
-    budget = max(int(share * total), total - pipeline.room_within(module, machine, total))
+    budget = max(int(share * total), total - pipeline.room_within(module, machine, total).bytes)
     plan = pipeline.plan_module(module, machine, budget)
     return plan_mutants.planned(name, module, machine, plan)
 

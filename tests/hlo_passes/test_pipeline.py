@@ -99,8 +99,8 @@ def test_nothing_is_searched_for_where_one_instruction_needs_more(
 def test_the_room_within_a_budget_is_what_is_beyond_the_least(name: str):
     module, machine = captured(name)
     least = least_budget(module, machine)
-    assert room_within(module, machine, least + 5) == 5
-    assert room_within(module, machine, least) == 0
+    assert room_within(module, machine, least + 5).bytes == 5
+    assert room_within(module, machine, least).bytes == 0
     with pytest.raises(MemoryBudgetError) as refused:
         room_within(module, machine, least - 1)
     assert (refused.value.budget, refused.value.least) == (least - 1, least)
