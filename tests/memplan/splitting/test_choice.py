@@ -586,9 +586,13 @@ def check_random(seed):
         }
         shards.carry_on(jaxpr, along)
     new, splits = split(jaxpr, live_bytes(jaxpr) // (2 + seed % 5), shards=shards)
-    expected, found = (jax.jit(jaxpr_as_fun(j))(*args) for j in (jaxpr, new))
-    for a, b in zip(expected, found, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+    whole, in_chunks = (jax.jit(jaxpr_as_fun(j)) for j in (jaxpr, new))
+    expected, found = whole(*args), in_chunks(*args)
+    # Programs differ in what they make of a rounding: no more is asked than that they would keep.
+    nudged = whole(*(np.nextafter(a, np.inf) if a.dtype.kind == "f" else a for a in args))
+    for a, b, c in zip(expected, found, nudged, strict=True):
+        rounding = np.abs(a - c).max(initial=0)
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12 + rounding)
     return bool(splits)
 
 
