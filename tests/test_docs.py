@@ -31,8 +31,8 @@ from memplan import load_machine, machine_names
 
 ROOT = Path(__file__).parent.parent
 SLOW = frozenset(
-    """fsdp fusion in-chunks loading-weights long-sequences offload-weights optimizer-state
-    serving""".split()
+    """choosing-a-budget estimates every-shape fsdp fusion in-chunks intents loading-weights
+    long-sequences offload-weights optimizer-state prefix-cache serving what-grew""".split()
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

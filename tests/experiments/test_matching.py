@@ -60,6 +60,7 @@ def test_a_summary_is_of_all_programs():
     assert summary.rows == (("renamed", "none", "0.5000 to 0.7500 / 1.0000"),)
 
 
+@pytest.mark.slow
 def test_what_another_environment_compiles_is_found():
     """This one, called again: the modules are equal."""
     for row in matching._versions("cpu", sys.executable):

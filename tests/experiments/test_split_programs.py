@@ -31,6 +31,7 @@ def drawn(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     return jnp.asarray(random.standard_normal(shape.shape) / fan_in**0.5, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", SMALL.values(), ids=SMALL)
 def test_ways_agree(program: Program):
     leaves, tree = jax.tree.flatten(program.args)
@@ -45,6 +46,7 @@ def test_ways_agree(program: Program):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_a_step_of_training_is_one_loop_and_not_a_small_one_beside_it():
     of = split_programs.unet_of(8, 64)
     jaxpr = inline_all_calls(jax.jit(of.function).trace(*of.args).jaxpr.jaxpr)

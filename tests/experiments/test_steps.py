@@ -31,6 +31,7 @@ def inputs() -> tuple[Any, jax.Array]:
     return init_state(params, TrainOptions(algorithm="sgd", clip_norm=None)), tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", slow_but(["offload layer_in"], ["none", "nothing_saveable", "offload layer_in"])
 )

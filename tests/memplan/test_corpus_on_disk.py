@@ -15,6 +15,7 @@ SHARES = dict.fromkeys(CORPUS, 0.75) | {"vit-train": 0.95}
 STEPS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama-decode"], CORPUS))
 def test_results_are_those_of_jax(name, tmp_path):
     fun, shapes = CORPUS[name].small()

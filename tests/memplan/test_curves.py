@@ -20,6 +20,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("is_jitted", slow_but([True], [True, False]))
 def test_less_memory_takes_longer(is_jitted: bool):
@@ -84,6 +85,7 @@ def test_what_is_refused(options: dict[str, Any], said: str):
         memplan.curve(function, *SHAPES, **options)
 
 
+@pytest.mark.slow
 def test_what_the_function_closes_over_counts_at_every_point():
     closed = [jnp.full((512, 512), n, jnp.float32) for n in range(2)]
 

@@ -27,6 +27,7 @@ from pallas_kernels.decode import decode_attention
 from tests import corpus
 from tests.conftest import Golden
 from tests.hlo_passes.streamed import entry
+from tests.sweeps import slow_but
 
 SIZE = 64 * 4
 # %a is idle while %big is there, which a copy only moves; %q could be given away for %d.
@@ -259,6 +260,7 @@ def test_what_saves_next_to_nothing_is_not_advised():
     assert not advise(run.__class__(**{**vars(run), "device": device}), found())
 
 
+@pytest.mark.slow
 def test_tables_of_findings(golden: Golden):
     module, machine = corpus.read("llama_train.v5e"), load_machine("v5e")
     findings = Inspector(module, "tpu", machine).findings()
@@ -267,7 +269,10 @@ def test_tables_of_findings(golden: Golden):
     golden("findings.txt", "\n".join(map(plain_text, tables)))
 
 
-@pytest.mark.parametrize("key", corpus.memory())
+QUICK = [key for key in corpus.memory() if not key.startswith("llama_train.")]
+
+
+@pytest.mark.parametrize("key", slow_but(QUICK, corpus.memory()))
 def test_every_compiled_module_can_be_looked_into(key: str):
     """What is held at the peak is what the view adds up from live ranges. XLA's heap has a
     buffer some instructions longer than its value lives."""

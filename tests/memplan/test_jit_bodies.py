@@ -114,6 +114,7 @@ def edited(plan: Plan) -> list[BodyPlan]:
     return [b for b in plan.bodies if b.plan.edits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("f", "share"), PROGRAMS)
 def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any], share: float):
     compiled, budget = compiled_within("cpu", f, share)

@@ -131,6 +131,7 @@ def test_a_budget_that_needs_scanned_layers_streamed(target: str):
     assert compiled.hosting.arguments == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_scanned_layers_that_cannot_be_streamed(target: str):
     def shuffled(stacked: Any, order: Any, x: Any) -> Any:
@@ -466,6 +467,7 @@ def test_a_plan_is_made_for_what_xla_takes_by_itself(target: str):
     assert compiled.device_bytes == own.device_bytes
 
 
+@pytest.mark.slow
 def test_what_a_function_closes_over_is_counted_and_said():
     weights = [jnp.full((512, 512), n, jnp.float32) for n in range(4)]
 

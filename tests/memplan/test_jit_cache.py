@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.memplan.chains import HALF
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,7 @@ def run(folder: Path, *budgets: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_plan_finds_its_own_executable_and_no_other(tmp_path: Path):
     large, small = run(tmp_path, HALF, 2 * HALF // 3)
     assert large["plan"] != small["plan"]

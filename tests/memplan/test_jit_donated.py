@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import memplan.api as memplan
 from memplan.topologies import topology
 from tests.memplan.chains import assert_same_bits, xla_total
+from tests.sweeps import slow_but
 
 TARGETS = [
     pytest.param("v5e", marks=pytest.mark.tpu),
@@ -87,6 +88,7 @@ def test_nothing_is_deleted_where_an_argument_is_refused():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::memplan.PlacementWarning")
 def test_what_was_not_placed_is_deleted_all_the_same():
     x = jnp.linspace(-1, 1, 32 * WIDTH, dtype=jnp.float32).reshape(32, WIDTH)
@@ -222,7 +224,7 @@ def brought(state: Any, gradients: Any) -> Any:
     return update((params, *jax.device_put(moments, jax.memory.Space.Device)), gradients)
 
 
-@pytest.mark.parametrize("hbm", [11, 1 << 10])
+@pytest.mark.parametrize("hbm", slow_but([1 << 10], [11, 1 << 10]))
 @pytest.mark.parametrize("step", [update, brought])
 @pytest.mark.parametrize("name", TARGETS)
 def test_state_that_is_asked_for_on_the_host_is_there_and_back(name: str, step: Any, hbm: int):

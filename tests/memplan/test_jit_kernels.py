@@ -81,6 +81,7 @@ def test_gradients_of_packed_sequences_compile(batch: int, is_64_bit: bool) -> N
     assert "attention_backward" in text
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_what_is_not_materialised_is_not_held() -> None:
     """The scores alone would be 128 MiB."""
@@ -173,6 +174,7 @@ def test_decoders_on_a_mesh_run_the_kernel(shape: tuple[int, int]) -> None:
     assert spaces_read_by_kernels(compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", SLOW_ON_GPU)
 def test_decoders_are_planned_around(machine: str) -> None:
     compiled = decode(llama, machine, hbm="42MiB")
@@ -183,6 +185,7 @@ def test_decoders_are_planned_around(machine: str) -> None:
     assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_a_cache_on_the_host_goes_through_a_ring() -> None:
     compiled = decode(scanned, "v6e", hbm="32MiB")
@@ -193,6 +196,7 @@ def test_a_cache_on_the_host_goes_through_a_ring() -> None:
     assert all(HOST_MEMORY_SPACE not in spaces for spaces in kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", SLOW_ON_GPU)
 def test_what_is_on_the_host_is_brought_to_the_kernel(machine: str) -> None:
     """Caches that are only read are arguments like weights: they are fetched in time."""

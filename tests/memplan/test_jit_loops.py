@@ -98,6 +98,9 @@ def branched(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, TRIPS, body, x)
 
 
+LOOPS = (counted, scanned, until, prompted, tied, nested, carried, branched)
+
+
 # What the branches of a conditional read is there at once, so `branched` needs all of it.
 PROGRAMS = slow_but([counted], [counted, scanned, until, prompted, tied, nested, carried])
 
@@ -116,14 +119,14 @@ def compiled_for(target: str, f: Callable[..., Any], budget: int) -> Any:
     return memplan.jit(f, hbm=budget, machine=topology(target)).lower(*shapes()).compile()
 
 
-@pytest.mark.parametrize("f", [counted, scanned, until, prompted, tied, nested, carried, branched])
+@pytest.mark.parametrize("f", slow_but([scanned, branched], LOOPS))
 def test_on_cpu_what_a_loop_reads_is_there_for_all_of_it(f: Callable[..., Any]):
     with pytest.raises(MemoryBudgetError) as refused:
         compiled_for("cpu", f, COUNT * WEIGHT * 7 // 8)
     assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
 
 
-@pytest.mark.parametrize("f", [counted, scanned, until, prompted, tied, nested, carried, branched])
+@pytest.mark.parametrize("f", slow_but([scanned, branched], LOOPS))
 def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any]):
     def before(of: tuple[list[jax.Array], list[jax.Array]], x: jax.Array) -> Any:
         return f(of[0], net(of[1], x))
@@ -141,6 +144,7 @@ def test_numbers_on_cpu_are_those_of_jax(f: Callable[..., Any]):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", PROGRAMS)
 @pytest.mark.parametrize("target", SLOW_ON_TPU)
 def test_a_budget_below_what_a_loop_reads_is_kept(target: str, f: Callable[..., Any]):
@@ -160,6 +164,7 @@ def test_a_budget_below_what_a_loop_reads_is_kept(target: str, f: Callable[..., 
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_what_branches_read_is_there_at_once(target: str):
     with pytest.raises(MemoryBudgetError) as refused:
@@ -168,6 +173,7 @@ def test_what_branches_read_is_there_at_once(target: str):
     assert COUNT * WEIGHT < refused.value.least < (COUNT + 2) * WEIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_weights_for_which_there_is_room_stay(target: str):
     tight, wide = (compiled_for(target, counted, n * WEIGHT) for n in (5, 6))
@@ -177,6 +183,7 @@ def test_weights_for_which_there_is_room_stay(target: str):
     assert wide.plan.prediction.step_time_s < tight.plan.prediction.step_time_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_loop_reads_comes_once_where_all_of_it_has_room(target: str):
     def after(weights: list[jax.Array], x: jax.Array) -> jax.Array:

@@ -48,6 +48,7 @@ def recomputed(compiled: Compiled) -> str:
     return compiled.plan.preparation.recomputed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_is_done_where_it_is_faster(target: str, monkeypatch: pytest.MonkeyPatch):
     again = within("64MiB", target)

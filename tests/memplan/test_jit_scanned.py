@@ -131,6 +131,7 @@ def test_keys_beside_the_weights():
     assert_same_bits(step(*step.place(*args)), jax.jit(with_dropout)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_keys_are_not_moved(target: str):
     weights, x = shapes(256, 16, jnp.float32)
@@ -176,6 +177,7 @@ def test_the_mesh_is_named_in_the_types_or_not(program: Any, kind: AxisType):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("kind", slow_but([AxisType.Explicit], [AxisType.Explicit, AxisType.Auto]))
 def test_residuals_on_a_mesh_that_is_named_in_the_types(kind: AxisType):
@@ -192,6 +194,7 @@ def test_residuals_on_a_mesh_that_is_named_in_the_types(kind: AxisType):
     assert compiled.device_bytes <= 48 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_weights_that_stay_are_updated_in_place(target: str):
     weights, x = shapes(1024, 4096)
@@ -218,6 +221,7 @@ def test_two_slots_hide_the_weights_of_all_layers(program: Any, target: str):
     assert compiled.plan.prediction.stall_s < 0.05 * compiled.plan.prediction.compute_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_a_training_step_streams_weights_residuals_and_the_update(target: str):
     weights, x = shapes(1024, 4096)
@@ -245,6 +249,7 @@ def momentum(state: tuple[jax.Array, jax.Array], x: jax.Array) -> Any:
     return weights - 0.1 * m, m
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_out_shardings_leave_it_to_the_plan_in_which_memory_donated_state_is(target: str):
     machine = topology(target)
@@ -259,6 +264,7 @@ def test_out_shardings_leave_it_to_the_plan_in_which_memory_donated_state_is(tar
     assert compiled.memory_analysis().host_output_size_in_bytes == 2 * 2 * weights.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "hbm"),
     [
@@ -292,6 +298,7 @@ def test_stacks_that_the_tpu_cannot_slice_are_left_alone():
     assert lowered.compile().device_bytes <= 40 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("dtype", slow_but([jnp.float64], [jnp.complex64, jnp.float64]))
 def test_the_tpu_makes_two_of_numbers_of_64_bits(dtype: Any):

@@ -174,6 +174,7 @@ def gathering(
     return run, rows, ([weight] * 8, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_DEVICES)
 def test_divided_weights_come_by_the_shard_and_are_gathered_on_the_devices(name: str):
     run, rows, args = gathering(topologies.topology(name))
@@ -346,6 +347,7 @@ def test_on_tpu_plans_are_made_with_xlas_own_estimates():
     assert before.compute_s < 0.9 * after.compute_s
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_on_tpu_what_an_executable_holds_on_the_chip_is_not_counted():
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -404,6 +406,7 @@ assert changed <= jax_own, changed
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_devices_of_a_topology_of_jax_say_what_the_machine_is():
     devices = topologies.topology("v5e:2x2").devices

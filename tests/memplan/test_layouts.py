@@ -293,6 +293,7 @@ def test_a_donated_state_keeps_its_place(target: str):
         assert compiled.layouts.arguments[0] == compiled.layouts.results[0] == (1, 3, 2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW_ON_GPU)
 def test_layouts_go_with_a_budget(target: str):
     """Stacks are streamed as they lie, and no weight is converted: TPUs keep heads of 64 elements
@@ -372,6 +373,7 @@ def test_the_replay_computes_the_same(target: str):
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_a_cache_on_the_device_is_updated_in_place_as_it_lies():
     """While weights are streamed past it."""

@@ -156,6 +156,7 @@ def test_sizes_are_found_as_they_are_rounded():
     assert "cannot be told" in explained("Attempting to allocate 12.73M. That was not possible.")
 
 
+@pytest.mark.slow
 def test_of_programs_that_ask_for_as_much_the_last_one_is_meant():
     for n in range(3):
 

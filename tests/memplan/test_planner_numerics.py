@@ -88,6 +88,7 @@ def check(name: str, target: str, what: Forced) -> None:
     assert max_difference(before, jax.jit(fun)(*args)) <= 2 * _BF16_ULP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what"),
     slow_but(

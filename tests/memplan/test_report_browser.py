@@ -238,6 +238,7 @@ def test_hostile_names_are_text(tmp_path: Path, name: str):
         assert added == 1
 
 
+@pytest.mark.slow
 def test_a_long_list_has_elements_for_what_is_in_sight(tmp_path: Path):
     elements, last, height, shown = browse(
         inspected(streamed_text(layers=2000)),

@@ -40,6 +40,7 @@ def in_runtime(step):
     return type(step)(own.fun, options=options, jit_options=own.jit_options)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_gates_are_in_the_executable_and_the_arena_in_the_budget():
     shapes = jax.eval_shape(layers)

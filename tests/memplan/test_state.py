@@ -101,6 +101,7 @@ def test_killed_at_any_point_it_goes_on_from_a_whole_step(folder, expected, poin
         assert same(state.load(folder, like=initial()), states[epoch])
 
 
+@pytest.mark.slow
 def test_a_result_of_an_older_step_is_refused(folder):
     run, given = opened(folder)
     with run:
@@ -114,6 +115,7 @@ def test_a_result_of_an_older_step_is_refused(folder):
             run(given, *batch())
 
 
+@pytest.mark.slow
 def test_state_that_was_loaded_before_is_refused(folder, expected):
     old = state.load(folder, like=initial())
     run, given = opened(folder)
@@ -126,6 +128,7 @@ def test_state_that_was_loaded_before_is_refused(folder, expected):
     assert same(state.load(folder, like=initial()), expected[0][1])
 
 
+@pytest.mark.slow
 def test_one_runtime_has_a_folder_at_a_time(folder):
     run, _ = opened(folder)
     with run, pytest.raises(StateFolderError, match="in use by another runtime"):
@@ -145,6 +148,7 @@ def test_state_that_no_result_takes_the_place_of_is_refused(folder):
         memplan.jit(forgetful, hbm=BUDGET, donate_argnums=0).runtime(given, *batch())
 
 
+@pytest.mark.slow
 def test_results_that_change_places_are_refused(folder):
     run, given = opened(folder)
     with run:
@@ -173,6 +177,7 @@ def test_results_that_are_alike_are_refused(folder):
         memplan.jit(both, hbm=BUDGET, donate_argnums=0).runtime(given, *batch())
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_dropped_ends(folder, expected):
     run, given = opened(folder)
     run(given, *batch())
@@ -197,6 +202,7 @@ def test_state_that_is_not_donated_is_only_read(folder, expected):
     assert state.Folder.at(folder).epoch() == 0
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_away_ends_the_steps(folder):
     run, given = opened(folder)
     shutil.rmtree(folder)

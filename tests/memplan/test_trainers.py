@@ -99,6 +99,7 @@ def lowered(step: Callable[..., Any], target: str, hbm: str, net: nn.Module, **o
     return planned.lower(shaped, x)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_layers_on_another_axis_are_streamed_as_those_on_the_first():
     found = {}

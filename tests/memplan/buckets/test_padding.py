@@ -280,6 +280,7 @@ def random_programs(count: int) -> None:
     assert refused < count // 2
 
 
+@pytest.mark.slow
 def test_random_programs():
     random_programs(6)
 

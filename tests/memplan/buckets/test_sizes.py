@@ -97,6 +97,7 @@ def _reshapes(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @given(_reshapes())
 def test_what_is_there_after_a_reshape(groups: tuple[list[list[int]], list[list[int]]]):
     """The mask of the reshaped array is the reshaped mask."""

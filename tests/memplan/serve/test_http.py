@@ -369,6 +369,7 @@ NAMES = st.sampled_from(
 
 
 class TestClientsThatMisbehave:
+    @pytest.mark.slow
     @settings(max_examples=60)
     @given(st.dictionaries(NAMES, VALUES, max_size=5), st.sampled_from(["", "chat/"]))
     @example({"prompt": "a", "seed": 1 << 63}, "")

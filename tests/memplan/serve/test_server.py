@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
 
 
+@pytest.mark.slow
 def test_sigterm_lets_those_end_who_are_there_and_nobody_in(folder: Path) -> None:
     with serving(folder) as server:
         body = {"prompt": "the cat", "max_tokens": 200, "temperature": 0, "stream": True}

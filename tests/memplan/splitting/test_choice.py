@@ -597,7 +597,7 @@ def check_random(seed):
 
 
 def test_random_programs():
-    assert sum(map(check_random, range(3))) >= 2
+    assert sum(map(check_random, range(1, 3))) == 2
 
 
 @pytest.mark.slow

@@ -365,6 +365,7 @@ def test_nothing_to_merge():
 # --- real programs --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", slow_but([1.0], [None, 1.0]))
 def test_a_training_step(clip_norm: float | None):
     options = TrainOptions(clip_norm=clip_norm)

@@ -565,6 +565,7 @@ _OPERATIONS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60)
 def test_random_programs(data: st.DataObject):
