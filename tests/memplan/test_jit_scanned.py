@@ -444,6 +444,37 @@ def test_loops_beside_which_less_is_live_store_late():
 
 
 @pytest.mark.tpu
+def test_stacks_stay_for_which_there_is_room_where_most_is_live():
+    """Of few layers a slot is much of a stack, and those of an update are not there in between."""
+    weights = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+
+    def step(weights: jax.Array, moments: jax.Array, x: jax.Array) -> Any:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.sin(x @ w), None
+
+        def update(_: None, arrays: tuple[jax.Array, ...]) -> Any:
+            w, moment, gradient = arrays
+            moment = 0.9 * moment + gradient
+            return None, (w - moment, moment)
+
+        gradients = jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(weights)
+        gradients /= jnp.abs(gradients).max()
+        return lax.scan(update, None, (weights, moments, gradients))[1]
+
+    lowered = memplan.jit(step, machine="v5e", donate_argnums=(0, 1)).lower(weights, weights, x)
+    way = lowered._budgeted.planner._as_written
+    everything = lowered.placing.everything(1, 1.0)
+    stack = 4 << 22
+    budget = 1 << 30
+    budget += 5 * stack // 2 - way._room(everything, budget, None).bytes
+    way.plan_for(budget, None)
+    chosen = way._with_stacks(everything, budget, None, lambda hosting: hosting)
+    assert chosen != everything
+    assert 0 <= way._room(chosen, budget, None).bytes < stack
+
+
+@pytest.mark.tpu
 def test_stacks_of_nothing():
     weights, x = shapes(256, 16, jnp.float32)
     nothing = jax.ShapeDtypeStruct((0, 256, 256), jnp.float32)
