@@ -151,35 +151,17 @@ def choose_stay(
     return tuple((numbers | {of[n] for n in stay.names}, stay.step_time_s) for stay in stays)
 
 
-class LoopRoom(NamedTuple):
-    """Bytes in a loop of the entry, when the module needs the least that is known.
-
-    Attributes:
-      beside: by which less is live there than where most is.
-      inside: that its body has for itself.
-    """
-
-    beside: int
-    inside: int
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the body could take twice its bytes without more being live than elsewhere."""
-        return self.inside <= self.beside
-
-
 class Room(NamedTuple):
-    """Bytes that a budget has beside a plan for the least.
+    """What a budget has beside a plan for the least.
 
     Attributes:
-      bytes: that are left wherever most is live.
-      loops: of the entry, by what XLA calls them.
-      elsewhere: by which less is live outside of these than where most is.
+      bytes: that are left.
+      roomy: loops of the entry whose bodies could take twice the bytes that they do then without
+        more being live there than elsewhere, by what XLA calls them.
     """
 
     bytes: int
-    loops: Mapping[str, LoopRoom]
-    elsewhere: int
+    roomy: frozenset[str]
 
 
 @collection_paused()
@@ -207,16 +189,12 @@ def room_within(
     if least > budget:
         raise found.budget_error(budget)
     load = problem.streamed_load(posed)
-    most = int(load.max(initial=0))
-    loops: dict[str, LoopRoom] = {}
-    elsewhere = 0
-    for tick, i in enumerate(posed.ticks.instructions):
-        if i.opcode == "while":
-            room = LoopRoom(most - int(load[tick]), body_plans.inside(posed, tick))
-            loops[i.op_name] = min(loops.get(i.op_name, room), room)
-        else:
-            elsewhere = max(elsewhere, int(load[tick]))
-    return Room(budget - least, loops, most - elsewhere)
+    roomy = frozenset(
+        i.op_name
+        for tick, i in enumerate(posed.ticks.instructions)
+        if i.opcode == "while" and load[tick] + body_plans.inside(posed, tick) <= load.max()
+    )
+    return Room(budget - least, roomy)
 
 
 @collection_paused()

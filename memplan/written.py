@@ -331,7 +331,7 @@ class Written:
         """
         if not self.placing.streams.rings(everything):
             return planned(everything)
-        room = self._room(everything, budget, options)
+        room = self._room(everything, budget, options).bytes
         _, module = self.capture(everything, options)
         seconds = ring_seconds(module, self._lowering.target.machine)
         while True:
@@ -348,8 +348,7 @@ class Written:
             except MemoryBudgetError as error:
                 if not kept:
                     raise
-                less = max(error.least - budget, room.bytes // 8)
-                room = room._replace(bytes=room.bytes - less)
+                room -= max(error.least - budget, room // 8)
 
     def _storing_late(
         self, everything: Hosting, budget: int, options: Mapping[str, Any] | None

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hlo_passes.equations import Path
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.loops.host_transfers import nests
-from hlo_passes.pipeline import LoopRoom, Room
+from hlo_passes.pipeline import Room
 from hlo_passes.simulator.cost import instruction_costs
 from memplan.streams.hosting import Hosting, Streams
 from memplan.streams.rewrite import scope_of
@@ -48,35 +47,17 @@ def ring_seconds(module: Module, machine: Machine) -> Mapping[str, float]:
 
 def storing(streams: Streams, hosting: Hosting, room: Room) -> frozenset[Path]:
     """Returns the scans that store anything on the host, in loops that have room for more."""
-    roomy = {scope for scope, loop in _by_scope(room).items() if loop.has_room}
+    roomy = {_SCOPE.findall(called)[-1] for called in room.roomy if _SCOPE.search(called)}
     rings = streams.rings(hosting)
     return frozenset(p for p, ring in rings.items() if ring.stored and scope_of(p) in roomy)
-
-
-def _by_scope(room: Room) -> dict[str, LoopRoom]:
-    """The loops of the entry that are rings."""
-    return {_SCOPE.findall(n)[-1]: loop for n, loop in room.loops.items() if _SCOPE.search(n)}
 
 
 @dataclass(frozen=True)
 class _Ring:
     """What a ring does in a step: seconds, and for each stack the bytes in and out."""
 
-    scope: str
     compute_s: float
     moved: dict[Source, tuple[int, int]]
-
-
-class _Place(NamedTuple):
-    """Where in a step stacks that stay take memory.
-
-    Attributes:
-      room: bytes for them.
-      slots: those of each that are not there then, by stack.
-    """
-
-    room: int
-    slots: Mapping[Source, int]
 
 
 def choose_kept(
@@ -84,15 +65,18 @@ def choose_kept(
     hosting: Hosting,
     seconds: Mapping[str, float],
     machine: Machine,
-    room: Room,
+    room: int,
     size_of: Callable[[Source], int],
 ) -> frozenset[Source]:
     """Chooses, one after another, the stacks whose place on the device gains most time a byte.
 
+    Their slots in rings gain no room: where most is live there may be none, and of a stack that
+    stays a layer's slice is copied as well, if XLA does not fuse that.
+
     Args:
       hosting: everything that may live on the host does.
       seconds: of `ring_seconds`.
-      room: what a budget has beyond the least for `hosting`.
+      room: bytes of device memory that `hosting` leaves.
       size_of: bytes of a stack on one device.
 
     O(stacks² · rings).
@@ -110,57 +94,20 @@ def choose_kept(
             total += max(ring.compute_s, in_s, out_s)
         return total
 
-    def needs(source: Source, place: _Place) -> int:
-        return size_of(source) - place.slots.get(source, 0)
-
-    def left_at(place: _Place) -> int:
-        return place.room - sum(needs(source, place) for source in kept)
-
-    places = _places(streams, hosting, rings, room, size_of)
     kept: frozenset[Source] = frozenset()
     left = {s for ring in rings for s in ring.moved} - hosting.asked
     now = step_s(kept)
     while True:
-        tightest = min(places, key=left_at)
-        free = [(place, left_at(place)) for place in places]
         gains = {
-            s: (now - step_s(kept | {s})) / max(1, needs(s, tightest))
-            for s in left
-            if all(needs(s, place) <= bytes_left for place, bytes_left in free)
+            s: (now - step_s(kept | {s})) / max(1, size_of(s)) for s in left if size_of(s) <= room
         }
         best = max(gains, key=lambda s: (gains[s], str(s)), default=None)
         if best is None or gains[best] <= 0:
             return kept
         kept |= {best}
         left.remove(best)
+        room -= size_of(best)
         now = step_s(kept)
-
-
-def _places(
-    streams: Streams,
-    hosting: Hosting,
-    rings: Sequence[_Ring],
-    room: Room,
-    size_of: Callable[[Source], int],
-) -> list[_Place]:
-    """Each ring, in which stacks that stay have no slots, and all that is none."""
-
-    def slots(of: Iterable[_Ring]) -> dict[Source, int]:
-        moved = {source for ring in of for source in ring.moved}
-        return {s: hosting.depth * size_of(s) // _length(streams, s) for s in moved}
-
-    scopes = _by_scope(room)
-    nested = [ring for ring in rings if ring.scope not in scopes]
-    around = (loop.beside for called, loop in room.loops.items() if not _SCOPE.search(called))
-    return [
-        _Place(room.bytes + room.elsewhere, {}),
-        *(_Place(room.bytes + beside, slots(nested)) for beside in around),
-        *(
-            _Place(room.bytes + scopes[ring.scope].beside, slots([ring]))
-            for ring in rings
-            if ring.scope in scopes
-        ),
-    ]
 
 
 def _rings(
@@ -181,14 +128,6 @@ def _rings(
         if result is not None:
             moved[result.path][source][1] += streams.scans[result.path].runs * size_of(source)
     return [
-        _Ring(
-            scope_of(path),
-            seconds.get(scope_of(path), 0.0),
-            {s: (i, o) for s, (i, o) in by_stack.items()},
-        )
+        _Ring(seconds.get(scope_of(path), 0.0), {s: (i, o) for s, (i, o) in by_stack.items()})
         for path, by_stack in moved.items()
     ]
-
-
-def _length(streams: Streams, source: Source) -> int:
-    return max(1, streams.scans[streams.stacks[source].scans[0]].length)

@@ -444,33 +444,32 @@ def test_loops_beside_which_less_is_live_store_late():
 
 
 @pytest.mark.tpu
-def test_stacks_stay_for_which_there_is_room_where_most_is_live():
-    """Of few layers a slot is much of a stack, and those of an update are not there in between."""
+def test_as_many_stacks_stay_as_there_is_room_for():
+    """Of few layers a slot is much of a stack, and is not there where most is live."""
     weights = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
 
-    def step(weights: jax.Array, moments: jax.Array, x: jax.Array) -> Any:
+    def step(state: tuple[jax.Array, ...], x: jax.Array) -> Any:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             return jnp.sin(x @ w), None
 
         def update(_: None, arrays: tuple[jax.Array, ...]) -> Any:
-            w, moment, gradient = arrays
-            moment = 0.9 * moment + gradient
-            return None, (w - moment, moment)
+            gradient, w, *moments = arrays
+            moments = [0.9 * moment + gradient for moment in moments]
+            return None, (w - sum(moments), *moments)
 
-        gradients = jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(weights)
+        gradients = jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(state[0])
         gradients /= jnp.abs(gradients).max()
-        return lax.scan(update, None, (weights, moments, gradients))[1]
+        return lax.scan(update, None, (gradients, *state))[1]
 
-    lowered = memplan.jit(step, machine="v5e", donate_argnums=(0, 1)).lower(weights, weights, x)
+    lowered = memplan.jit(step, machine="v5e", donate_argnums=0).lower((weights,) * 4, x)
     way = lowered._budgeted.planner._as_written
     everything = lowered.placing.everything(1, 1.0)
-    stack = 4 << 22
-    budget = 1 << 30
+    stack, budget = 4 << 22, 1 << 30
     budget += 5 * stack // 2 - way._room(everything, budget, None).bytes
     way.plan_for(budget, None)
     chosen = way._with_stacks(everything, budget, None, lambda hosting: hosting)
-    assert chosen != everything
+    assert len(everything.arguments - chosen.arguments) == 2
     assert 0 <= way._room(chosen, budget, None).bytes < stack
 
 
