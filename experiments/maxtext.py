@@ -13,8 +13,8 @@ the optimizer's state, the parameters, or both. memplan plans the step of the po
 with nothing offloaded by MaxText, within shares of what ``full`` takes.
 
 Bytes are XLA's report of the executables, or with ``--plan``, which compiles only what MaxText's
-switches do, the plan's. Seconds are predictions of one machine model for the executables'
-schedules.
+switches do, the plan's. Seconds of steps are predictions of one machine model for the executables'
+schedules, those of XLA and of all planning, without what XLA does for it, processor time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from unittest import mock
 import jax
 from absl import app, flags
 
+from experiments.corpus import planning
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
 from memplan.compare import compared, view_planned
+from memplan.compiled import Compiled
 from memplan.report.build import view_run
 from memplan.report.tables import Column, Table
 from memplan.topologies import Topology, topology
@@ -94,6 +96,7 @@ _COLUMNS = (
     Column("step, predicted", right=True),
     Column("lower bound", right=True),
     Column("taken", right=True),
+    Column("XLA, or planning", right=True),
 )
 
 
@@ -148,27 +151,31 @@ def measure(path: str, case: Row, budget: int) -> Row:
 
 
 def _alone(step: _Step, target: Topology) -> Row:
+    begin = time.process_time()
     executable = jax.jit(step.fun, **step.options).lower(*step.args).compile()
+    xla_s = time.process_time() - begin
     memory, module = executable.memory_analysis(), read_module(executable)
-    return compared(view_run("XLA alone", module, target.machine, compiled=memory))
+    found = compared(view_run("XLA alone", module, target.machine, compiled=memory))
+    return {**found, "xla_s": xla_s}
 
 
 def _within(step: _Step, target: Topology, case: Row, budget: int) -> Row:
     lowered = jit(step.fun, hbm=budget, machine=target, **step.options).lower(*step.args)
     asked: Row = {"budget": budget}
-    try:
-        if not case["plan"]:
-            compiled = lowered.compile()
-            return {**asked, **compared(view_planned(compiled, target.machine))}
-        plan = lowered.plan()
-    except MemoryBudgetError as error:
-        return {**asked, "least": error.least if case["plan"] else error.least_budget()}
+    with planning() as planned:
+        try:
+            made = lowered.plan() if case["plan"] else lowered.compile()
+        except MemoryBudgetError as error:
+            return {**asked, "least": error.least if case["plan"] else error.least_budget()}
+    asked["planning_s"] = sum(planned)
+    if isinstance(made, Compiled):
+        return {**asked, **compared(view_planned(made, target.machine))}
     return {
         **asked,
-        "total": plan.prediction.total_bytes,
-        "moved": plan.moved_bytes,
-        "step_s": plan.prediction.step_time_s,
-        "bound_s": plan.prediction.lower_bound_s,
+        "total": made.prediction.total_bytes,
+        "moved": made.moved_bytes,
+        "step_s": made.prediction.step_time_s,
+        "bound_s": made.prediction.lower_bound_s,
     }
 
 
@@ -228,10 +235,11 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{format_bytes(row['budget'])} ({row['share']:.0%})" if "budget" in row else "–",
     )
     if "failure" in row:
-        return (*asked, f"failed: {row['failure']}", *["–"] * 5)
+        return (*asked, f"failed: {row['failure']}", *["–"] * 6)
     if "least" in row:
         least = f"refused, least {format_bytes(row['least'])}"
-        return (*asked, least, "–", "–", "–", "–", format_seconds(row["taken_s"]))
+        return (*asked, least, "–", "–", "–", "–", format_seconds(row["taken_s"]), "–")
+    processor_s = row.get("planning_s", row.get("xla_s"))
     return (
         *asked,
         format_bytes(row["total"]),
@@ -240,6 +248,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_seconds(row["step_s"]),
         format_seconds(row["bound_s"]),
         format_seconds(row["taken_s"]),
+        format_seconds(processor_s) if processor_s is not None else "–",
     )
 
 
