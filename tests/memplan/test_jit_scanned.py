@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import memplan.api as memplan
 import memplan.candidates as candidates
 import memplan.written as written
+from hlo_passes import pipeline
 from hlo_passes.analysis.host_compute import host_compute
 from hlo_passes.errors import HostComputeError, MemoryBudgetError
 from hlo_passes.ir import Module
@@ -560,7 +561,7 @@ def test_rings_that_need_more_than_the_budget_are_not_planned(
 ):
     room = written.Written._room
 
-    def room_with_one_slot(self: written.Written, everything: Hosting, *rest: Any) -> int:
+    def room_with_one_slot(self: written.Written, everything: Hosting, *rest: Any) -> pipeline.Room:
         if everything.depth > 1:
             raise refusal(HALF)
         return room(self, everything, *rest)
