@@ -1,6 +1,6 @@
 """Training steps of Flax's examples: within less memory by memplan, and by hand.
 
-    python -m experiments.flax_steps --path FOLDER [--programs lm1b gemma] [--targets h200]
+    python -m experiments.flax_steps --path FOLDER [--programs lm1b gemma] [--targets h200 v5e]
         [--policies as_it_is full ...] [--offloads nothing optimizer both] [--shares 0.75 0.5 0.35]
 
 The examples are no dependencies: FOLDER is ``examples`` of a checkout of Flax. What they import
@@ -14,7 +14,7 @@ policies, and state that is kept on the host, brought before the step and stored
 plans the step as it is, within shares of what that takes.
 
 Bytes are XLA's report of the executables, seconds predictions of one machine model for their
-schedules.
+schedules. For GPUs there are no rows with state on the host by hand.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.hardware.machine import load_machine
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
@@ -82,7 +84,7 @@ _COLUMNS = (
 def _define() -> None:
     flags.DEFINE_string("path", None, "Flax's examples")
     flags.DEFINE_multi_enum("programs", [*_PROGRAMS], [*_PROGRAMS], "which")
-    flags.DEFINE_multi_string("targets", ["h200"], "compiled for")
+    flags.DEFINE_multi_string("targets", ["h200", "v5e"], "compiled for")
     flags.DEFINE_multi_enum("policies", [*_POLICIES], [*_POLICIES], "by hand; as_it_is always is")
     flags.DEFINE_multi_enum("offloads", [*_OFFLOADS], [*_OFFLOADS], "by hand")
     flags.DEFINE_multi_float("shares", [0.75, 0.5, 0.35], "budgets, of as_it_is", 0.0, 1.0)
@@ -99,7 +101,10 @@ def _rows(rows: Rows) -> Iterator[Row]:
         of = {"program": program, "target": target}
         whole = {**of, "policy": "as_it_is", "offload": "nothing"}
         found = yield from _row(rows, whole)
-        for policy, offload in itertools.product(FLAGS.policies, FLAGS.offloads):
+        # To jax GPUs that are not here have no other memory than theirs.
+        on_gpu = load_machine(target.partition(":")[0]).platform == "gpu"
+        offloads = ["nothing"] if on_gpu else FLAGS.offloads
+        for policy, offload in itertools.product(FLAGS.policies, offloads):
             case = {**of, "policy": policy, "offload": offload}
             if case != whole:
                 yield from _row(rows, case)
@@ -143,7 +148,7 @@ class _Step:
 
 
 def _by_hand(step: _Step, target: Topology, on_host: Sequence[str]) -> Row:
-    here = SingleDeviceSharding(target.devices[0])
+    here = NamedSharding(Mesh(np.array(target.devices[:1]), ("one",)), PartitionSpec())
     there = here.with_memory_kind("pinned_host")
     state, *inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), step.args)
     shardings = jax.tree_util.tree_map_with_path(
