@@ -210,6 +210,25 @@ def test_a_choice_is_a_plan_that_holds(posed: Problem, share: float, slots: int 
             assert live <= slots
 
 
+@pytest.mark.parametrize("told", [0.01, 0.5, 1, 3])
+@pytest.mark.parametrize("packing", [1, 100_000, 5_000_000])
+def test_the_least_budget_is_near_what_packing_needs(
+    monkeypatch: pytest.MonkeyPatch, packing: int, told: float
+):
+    """However good a guess of it the excess is."""
+    posed = problem([(0, 1), (1, 2)], [1 << 22, 1 << 21])
+    unpacked = placement.unpacked_budget(posed)
+    needed, fits = unpacked + packing, placement.stream_all(posed, 1 << 40)
+    assert fits is not None
+
+    def excess(_: Problem, budget: int, *_rest: object) -> placement.Choice | int:
+        return fits if budget >= needed else int(told * (needed - budget))
+
+    monkeypatch.setattr(placement, "fit_or_excess", excess)
+    least, _ = placement.least_budget(posed)
+    assert needed <= least <= needed + max(posed.arena.alignment, unpacked >> 10)
+
+
 @pytest.mark.parametrize("space", ["", ":S(5)"])
 def test_a_donated_argument_counts_wherever_its_result_is(space: str):
     text = f"""HloModule toy, is_scheduled=true, input_output_alias={{ {{}}: (0, {{}}) }}
