@@ -436,6 +436,7 @@ def test_loops_beside_which_less_is_live_store_late():
     late = way._storing_late(everything, 1 << 30, None)
     scans = lowered.placing.streams.scans
     assert late.lagging == {max(scans)}
+    assert len(way._room(everything, 1 << 30, None).roomy) == 1  # Of two loops.
     plans = [way.plan_with(hosting, 1 << 30, None).plan for hosting in (everything, late)]
     early_s, late_s = (plan.prediction.step_time_s for plan in plans)
     assert late_s < 0.9 * early_s
