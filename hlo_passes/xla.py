@@ -224,10 +224,15 @@ def is_absent(device: Any) -> bool:
     return isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
-def tpu_topology(name: str) -> Any:
-    """Returns ``get_topology_desc("tpu", name)`` of TPUs that need not be here."""
+def tpu_topology(name: str, chip_config: str = "") -> Any:
+    """Returns ``get_topology_desc("tpu", name)`` of TPUs that need not be here.
+
+    Args:
+      chip_config: libtpu's name for how a chip's TensorCores are taken; ``""`` for its default.
+    """
+    options = {"chip_config_name": chip_config} if chip_config else {}
     with _absent_hardware():
-        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
 def cuda_topology(**description: str) -> Any:

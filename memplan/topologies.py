@@ -18,12 +18,14 @@ from hlo_passes.hardware.gpu_target import gpu_target_config
 from hlo_passes.hardware.machine import Machine, load_machine
 from hlo_passes.ir import HOST_MEMORY_SPACE
 
-# Of each machine libtpu's name, and the extent of one host, which every libtpu accepts.
+# Of each machine libtpu's name, the extent of one host, which every libtpu accepts, and how a
+# chip's TensorCores are taken where jax's devices there are not libtpu's default.
 _TPU_NAMES = {
-    "tpu-v5e": ("v5e", "2x2"),
-    "tpu-v5p": ("v5p", "2x2x1"),
-    "tpu-v6e": ("v6e", "2x2"),
-    "tpu7x": ("tpu7x", "2x2x1"),
+    "tpu-v4": ("v4", "2x2x1", "megacore"),
+    "tpu-v5e": ("v5e", "2x2", ""),
+    "tpu-v5p": ("v5p", "2x2x1", ""),
+    "tpu-v6e": ("v6e", "2x2", ""),
+    "tpu7x": ("tpu7x", "2x2x1", ""),
 }
 
 
@@ -136,18 +138,23 @@ def _described(name: str, machine: Machine, extent: str) -> Topology:
 def _tpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     if machine.name not in _TPU_NAMES:
         raise TopologyError(name, f"libtpu has no machine {machine.name!r} to compile for")
-    prefix, one_host = _TPU_NAMES[machine.name]
+    prefix, one_host, config = _TPU_NAMES[machine.name]
     dimensions = one_host.count("x") + 1
     if any(size != "1" for size in extent.split("x")[dimensions:]):
         raise TopologyError(name, f"{machine.name} has {dimensions} dimensions")
     _require(name, "libtpu", "tpu")
-    devices = _describe(name, lambda: xla.tpu_topology(f"{prefix}:{extent or one_host}"))
+    devices = _describe(name, lambda: xla.tpu_topology(f"{prefix}:{extent or one_host}", config))
     return devices if extent else devices[:1]
 
 
 def _gpu_devices(name: str, machine: Machine, extent: str) -> Sequence[Any]:
     if "x" in extent:
         raise TopologyError(name, f"expected a number of GPUs after ':', found {extent!r}")
+    if machine.gpu is None:
+        raise TopologyError(
+            name,
+            f"{machine.name} has no [gpu] table, without which XLA compiles only where the GPU is",
+        )
     _require(name, "jax_cuda13_plugin", "cuda")
     config = gpu_target_config(machine)
     return _describe(

@@ -121,10 +121,12 @@ def accelerator() -> Any:
 
 
 @pytest.fixture(scope="session")
-def tpu_compiler() -> Callable[[str], topologies.TopologyDescription]:
+def tpu_compiler() -> Callable[..., topologies.TopologyDescription]:
     """`tpu_compiler("v5e:2x2").devices`: TPUs to compile for; skips where libtpu is absent."""
     os.environ.update(TPU_ENVIRONMENT)
-    return lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name)
+    return lambda name, **options: topologies.get_topology_desc(
+        platform="tpu", topology_name=name, **options
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ _TPU_CHIPS_A_HOST = 4
 
 # On which axes a slice is closed to rings (https://jax-ml.github.io/scaling-book/tpus).
 _WRAPS = {
+    "tpu-v4": lambda extent: extent % 4 == 0,
     "tpu-v5e": lambda extent: extent == 16,
     "tpu-v6e": lambda extent: extent == 16,
     "tpu-v5p": lambda extent: extent % 4 == 0,

@@ -8,9 +8,9 @@ XLA takes it as the text form of ``stream_executor.GpuTargetConfigProto``
         target_config=gpu_target_config(load_machine("h200")),
     )
 
-Hardware numbers come from the machine. What is the same for every CUDA device since
-compute capability 7.0 stands here, and so do the versions of the software stack, which
-only choose among code paths: nothing is linked against them.
+Hardware numbers come from the machine. What follows from the compute capability, from 7.0 on,
+stands here, and so do the versions of the software stack, which only choose among code paths:
+nothing is linked against them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _LIMITS = """\
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 """
+
+# Threads of one multiprocessor, of the same table; 2048 elsewhere.
+_THREADS_PER_CORE = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
 
 # The stack that jax-cuda13-plugin 0.12 was seen to accept; of h200.txtpb in XLA.
 _SOFTWARE = """\
@@ -58,6 +60,7 @@ def gpu_target_config(machine: Machine) -> str:
     return f"""\
 gpu_device_info {{
 {_LIMITS}\
+  threads_per_core_limit: {_THREADS_PER_CORE.get(gpu.compute_capability, 2048)}
   core_count: {gpu.core_count}
   fpus_per_core: {gpu.fpus_per_core}
   shared_memory_per_core: {gpu.shared_memory_per_core_bytes}

@@ -8,7 +8,13 @@ A `Machine` is one JAX device with the memories around it::
             interconnect ◄──► other devices
 
 On a CPU machine the first tier (``dram``) stands for device memory, and what XLA has no
-memory space for (``cxl``, ``nvme``) hangs off it by links that custom calls drive.
+memory space for (``cxl``, ``nvme``) hangs off it by links that custom calls drive. On a
+machine with a GPU that hangs off the host::
+
+    hbm  ◄──link──►  host  ◄──link──►  nvme
+
+A machine whose CPU and GPU share their memory has no host tier: XLA's host memory is the
+device's there, so that what is moved to it frees nothing.
 
 The library is the folder ``machines/``, one TOML file a machine, in which each number
 stands beside its source; ``docs/machines.md`` is printed from it. A number that nobody has
@@ -29,7 +35,7 @@ from typing import Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
 from hlo_passes.hardware.file_table import FileTable, is_number
-from hlo_passes.ir import ON_CHIP_MEMORY_SPACE
+from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -115,7 +121,8 @@ class Interconnect:
     """The wires between devices, as a ring over some of them uses them.
 
     Attributes:
-      name: ``ici``, ``nvlink``.
+      name: ``ici``, ``nvlink``, ``xgmi``; ``pcie`` where devices have no wires of their own. That
+        transfers to the host take the same wires is not modelled.
       nominal_bytes_per_s: what one device sends into a ring: on a torus, over the two links
         of one axis.
       efficiency: the fraction of it that a large collective reaches, in (0, 1].
@@ -147,11 +154,10 @@ class Machine:
         FLOP/s of the fastest unit that XLA may run a dot of it on, without sparsity.
       tiers: device memory (memory space 0) first.
       links: each ordered pair of tiers at most once.
-      gpu: None where the platform is not ``gpu``.
+      gpu: None where the platform is not ``gpu``, or XLA cannot compile for it without one: AMD's.
       sources: pairs of a number's key (``links.host->hbm.efficiency``) and where the number
         comes from.
-      interconnect: None where devices have no wires of their own between them, or nothing is
-        known of them.
+      interconnect: None where there is one device, or nothing is known of what joins them.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
     """
@@ -193,14 +199,26 @@ class Machine:
         nothing."""
         return self.platform == "cpu" or self.is_fed_outside
 
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether what XLA calls host memory is another than the device's."""
+        return any(tier.memory_space == HOST_MEMORY_SPACE for tier in self.tiers)
+
     def fed_from(self, tier: str) -> Machine:
         """Returns the same machine where device memory is fed from another tier: `host_link` is
-        the link from there.
+        the link from there. Of a tier behind the host it is a new one, and so is that back: the
+        bytes pass through the host's memory a piece at a time, as fast as the slower link.
 
         Raises:
-          NotOnMachineError: when no link joins the two.
+          NotOnMachineError: when no link joins the two, nor the tier and the host.
         """
-        link = self.link(tier, self.device_memory.name)
+        device, host = self.device_memory.name, self.host_link.source
+        ends = {(link.source, link.destination) for link in self.links}
+        if (tier, device) not in ends and (tier, host) in ends:
+            into = _through(self.link(tier, host), self.link(host, device))
+            back = _through(self.link(device, host), self.link(host, tier))
+            return replace(self, links=(into, back, *self.links))
+        link = self.link(tier, device)
         return replace(self, links=(link, *(other for other in self.links if other != link)))
 
     @property
@@ -411,6 +429,17 @@ def _machine_from_toml(text: str, file: str) -> Machine:
     except tomllib.TOMLDecodeError as error:
         raise MachineFileError(file, "", "TOML", str(error)) from error
     return machine_from_dict(data, file)
+
+
+def _through(first: Link, second: Link) -> Link:
+    """The way over two links, where bytes leave the place between as they come."""
+    slower = min(first, second, key=lambda link: link.bytes_per_s)
+    return replace(
+        slower,
+        source=first.source,
+        destination=second.destination,
+        latency_s=first.latency_s + second.latency_s,
+    )
 
 
 def _normalized(name: str) -> str:

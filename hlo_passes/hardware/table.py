@@ -21,9 +21,10 @@ measurement by giving `machine=` the path of a copy of the file.
 Capacity is what a program can use, less what the compiler keeps for itself; of a host's
 memory, the share of one device. Peak FLOP/s are those of the fastest unit that XLA may run a
 dot of the type on, without sparsity. Bandwidths and rates are decimal (1 GB/s = 1e9 bytes/s),
-capacities binary (1 GiB = 2^30 bytes). A transfer takes the link's latency, then its bytes
-over nominal bandwidth times efficiency. A collective is priced as a ring over the interconnect:
-its steps' latencies, then the bytes that a device sends.
+capacities binary (1 GiB = 2^30 bytes). What is linked to the host only (`nvme`, `cxl`) comes to the
+device by the host's memory; where CPU and GPU share one memory, there is no host tier. A transfer
+takes the link's latency, then its bytes over nominal bandwidth times efficiency. A collective is
+priced as a ring over the interconnect: its steps' latencies, then the bytes that a device sends.
 """
 
 

@@ -13,7 +13,9 @@ import custom_calls
 import memplan
 from custom_calls import targets
 from hlo_passes.errors import TiersError
+from hlo_passes.hardware.machine import load_machine
 from memplan import disk
+from memplan.executable import Target
 
 LAYERS, WIDTH = 8, 512
 
@@ -118,6 +120,15 @@ def test_plans_for_arrays_in_files_count_with_the_disks_link(written):
     assert {t.source for t in on_disk} == {"nvme"}
     step.clear_cache()
     assert {t.source for t in step.plan(shapes(params), x).transfers} == {"cxl"}
+
+
+@pytest.mark.parametrize(
+    ("name", "tier"), [("rtx-4090-nvme", "nvme"), ("dgx-spark", "nvme"), ("rtx-4090", "host")]
+)
+def test_what_is_all_on_the_disk_comes_to_a_gpu_as_fast_as_its_drive(name: str, tier: str):
+    machine = load_machine(name)
+    fed = disk.fed(Target(machine, None), (), all_of_them=True).machine
+    assert (fed.host_link.source, fed.tiers) == (tier, machine.tiers)
 
 
 def test_donated_arrays_leave_the_file_as_it_was(written):

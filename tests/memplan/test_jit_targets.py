@@ -311,11 +311,21 @@ def test_what_names_no_topology(name: Any):
         ("h200:1x2", "expected a number of GPUs after ':', found '1x2'"),
         ("v5e:2x2x2", "tpu-v5e has 2 dimensions"),
         ("cpu:2", "a cpu has no extent"),
+        (
+            "mi300x:8",
+            "mi300x has no [gpu] table, without which XLA compiles only where the GPU is",
+        ),
     ],
 )
 def test_an_extent_that_no_topology_has(name: str, problem: str):
     with pytest.raises(TopologyError, match=re.escape(f"topology {name!r}: {problem}. Try 'v5e'")):
         topologies.topology(name)
+
+
+@pytest.mark.tpu
+def test_a_device_of_a_tpu_v4_is_a_chip():
+    """libtpu's own default is half of one."""
+    assert len(topologies.topology("v4:2x2x1").devices) == 4
 
 
 @pytest.mark.tpu

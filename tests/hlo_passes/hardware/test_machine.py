@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -84,10 +85,47 @@ def test_every_number_of_the_library_has_a_source(machine: Machine):
 
 @library
 def test_every_tier_is_reached_from_device_memory_and_back(machine: Machine):
+    """At most by the host's memory: `Machine.fed_from` goes no further."""
     memory = machine.device_memory.name
     for tier in machine.tiers[1:]:
+        if tier.memory_space is None:
+            machine = machine.fed_from(tier.name)
         assert machine.transfer_seconds(1, memory, tier.name) > 0
         assert machine.transfer_seconds(1, tier.name, memory) > 0
+
+
+def test_where_cpu_and_gpu_share_one_memory_there_is_no_host_tier():
+    gpus = [machine for machine in LIBRARY if machine.platform == "gpu"]
+    assert {m.name for m in gpus if not m.has_host_memory} == {"dgx-spark"}
+    spark = load_machine("NVIDIA GB10")
+    assert [(tier.name, tier.memory_space) for tier in spark.tiers] == [("dram", 0), ("nvme", None)]
+    assert spark.host_link.source == "nvme"
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "tier"), [("rtx-4090-nvme", "rtx-4090", "nvme"), ("h100-cxl", "h100", "cxl")]
+)
+def test_a_device_with_more_behind_its_host_is_the_same_device(name: str, base: str, tier: str):
+    machine, same = load_machine(name), load_machine(base)
+    links = tuple(link for link in machine.links if tier not in (link.source, link.destination))
+    tiers = tuple(t for t in machine.tiers if t.name != tier)
+    changes = {"name": base, "aliases": same.aliases, "tiers": tiers, "links": links}
+    changes |= {"interconnect": same.interconnect, "sources": same.sources}
+    assert replace(machine, **changes) == same
+    assert {machine.link("host", tier), machine.link(tier, "host")} == set(machine.links[2:])
+
+
+def test_what_is_behind_the_host_comes_as_fast_as_the_slower_link():
+    machine = load_machine("rtx-4090-nvme").fed_from("nvme")
+    into, drive, host = machine.host_link, machine.link("nvme", "host"), machine.link("host", "hbm")
+    assert (into.source, into.destination) == ("nvme", "hbm")
+    assert into.bytes_per_s == drive.bytes_per_s < host.bytes_per_s
+    assert into.latency_s == drive.latency_s + host.latency_s
+    out = machine.link("hbm", "nvme")
+    assert out.bytes_per_s == machine.link("host", "nvme").bytes_per_s
+    assert machine.fed_from("nvme") == machine
+    with pytest.raises(NotOnMachineError, match="no link 'cxl->hbm'"):
+        machine.fed_from("cxl")
 
 
 def test_no_two_machines_share_a_name():
@@ -110,16 +148,17 @@ def test_the_page_in_docs_is_the_library():
 
 
 @pytest.mark.parametrize(
-    ("topology", "name", "devices"),
+    ("topology", "name", "devices", "options"),
     [
-        ("v5e:2x2", "tpu-v5e", 4),
-        ("v5p:2x2x1", "tpu-v5p", 4),
-        ("v6e:2x2", "tpu-v6e", 4),
-        ("tpu7x:2x2x1", "tpu7x", 8),  # four chips: a device is half of one
+        ("v4:2x2x1", "tpu-v4", 4, {"chip_config_name": "megacore"}),
+        ("v5e:2x2", "tpu-v5e", 4, {}),
+        ("v5p:2x2x1", "tpu-v5p", 4, {}),
+        ("v6e:2x2", "tpu-v6e", 4, {}),
+        ("tpu7x:2x2x1", "tpu7x", 8, {}),  # four chips: a device is half of one
     ],
 )
-def test_capacity_is_what_the_tpu_compiler_grants(tpu_compiler, topology, name, devices):
-    described = tpu_compiler(topology).devices
+def test_capacity_is_what_the_tpu_compiler_grants(tpu_compiler, topology, name, devices, options):
+    described = tpu_compiler(topology, **options).devices
     assert len(described) == devices
     machine = load_machine(described[0].device_kind)
     assert machine.name == name
@@ -148,6 +187,9 @@ def test_capacity_is_what_the_tpu_compiler_grants(tpu_compiler, topology, name, 
         ("tpu_v5p", "tpu-v5p"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("TPU v4", "tpu-v4"),
         (" cpu ", "cpu-cxl"),
     ],
 )
@@ -302,8 +344,9 @@ def test_a_machine_may_have_an_interconnect(write):
 
 
 @library
-def test_every_accelerator_of_the_library_has_one(machine: Machine):
-    assert (machine.interconnect is None) == (machine.platform == "cpu")
+def test_all_but_single_devices_of_the_library_have_one(machine: Machine):
+    alone = machine.platform == "cpu" or machine.name in ("dgx-spark", "rtx-4090-nvme")
+    assert (machine.interconnect is None) == alone
 
 
 def test_a_missing_file_is_named(tmp_path):
