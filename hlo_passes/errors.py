@@ -683,12 +683,20 @@ class UnreachableTierError(MemplanError):
       machine, tier, buffer: their names.
     """
 
-    def __init__(self, machine: str, tier: str, host: str, buffer: str) -> None:
+    def __init__(self, machine: str, tier: str, host: str | None, buffer: str) -> None:
         self.machine, self.tier, self.buffer = machine, tier, buffer
+        if host is None:
+            reason = (
+                "and what XLA calls the host's memory there is the device's own: what moves to it "
+                "frees nothing. Try a larger hbm=, or tiers=('device', 'disk:FOLDER')."
+            )
+        else:
+            reason = (
+                f"and XLA moves buffers to {host!r} only: such a plan can be simulated, not run. "
+                f"Try a larger hbm=, with which {host!r} holds what leaves the device."
+            )
         super().__init__(
-            f"the plan keeps %{buffer} in the tier {tier!r} of machine {machine!r}, and XLA moves "
-            f"buffers to {host!r} only: such a plan can be simulated, not run. Try a larger "
-            f"hbm=, with which {host!r} holds what leaves the device."
+            f"the plan keeps %{buffer} in the tier {tier!r} of machine {machine!r}, {reason}"
         )
 
 

@@ -261,6 +261,11 @@ def rewrite_module(
     """
     on_cpu = machine.platform == "cpu"
     link = machine.host_link
+    if not machine.has_one_memory and not machine.has_host_memory:
+        moved = ((t.buffer, end) for t in plan.transfers for end in (t.source, t.destination))
+        for buffer, tier in chain(((p.buffer, p.tier) for p in plan.placements), moved):
+            if machine.tier(tier).memory_space is None:
+                raise UnreachableTierError(machine.name, tier, None, buffer)
     for t in plan.transfers:
         if {t.source, t.destination} != {link.source, link.destination}:
             far = next(n for n in (t.source, t.destination) if n != link.destination)

@@ -545,6 +545,23 @@ def test_what_the_host_does_not_hold_waits_in_a_slower_tier():
         rewrite_module(module, plan, machine)
 
 
+def test_where_the_host_has_no_memory_of_its_own_nothing_is_moved_there():
+    machine = toy_machine(
+        platform="gpu",
+        tiers=(Tier("dram", 0, 10**6), Tier("nvme", None, 10**6)),
+        links=tuple(
+            link(a, b, nominal_bytes_per_s=1e4) for a, b in (("nvme", "dram"), ("dram", "nvme"))
+        ),
+    )
+    module = entry(WIDE_IDLE)
+    free = plan_module(module, machine, 10**6)
+    assert rewrite_module(module, free, machine).to_bytes() == module.to_bytes()
+    plan = plan_module(module, machine, free.prediction.total_bytes - WIDE // 2)
+    assert plan.transfers[0].destination == "nvme"
+    with pytest.raises(UnreachableTierError, match=r"'nvme'.*frees nothing\. Try .*disk:FOLDER"):
+        rewrite_module(module, plan, machine)
+
+
 def test_without_another_tier_it_is_refused():
     machine = replace(
         toy_machine(platform="gpu"),
