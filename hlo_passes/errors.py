@@ -263,6 +263,16 @@ class MachineFileError(MemplanError, ValueError):
         super().__init__(f"{where}: expected {expected}, found {found}. {self.example}")
 
 
+class ProfileFileError(MemplanError, ValueError):
+    """A profile that cannot be read, or is not of this program."""
+
+    def __init__(self, file: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"{file}: expected {expected}, found {found}. Give what `memplan.Profile.save` wrote, "
+            "or a folder that jax.profiler.trace wrote while the program ran."
+        )
+
+
 class ClusterFileError(MachineFileError):
     """A cluster, what is to be done on it, or a plan for that, that cannot be read."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MemoryBudgetError,
         MemplanError,
         PlanMismatchError,
+        ProfileFileError,
         StalePlanError,
         UnknownBufferError,
         VerificationError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from memplan.inlined import BudgetWarning
     from memplan.kept import PlanWarning
     from memplan.out_of_memory import explain_oom
+    from memplan.profiles import Profile, profile
     from memplan.progress import Progress
     from memplan.replaying import replay
     from memplan.sidecar.building import intents
@@ -61,6 +63,8 @@ _HOME = {
     "Plan": "hlo_passes.plan",
     "PlanMismatchError": "hlo_passes.errors",
     "PlanWarning": "memplan.kept",
+    "Profile": "memplan.profiles",
+    "ProfileFileError": "hlo_passes.errors",
     "Progress": "memplan.progress",
     "StalePlanError": "hlo_passes.errors",
     "Topology": "memplan.topologies",
@@ -75,6 +79,7 @@ _HOME = {
     "jit": "memplan.api",
     "load_machine": "hlo_passes.hardware.machine",
     "machine_names": "hlo_passes.hardware.machine",
+    "profile": "memplan.profiles",
     "read_module": "hlo_passes.reading.reader",
     "replay": "memplan.replaying",
     "topology": "memplan.topologies",
@@ -92,6 +97,8 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "PlanWarning",
+    "Profile",
+    "ProfileFileError",
     "Progress",
     "StalePlanError",
     "Topology",
@@ -106,6 +113,7 @@ __all__ = [
     "jit",
     "load_machine",
     "machine_names",
+    "profile",
     "read_module",
     "replay",
     "topology",

@@ -47,6 +47,7 @@ from memplan.function import Function, Options
 from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
 from memplan.out_of_memory import is_exhausted, note
+from memplan.profiles import Profile
 from memplan.progress import Progress
 from memplan.running import StepRuntime
 from memplan.signature import StaticArguments, in_device_memory, leaf_key
@@ -67,6 +68,7 @@ def jit(
     split: bool | str | Iterable[str] = True,
     layouts: Relaid | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     tiers: Sequence[str] = ("device", "host"),
     buckets: Mapping[str, int | Sequence[int]] | None = None,
     dims: Mapping[str, str] | None = None,
@@ -103,6 +105,9 @@ def jit(
         it is followed, nothing is looked at or searched, and what else is said here of how to
         plan does not count. Where it does not hold, that is an error; with `hbm` beside it, a
         `PlanWarning`, and another plan is made. Without `hbm` its own budget is kept to.
+      profile: what the kernels of this program were measured to take (`memplan.profile`), or the
+        file that `Profile.save` wrote: plans are made with these seconds in the place of the
+        machine's model, which says what others take, times what those took that were measured.
       tiers: where arguments live, the fastest first: ``("device", "disk:FOLDER")`` to have on the
         disk what the plan has not on the device (CPU). `place` writes that into a file of the
         folder, and returns arrays that stay there, as those of `memplan.disk.load` do; calls stream
@@ -133,6 +138,7 @@ def jit(
       BudgetSyntaxError: when `hbm` cannot be read.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       PlanFormatError: when `plan` cannot be read.
+      ProfileFileError: when `profile` cannot be read.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SlotsError: when `slots` is no positive integer.
       SplitError: when `split` is something else, or, at the first call, matches no line.
@@ -165,6 +171,7 @@ def jit(
         _split(split),
         layouts,
         _given(plan),
+        profile if profile is None or isinstance(profile, Profile) else Profile.load(profile),
         progress,
         _folder(tiers),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.layouts import Relaid
+from memplan.profiles import Profile
 from memplan.progress import Progress
 from memplan.signature import StaticArguments, dynamic_signature
 from memplan.topologies import Topology
@@ -30,6 +31,7 @@ class Options:
       split: glob patterns of the lines of which parts may be run in chunks.
       layouts: what is laid out anew; None for nothing.
       plan: that was made before, to be followed; None to make one.
+      profile: what kernels were measured to take; None for the machine's model alone.
       progress: told of each step of a compilation; what it raises ends that.
       disk: folder that `place` writes what is not on the device into; None for the host's memory.
       hosted: the paths of the arguments that are on the host, in every plan; None for those that a
@@ -44,6 +46,7 @@ class Options:
     split: tuple[str, ...] = ("*",)
     layouts: Relaid | None = None
     plan: Plan | None = None
+    profile: Profile | None = None
     progress: Callable[[Progress], None] | None = None
     disk: Path | None = None
     hosted: frozenset[str] | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from hlo_passes.analysis.learned import held_on_chip, with_learned
+from hlo_passes.analysis.learned import held_on_chip, with_learned, with_measured
 from hlo_passes.ir import Module, ShapeIndex
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.simulator import cost
@@ -13,7 +13,7 @@ from hlo_passes.simulator import cost
 
 @dataclass
 class Known:
-    """What XLA:TPU said of a program's instructions; see `learned`.
+    """What XLA:TPU said of a program's instructions, and what a profile did; see `learned`.
 
     Attributes:
       cycles: how long they take.
@@ -21,6 +21,8 @@ class Known:
       table_bytes: of the latest one's tables; None before the first.
       counts_chip: whether what they hold on the chip is counted all the same.
       seen: how many there were.
+      measured: seconds of kernels, by what they are (`kernel_digests`).
+      scale: what others take, relative to the machine's model.
     """
 
     cycles: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -30,6 +32,8 @@ class Known:
     table_bytes: int | None = None
     counts_chip: bool = False
     seen: int = 0
+    measured: Mapping[str, float] = field(default_factory=dict[str, float])
+    scale: float = 1.0
 
     @property
     def has_chip(self) -> bool:
@@ -48,7 +52,11 @@ class Known:
     def said_of(self, module: Module) -> Module:
         """The module with what is known of its instructions."""
         on_chip = {} if self.counts_chip else self.on_chip
-        return with_learned(module, self.cycles, on_chip, self.table_bytes)
+        return with_learned(self.timed(module), self.cycles, on_chip, self.table_bytes)
+
+    def timed(self, module: Module) -> Module:
+        """The module with what was measured of its instructions, and nothing else."""
+        return with_measured(module, self.measured, self.scale)
 
     def explained(self, rewritten: Module) -> int:
         """The bytes that are predicted of a module with what is known now of the chip."""

@@ -53,7 +53,8 @@ class Planner:
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
         self._lowering = placing.lowering
-        self._known = Known()
+        profile = placing.lowering.function.options.profile
+        self._known = Known() if profile is None else profile.known(placing.lowering.target.machine)
         self._as_written = Written(placing, self._known)
         self._others: dict[Hashable, Written] = {}
         self._chunks: dict[int, tuple[list[Placing], Iterator[Placing]]] = {}
@@ -241,8 +242,8 @@ class Planner:
 
     def seconds(self, executable: Executable) -> float:
         """What a step of an executable takes on the machine model, by its own schedule."""
-        machine = self._lowering.target.machine
-        return timeline.scheduled_step(read_module(executable), machine).step_time_s
+        module = self._known.timed(read_module(executable))
+        return timeline.scheduled_step(module, self._lowering.target.machine).step_time_s
 
     @property
     def knows_chip(self) -> bool:

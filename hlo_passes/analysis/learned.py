@@ -11,12 +11,13 @@ is not changes the offsets of all that follows: with it left out, a module packs
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
+from hlo_passes.analysis.kernel_digest import kernel_digests
 from hlo_passes.ir import (
     DEVICE_MEMORY_SPACE,
     ON_CHIP_MEMORY_SPACE,
     Instruction,
-    Learned,
     Module,
     ShapeIndex,
 )
@@ -85,7 +86,30 @@ def with_learned(
         for i in module.instructions.values()
         for index in on_chip.get(known_by(i), ())
     )
-    learned = Learned(
-        {name: n for name, n in taken.items() if n}, held if on_chip else None, table_bytes
+    learned = replace(
+        module.learned,
+        cycles={name: n for name, n in taken.items() if n},
+        on_chip=held if on_chip else None,
+        table_bytes=table_bytes,
     )
+    return module if learned == module.learned else module.with_learned(learned)
+
+
+def with_measured(module: Module, seconds: Mapping[str, float], scale: float) -> Module:
+    """Returns `module` with what its kernels were measured to take; itself if it has that.
+
+    Args:
+      seconds: of kernels, by their `kernel_digests`.
+      scale: of the others, see `Learned`.
+
+    O(instructions).
+    """
+    if not seconds:
+        return module
+    found = {
+        module.instructions[id_].name: seconds[digest]
+        for id_, digest in kernel_digests(module).items()
+        if digest in seconds
+    }
+    learned = replace(module.learned, seconds=found, scale=scale)
     return module if learned == module.learned else module.with_learned(learned)

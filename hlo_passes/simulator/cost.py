@@ -151,31 +151,40 @@ class _Costs:
             return sum(self._called(instruction))
         if opcode in NO_TRAFFIC_OPCODES:
             return 0.0
+        learned, name = self.module.learned, _original_name(instruction)
+        if name in learned.seconds:
+            return learned.seconds[name]
+        return learned.scale * self._modelled(instruction, learned.cycles.get(name, 0))
+
+    def _modelled(self, instruction: Instruction, known_cycles: int) -> float:
         cycles = _estimated_cycles(instruction)
         if cycles:
-            return self.machine.cycles_seconds(cycles)
-        known_s = self.machine.cycles_seconds(self._known_cycles(instruction))
+            # Whoever writes an estimate may be wrong: nothing multiplies faster than the machine.
+            multiplying_s, _ = self._declared_s(instruction)
+            return max(self.machine.cycles_seconds(cycles), multiplying_s)
+        known_s = self.machine.cycles_seconds(known_cycles)
         exchange_s = self._exchange_s.get(instruction.id, 0.0)
         return max(known_s, exchange_s, self._roofline(instruction))
-
-    def _known_cycles(self, instruction: Instruction) -> int:
-        if not self.module.learned.cycles:
-            return 0
-        original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
-        return self.module.learned.cycles.get(original or instruction.name, 0)
 
     def _called(self, instruction: Instruction) -> Iterable[float]:
         called = (self.module.computations[i] for i in instruction.called_computation_ids)
         return (self._computation(computation) for computation in called)
 
+    def _declared_s(self, instruction: Instruction) -> tuple[float, float]:
+        """Seconds of what a kernel declares to multiply, and of what it declares to move; of one
+        that declares nothing, none."""
+        if (declared := KernelCost.of(instruction)) is None:
+            return 0.0, 0.0
+        # Those that come before what it multiplies (lengths, tables) are of other types.
+        known = dict(self.machine.peak_flops)
+        operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
+        dtypes = [shape.dtype for shape in operands if shape.dtype in known]
+        peak = _peak(self.machine, dtypes[0] if dtypes else "")
+        return declared.flops / peak, declared.bytes_accessed / self._bytes_per_s
+
     def _roofline(self, instruction: Instruction) -> float:
-        if (declared := KernelCost.of(instruction)) is not None:
-            # Those that come before what it multiplies (lengths, tables) are of other types.
-            known = dict(self.machine.peak_flops)
-            operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
-            dtypes = [shape.dtype for shape in operands if shape.dtype in known]
-            peak = _peak(self.machine, dtypes[0] if dtypes else "")
-            return max(declared.flops / peak, declared.bytes_accessed / self._bytes_per_s)
+        if any(declared_s := self._declared_s(instruction)):
+            return max(declared_s)
         work = matrix_work(self.module, instruction)
         return max(
             sum(_matrix_seconds(self.machine, part) for part in work),
@@ -193,6 +202,12 @@ class _Costs:
             for space, size in direction.items()
             if space not in self._elsewhere
         )
+
+
+def _original_name(instruction: Instruction) -> str:
+    """Of a clone, what it is a clone of."""
+    original = instruction.proto.frontend_attributes.map.get(RECOMPUTE_ATTRIBUTE)
+    return original or instruction.name
 
 
 def _estimated_cycles(instruction: Instruction) -> int:

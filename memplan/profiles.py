@@ -1,0 +1,160 @@
+"""What the kernels of a program take on the machine that is here, for the next plan of it.
+
+    step = memplan.jit(train_step, hbm="12GiB", donate_argnums=0)
+    profile = memplan.profile(step, state, batch)          runs it a few times
+    step = memplan.jit(train_step, hbm="12GiB", donate_argnums=0, profile=profile)
+
+A machine's model knows rooflines; of the program in hand jax's profiler says each kernel's
+seconds. They are kept by what a kernel is (`analysis.kernel_digest`), not by its name: so they hold
+for other schedules and budgets of the program, and for its other layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hlo_passes.analysis.kernel_digest import kernel_digests
+from hlo_passes.errors import ProfileFileError
+from hlo_passes.hardware.machine import Machine
+from hlo_passes.ir import Module
+from hlo_passes.reading.profile import Measured, read_profile
+from hlo_passes.reading.reader import read_module
+from hlo_passes.simulator.cost import instruction_costs
+from memplan.executable import find_target
+from memplan.known import Known
+
+_FORMAT = "memplan profile 1"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What kernels of a program took.
+
+    Attributes:
+      machine: name of the machine, as `load_machine` takes it.
+      kernels: what was measured, in seconds, by `kernel_digests`.
+      scale: what they took, relative to the machine's model: seconds measured of all runs, over
+        those that the model has for them.
+    """
+
+    machine: str
+    kernels: Mapping[str, Measured]
+    scale: float
+
+    @classmethod
+    def of_trace(cls, trace: str | os.PathLike[str], module: Module, machine: Machine) -> Profile:
+        """Reads what jax's profiler wrote while a program ran, for example in a training run.
+
+        Args:
+          trace: the folder that was given to ``jax.profiler.trace``, or an ``.xplane.pb`` of it.
+          module: of the executable that ran: ``memplan.read_module`` of it, or of XLA's dump.
+          machine: that it ran on.
+
+        Raises:
+          ProfileFileError: when it cannot be read, or no kernel of the module is in it.
+        """
+        runs = read_profile(Path(trace))
+        ops = runs.get(module.name, {})
+        digests = kernel_digests(module)
+        together: dict[str, list[float]] = {}
+        modelled: dict[str, float] = {}
+        costs = instruction_costs(module, machine)
+        for id_, digest in digests.items():
+            if seconds := ops.get(module.instructions[id_].name):
+                together.setdefault(digest, []).extend(seconds)
+                modelled[digest] = costs[id_]
+        if not together:
+            found = ", ".join(sorted(runs))
+            raise ProfileFileError(str(trace), f"kernels of {module.name}", f"those of {found}")
+        kernels = {digest: Measured.of(seconds) for digest, seconds in together.items()}
+        model_s = sum(k.runs * modelled[digest] for digest, k in kernels.items())
+        taken_s = sum(k.runs * k.seconds for k in kernels.values())
+        scale = taken_s / model_s if model_s else 1.0
+        return cls(machine.name, kernels, scale)
+
+    def known(self, machine: Machine) -> Known:
+        """What a planner is to know of a program.
+
+        Raises:
+          ProfileFileError: when it was measured on another machine.
+        """
+        if machine.name != self.machine:
+            raise ProfileFileError("profile", f"one of {machine.name}", f"one of {self.machine}")
+        seconds = {digest: kernel.seconds for digest, kernel in self.kernels.items()}
+        return Known(measured=seconds, scale=self.scale)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it, as JSON."""
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads what `save` wrote.
+
+        Raises:
+          ProfileFileError: when it cannot be read.
+        """
+        file = os.fspath(path)
+        try:
+            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            if data.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            kernels = {digest: Measured(**kernel) for digest, kernel in data.pop("kernels").items()}
+            return cls(kernels=kernels, **data)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProfileFileError(file, "a profile of memplan", str(error)) from error
+
+
+def profile(fun: Any, *args: Any, steps: int = 5, **kwargs: Any) -> Profile:
+    """Runs a function, and returns what its kernels took.
+
+    Args:
+      fun: of `memplan.jit` or ``jax.jit``.
+      args, kwargs: what it is called with. They stay as they are: of what it donates, it is given
+        copies, so there is to be room for one of them.
+      steps: how often it runs, after one time that is not counted.
+
+    Raises:
+      ProfileFileError: when the profiler has nothing of it.
+      ValueError: when `steps` is not positive.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: expected how often to run it, at least 1")
+    lowered = fun.lower(*args, **kwargs)
+    compiled = lowered.compile()
+    machine = getattr(lowered, "machine", None) or find_target(None).machine
+    donates = _donates(lowered.args_info)
+
+    def run() -> None:
+        given, named = jax.tree.map(_copy, (args, kwargs)) if donates else (args, kwargs)
+        jax.block_until_ready(fun(*given, **named))
+
+    run()
+    with tempfile.TemporaryDirectory(prefix="memplan-profile-") as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(steps):
+                run()
+        return Profile.of_trace(folder, read_module(compiled), machine)
+
+
+def _donates(info: Any) -> bool:
+    leaves = jax.tree.leaves(info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
+    return any(leaf.donated for leaf in leaves)
+
+
+def _copy(leaf: Any) -> Any:
+    """The same array once more, in the same memories of the same devices."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
