@@ -263,6 +263,13 @@ class MachineFileError(MemplanError, ValueError):
         super().__init__(f"{where}: expected {expected}, found {found}. {self.example}")
 
 
+class CalibrationError(MemplanError, RuntimeError):
+    """Something of a machine cannot be measured."""
+
+    def __init__(self, what: str, expected: str, found: str, advice: str) -> None:
+        super().__init__(f"{what}: expected {expected}, found {found}. {advice}")
+
+
 class ProfileFileError(MemplanError, ValueError):
     """A profile that cannot be read, or is not of this program."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_passes.hardware.machine import Machine, Tier
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table
+
+# So many measurements that were not the same from turn to turn are named.
+_UNSTABLE_SHOWN = 8
 
 
 def machine_overview(machines: Sequence[Machine]) -> Table:
@@ -60,6 +63,8 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
             **{f"peak_flops.{d}": f"{f / 1e12:,.1f} TFLOP/s" for d, f in machine.peak_flops},
         },
     )
+    if machine.kernels:
+        yield rates_table(machine)
     for tier in machine.tiers:
         yield table(
             _tier_title(tier), f"tiers.{tier.name}.", {"capacity_bytes": f"{tier.capacity_bytes:,}"}
@@ -85,6 +90,38 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 "step_latency_s": f"{wires.step_latency_s * 1e6:g} µs",
             },
         )
+
+
+def rates_table(machine: Machine) -> Table:
+    """Returns what kernels were measured to take, one row a kind, for a unit of work each."""
+    columns = (
+        Column("kernels"),
+        *(Column(of, right=True) for of in ("run", "FLOP/s", "cached", "memory")),
+        *(Column(of, right=True) for of in ("slow element", "element", "within")),
+    )
+    rows = tuple(
+        (
+            rate.kind,
+            f"{rate.run_s * 1e6:.2g} µs" if rate.run_s else "–",
+            f"{1e-9 / rate.flop_s:,.1f} G" if rate.flop_s else "–",
+            f"{1e-9 / rate.cached_byte_s:,.1f} GB/s" if rate.cached_byte_s else "–",
+            f"{1e-9 / rate.byte_s:,.1f} GB/s" if rate.byte_s else "–",
+            f"{rate.slow_s * 1e9:.2g} ns" if rate.slow_s else "–",
+            f"{rate.plain_s * 1e9:.2g} ns" if rate.plain_s else "–",
+            f"{rate.spread:.0%}",
+        )
+        for rate in machine.kernels
+    )
+    return Table("Kernels: a sum of these", columns, rows)
+
+
+def unstable_table(unstable: Mapping[str, float], measured: int) -> Table:
+    """Returns what was not the same from turn to turn, the worst first."""
+    worst = sorted(unstable.items(), key=lambda item: -item[1])
+    rows = tuple((name, f"{spread:.0%}") for name, spread in worst[:_UNSTABLE_SHOWN])
+    title = f"{len(unstable)} of {measured} measurements are unstable"
+    said = "Quartiles of their turns lie that far apart: measure again when the machine is idle."
+    return Table(title, (Column("what"), Column("turns differ by", right=True)), rows, said)
 
 
 def _tier_title(tier: Tier) -> str:

@@ -35,6 +35,7 @@ from typing import Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
 from hlo_passes.hardware.file_table import FileTable, is_number
+from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
@@ -158,6 +159,11 @@ class Machine:
       sources: pairs of a number's key (``links.host->hbm.efficiency``) and where the number
         comes from.
       interconnect: None where there is one device, or nothing is known of what joins them.
+      kernels: what kernels were measured to take, by kind; none in the library, whose machines
+        are priced by their peaks.
+      cache_bytes: the most that a kernel may touch to be fed by a cache; 0 where that is not known.
+      call_s, array_s: what a call takes besides its kernels, and for each array that it takes or
+        gives: seconds on the host in which the device waits; 0 where calls are queued.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
     """
@@ -173,6 +179,10 @@ class Machine:
     gpu: Gpu | None
     sources: tuple[tuple[str, str], ...]
     interconnect: Interconnect | None = None
+    kernels: tuple[KernelRate, ...] = ()
+    cache_bytes: int = 0
+    call_s: float = 0.0
+    array_s: float = 0.0
     is_fed_outside: bool = False
 
     def __repr__(self) -> str:
@@ -321,6 +331,18 @@ class Machine:
             data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
             data["gpu"] = table(self.gpu, "gpu")
+        for key in ("cache_bytes", "call_s", "array_s"):
+            if value := getattr(self, key):
+                data[key] = number(key, value)
+        if self.kernels:
+            data["kernels"] = {
+                rate.kind: {
+                    key: number(f"kernels.{rate.kind}.{key}", value)
+                    for key, value in asdict(rate).items()
+                    if key != "kind"
+                }
+                for rate in self.kernels
+            }
         return data
 
 
@@ -397,6 +419,14 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     interconnect = (
         _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
     )
+    kernels: tuple[KernelRate, ...] = ()
+    if "kernels" in root.unread:
+        rates = root.table("kernels")
+        kernels = tuple(KernelRate.read(kind, rates.table(kind)) for kind in tuple(rates.unread))
+    cache_bytes = root.whole("cache_bytes") if "cache_bytes" in root.unread else 0
+    call_s, array_s = (
+        root.number(key) if key in root.unread else 0.0 for key in ("call_s", "array_s")
+    )
     root.close()
     return Machine(
         name=name,
@@ -410,6 +440,10 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         gpu=gpu,
         sources=tuple(root.sources),
         interconnect=interconnect,
+        kernels=kernels,
+        cache_bytes=cache_bytes,
+        call_s=call_s,
+        array_s=array_s,
     )
 
 

@@ -28,7 +28,8 @@ The roofline (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) count
 of dots and convolutions (`analysis.flops`) and the bytes that go to or come from device
 memory (`analysis.traffic`); operands that live in on-chip memory are free. Memory runs at
 the bandwidth that one long stream reaches, where the machine has a link for it (TPU), else
-at the nominal one. Transcendentals and other element-wise work are ignored.
+at the nominal one. Transcendentals and other element-wise work are ignored. Of a machine that was
+measured (`memplan calibrate`) its rates say more (`hardware.rates`).
 
 Nothing here is charged for moving bytes between tiers: a transfer occupies its link
 (`simulator.timeline`), not the compute engine.
@@ -45,12 +46,14 @@ from hlo_passes.analysis.async_chains import wrapped_by
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.flops import MatrixWork, matrix_work
 from hlo_passes.analysis.kernel_cost import KernelCost
+from hlo_passes.analysis.kernel_work import KernelWork, kernel_works
 from hlo_passes.analysis.learned import known_by
 from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
+from hlo_passes.hardware.rates import Rates, amounts
 from hlo_passes.ir import Computation, Instruction, Module
 
 _HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
@@ -109,6 +112,8 @@ class _Costs:
     def __post_init__(self) -> None:
         self._found: dict[int, float] = {}
         self._bytes_per_s = stream_bytes_per_s(self.machine)
+        self._rates = Rates(self.machine.kernels)
+        self._works = kernel_works(self.module) if self._rates else {}
         self._exchange_s: dict[int, float] = {}
         if self.machine.interconnect is not None:
             for id_, collective in collectives(self.module).items():
@@ -185,11 +190,19 @@ class _Costs:
     def _roofline(self, instruction: Instruction) -> float:
         if any(declared_s := self._declared_s(instruction)):
             return max(declared_s)
+        if self._rates and (work := self._works.get(instruction.id)) is not None:
+            return self._rated(work)
         work = matrix_work(self.module, instruction)
         return max(
             sum(_matrix_seconds(self.machine, part) for part in work),
             self._device_bytes(instruction) / self._bytes_per_s,
         )
+
+    def _rated(self, work: KernelWork) -> float:
+        """What a kernel takes on a machine of which kernels were measured."""
+        rate = self._rates[work.kind]
+        there_is = amounts(work.flops, work.bytes, work.slow, work.plain, self.machine.cache_bytes)
+        return sum(a * s for a, s in zip(there_is, rate.coefficients, strict=True))
 
     def _device_bytes(self, instruction: Instruction) -> int:
         moved = self.traffic.get(instruction.id)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from memplan import __version__
 from memplan.cli.caching import run_kv_replay
+from memplan.cli.calibrating import run_calibrate
 from memplan.cli.clustering import run_cluster
 from memplan.cli.diffing import run_diff
 from memplan.cli.inspecting import run_inspect
@@ -300,6 +301,28 @@ def make_parser() -> argparse.ArgumentParser:
         help="for requests to end in, after SIGTERM",
     )
     serve.set_defaults(run=run_serve)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure the machine that is here, into a machine file"
+    )
+    calibrate.add_argument("--name", help="of the machine; by default that of its device")
+    calibrate.add_argument(
+        "--out", type=Path, metavar="FILE", help="machine file to write; NAME.toml by default"
+    )
+    calibrate.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FOLDER",
+        help="measure the drive of this folder, too; a file of 256 MiB is there meanwhile",
+    )
+    calibrate.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="for the measurements, which are taken in turns; compilations come on top (60)",
+    )
+    _add_json(calibrate)
+    calibrate.set_defaults(run=run_calibrate)
 
     passes = commands.add_parser("passes", help="list the passes in order")
     _add_json(passes)

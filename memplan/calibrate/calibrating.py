@@ -1,0 +1,301 @@
+"""A machine file of the machine that is here: what is measured, and what is known besides."""
+
+from __future__ import annotations
+
+import os
+import platform as host_platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hlo_passes import xla
+from hlo_passes.analysis.kernel_work import KernelWork
+from hlo_passes.errors import CalibrationError
+from hlo_passes.hardware.machine import Link, Machine, Tier, load_machine
+from hlo_passes.hardware.rates import COEFFICIENTS
+from hlo_passes.reading.reader import read_module
+from memplan.calibrate.copies import LinkTimes, link_times, timed_copies
+from memplan.calibrate.drives import Drive
+from memplan.calibrate.fitting import Fit, Sample, fit, works_of
+from memplan.calibrate.measuring import Timed, in_turns
+from memplan.calibrate.programs import Program, arrays, programs
+
+# XLA:CPU makes one kernel of a loop that does little: it says nothing of kernels.
+_ONE_KERNEL = "xla_cpu_small_call"
+
+# A program that is not in a loop takes at least this long, or a call is most of it.
+_LONG_S = 5e-5
+
+# Bytes that a cache may feed a kernel with: which says best what was measured.
+_CACHES = tuple(1 << n for n in range(18, 27))
+
+UNSTABLE = 0.1
+"""A number whose turns differ by more than this says so."""
+
+_STREAM = "add float32"
+_HOST, _DRIVE = "host", "nvme"
+_CLOCK_HZ = 1e9
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """
+    Attributes:
+      machine: what was measured, each number with its source.
+      fit: of the kernels; the errors of programs among it.
+      spreads: of what was measured, by what it is.
+    """
+
+    machine: Machine
+    fit: Fit
+    spreads: Mapping[str, float]
+
+    @property
+    def unstable(self) -> Mapping[str, float]:
+        """What was measured and differs from turn to turn by more than `UNSTABLE`."""
+        return {name: spread for name, spread in self.spreads.items() if spread > UNSTABLE}
+
+
+def calibrate(
+    name: str | None = None,
+    *,
+    disk: Path | None = None,
+    seconds: float = 60.0,
+    progress: Callable[[str, float], None] = lambda what, done: None,
+) -> Calibration:
+    """Measures ``jax.devices()[0]`` and what feeds it.
+
+    Args:
+      name: of the machine; None for the device's kind.
+      disk: a folder on a drive that is to be a tier, too. A file of 256 MiB is there meanwhile.
+      seconds: for the turns; as many as make five are taken in any case. Compilations come on top.
+      progress: told what is done and which part of it; what it raises ends it, and nothing stays.
+
+    Raises:
+      CalibrationError: when the folder's drive cannot be read past the page cache.
+    """
+    device = xla.devices()[0]
+    kernels: list[_Compiled] = []
+    all_programs = [*programs()]
+    for n, program in enumerate(all_programs):
+        progress("compiling", n / len(all_programs))
+        if (compiled := _compiled(program, device)) is not None:
+            kernels.append(compiled)
+    copied = timed_copies(device)
+    drive = _drive(disk)
+    try:
+        timed = [*(kernel.timed for kernel in kernels), *copied.values()]
+        timed += drive.timed.values() if drive is not None else []
+        for done in in_turns(timed, seconds):
+            progress("measuring", done)
+        return _calibration(name, device, kernels, [*link_times(copied)], drive, disk)
+    finally:
+        if drive is not None:
+            drive.close()
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A program that was compiled, and is measured."""
+
+    name: str
+    works: Sequence[tuple[KernelWork, int]]
+    arrays: int
+    timed: Timed
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(self.works, self.timed.timing.seconds, self.arrays)
+
+
+def _compiled(program: Program, device: Any) -> _Compiled | None:
+    """None where XLA makes nothing of it that says something of kernels."""
+    args = jax.device_put(arrays(program), device)
+    is_long = not program.is_looped or program.once_s >= _LONG_S
+    for tried in (program.looped(), *([program] if is_long else [])):
+        function = jax.jit(tried.fun)
+        module = read_module(function.lower(*args).compile())
+        marks = (i.proto.frontend_attributes.map for i in module.instructions.values())
+        if not any(_ONE_KERNEL in mark for mark in marks):
+            timed = Timed(partial(function, *args), waits=device.platform == "cpu")
+            count = len(args) + sum(1 for _ in module.entry_result_shape.leaves())
+            return _Compiled(tried.name, works_of(module), count, timed)
+    return None
+
+
+def _drive(folder: Path | None) -> Drive | None:
+    try:
+        return None if folder is None else Drive(folder)
+    except OSError as error:
+        raise CalibrationError(
+            f"disk {folder}",
+            "a folder on a drive that is read past the page cache",
+            error.strerror or str(error),
+            "Give a folder of another file system, or leave it away.",
+        ) from error
+
+
+def _calibration(
+    name: str | None,
+    device: Any,
+    kernels: Sequence[_Compiled],
+    links: Sequence[LinkTimes],
+    drive: Drive | None,
+    folder: Path | None,
+) -> Calibration:
+    samples = [kernel.sample for kernel in kernels]
+    fits = {size: fit(samples, size) for size in _CACHES}
+    cache_bytes = min(_CACHES, key=lambda size: sum(map(abs, fits[size].errors)))
+    spreads = {kernel.name: kernel.timed.timing.spread for kernel in kernels}
+    spreads |= {
+        way: link.spread for way, link in zip(("copies in", "copies out"), links, strict=True)
+    }
+    if drive is not None:
+        spreads |= {f"disk {what} {n}": t.timing.spread for (what, n), t in drive.timed.items()}
+    machine = _base(name, device, links)
+    found = fits[cache_bytes]
+    peaks = dict(machine.peak_flops) | _peaks(samples)
+    machine = replace(
+        machine,
+        hbm_bytes_per_s=max(_streams(kernels, samples)),
+        peak_flops=tuple(peaks.items()),
+        kernels=found.rates,
+        cache_bytes=cache_bytes,
+        call_s=found.call_s if device.platform == "cpu" else 0.0,
+        array_s=found.array_s if device.platform == "cpu" else 0.0,
+    )
+    if drive is not None and folder is not None:
+        machine = _with_drive(machine, drive, folder)
+    return Calibration(_with_sources(machine, device, found, spreads), found, spreads)
+
+
+def _streams(kernels: Sequence[_Compiled], samples: Sequence[Sample]) -> Iterator[float]:
+    """Bytes per second of what does next to nothing with many of them."""
+    for kernel, sample in zip(kernels, samples, strict=True):
+        if kernel.name.startswith(_STREAM):
+            size = sum(work.bytes * times for work, times in sample.works)
+            yield size / sample.seconds
+
+
+def _peaks(samples: Sequence[Sample]) -> dict[str, float]:
+    """The most FLOP/s that a program was seen to reach, by type."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        by_type: dict[str, int] = {}
+        for work, times in sample.works:
+            if work.flops:
+                dtype = work.kind.rpartition(" ")[2]
+                by_type[dtype] = by_type.get(dtype, 0) + work.flops * times
+        for dtype, flops in by_type.items():
+            found[dtype] = max(found.get(dtype, 0.0), flops / sample.seconds)
+    return found
+
+
+def _base(name: str | None, device: Any, links: Sequence[LinkTimes]) -> Machine:
+    """What is known of the device without its kernels: of one in the library what that says."""
+    machine = _cpu() if device.platform == "cpu" else load_machine(device.device_kind)
+    memory, host = machine.device_memory.name, _HOST
+    measured = dict(zip([(host, memory), (memory, host)], links, strict=True))
+    made = [
+        Link(source, destination, times.bytes_per_s, 1.0, times.latency_s, 1, times.is_full_duplex)
+        for (source, destination), times in measured.items()
+    ]
+    others = [link for link in machine.links if (link.source, link.destination) not in measured]
+    return replace(machine, name=name or machine.name, aliases=(), links=(*made, *others))
+
+
+def _cpu() -> Machine:
+    """What a CPU's machine begins with: one memory, of which a part stands for the host's."""
+    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(
+        name=_processor(),
+        aliases=(),
+        platform="cpu",
+        hbm_bytes_per_s=1.0,
+        clock_hz=_CLOCK_HZ,
+        peak_flops=(),
+        tiers=(Tier("dram", 0, capacity), Tier(_HOST, None, capacity)),
+        links=(),
+        gpu=None,
+        sources=(("clock_hz", "not measured: no cost on a CPU is in cycles"),),
+    )
+
+
+def _processor() -> str:
+    """The processor's name, as a machine may be called."""
+    found = host_platform.processor() or host_platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                found = line.partition(":")[2]
+                break
+    words = re.findall(r"[a-z0-9]+", found.lower())
+    return "-".join([*words, f"{os.cpu_count()}-cores"])
+
+
+def _with_drive(machine: Machine, drive: Drive, folder: Path) -> Machine:
+    memory = machine.device_memory.name if machine.platform == "cpu" else _HOST
+    latency_s = drive.timed["latency", 1].timing.seconds
+    made = [
+        Link(*ends, drive.bytes_per_s(what), 1.0, latency_s, 1, False)
+        for what, ends in (("read", (_DRIVE, memory)), ("write", (memory, _DRIVE)))
+    ]
+    tier = Tier(_DRIVE, None, shutil.disk_usage(folder).free)
+    tiers = [t for t in machine.tiers if t.name != _DRIVE]
+    links = [link for link in machine.links if _DRIVE not in (link.source, link.destination)]
+    return replace(machine, tiers=(*tiers, tier), links=(*links, *made))
+
+
+def _with_sources(
+    machine: Machine, device: Any, found: Fit, spreads: Mapping[str, float]
+) -> Machine:
+    """Says of each number that was measured when, where and how well."""
+    today = datetime.now(UTC).date().isoformat()
+    where = f"measured {today}, {device.device_kind}, jax {jax.__version__}, {os.cpu_count()} cores"
+    with suppress(AttributeError):
+        where += f", {device.client.platform_version.splitlines()[0]}"
+
+    def said(spread: float) -> str:
+        unstable = "; unstable: measure again when the machine is idle" if spread > UNSTABLE else ""
+        return f"{where}; turns differ by {spread:.0%}{unstable}"
+
+    streams = [spread for name, spread in spreads.items() if name.startswith(_STREAM)]
+    sources = dict(machine.sources)
+    sources["hbm_bytes_per_s"] = said(max(streams))
+    sources["cache_bytes"] = (
+        f"{where}; the power of two with which rates say best what was measured"
+    )
+    for key in ("call_s", "array_s"):
+        sources[key] = f"{where}; as the kernels' rates"
+    for dtype, _ in machine.peak_flops:
+        sources[f"peak_flops.{dtype}"] = f"{where}; the most that a product reached"
+    for tier in machine.tiers:
+        sources.setdefault(f"tiers.{tier.name}.capacity_bytes", f"{where}; as the system says")
+    memory = machine.device_memory.name
+    for link in machine.links:
+        if link.efficiency == 1.0:
+            ends = f"links.{link.source}->{link.destination}"
+            sources[f"{ends}.nominal_bytes_per_s"] = said(_link_spread(link, memory, spreads))
+            sources[f"{ends}.efficiency"] = "the bandwidth is what was measured"
+            sources[f"{ends}.latency_s"] = f"{where}; the smallest transfer"
+            sources[f"{ends}.engines"] = "transfers of one direction share its bandwidth"
+    for rate in found.rates:
+        for key in COEFFICIENTS:
+            sources[f"kernels.{rate.kind}.{key}"] = (
+                f"{where}; programs with it are within {rate.spread:.0%}"
+            )
+    return replace(machine, sources=tuple(sources.items()))
+
+
+def _link_spread(link: Link, memory: str, spreads: Mapping[str, float]) -> float:
+    if _DRIVE in (link.source, link.destination):
+        return max(spread for name, spread in spreads.items() if name.startswith("disk"))
+    return spreads["copies in" if link.destination == memory else "copies out"]

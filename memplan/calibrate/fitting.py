@@ -1,0 +1,175 @@
+"""Rates of kinds of kernels from seconds of programs: least squares, no rate below zero.
+
+Each program is an equation: what all its kernels do, times the rates of their kinds, is what it
+takes (Lawson and Hanson, "Solving Least Squares Problems", 1974: NNLS). Errors count relative to
+what was measured, so that a program of microseconds says as much as one of seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from hlo_passes.analysis.kernel_work import KernelWork, kernel_works
+from hlo_passes.analysis.trip_count import trip_count
+from hlo_passes.hardware.rates import COEFFICIENTS, KernelRate, amounts
+from hlo_passes.ir import Computation, Module
+
+# Programs that a fit is off by more than this, relative to the median of all, count less.
+_OUTLIER = 3.0
+_ROUNDS = 5
+
+# Of a kind there are rates of its own where so many programs with it take that many times what the
+# shortest of all takes: or what disturbed a call would become a rate of kernels that others have
+# thousands of.
+_LEAST_PROGRAMS, _LONG = 3, 5
+
+# What such a rate costs, squared, relative to the errors of programs: the shared ones go first.
+_DOUBT = 0.003
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A program that was measured.
+
+    Attributes:
+      works: its kernels, each as often as it runs.
+      seconds: of a run.
+      arrays: that a call takes and gives.
+    """
+
+    works: Sequence[tuple[KernelWork, int]]
+    seconds: float
+    arrays: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """
+    Attributes:
+      rates: by kind.
+      call_s, array_s: of a call, whatever is in the program, and of each array that it takes or
+        gives.
+      errors: of each sample, relative to what was measured.
+    """
+
+    rates: tuple[KernelRate, ...]
+    call_s: float
+    array_s: float
+    errors: Sequence[float]
+
+
+def works_of(module: Module) -> list[tuple[KernelWork, int]]:
+    """Returns the kernels of a step, and how often each runs: as often as its loops do; of a branch
+    the side that does most counts."""
+    found = kernel_works(module)
+
+    def inside(computation: Computation, times: int) -> list[tuple[KernelWork, int]]:
+        works: list[tuple[KernelWork, int]] = []
+        for i in computation.instructions:
+            if i.id in found:
+                works.append((found[i.id], times))
+                continue
+            called = [module.computations[c] for c in i.called_computation_ids]
+            if i.opcode == "while":
+                trips = trip_count(module, i) or 1
+                works += [w for c in called for w in inside(c, times * trips)]
+            elif i.opcode == "conditional":
+                sides = [inside(c, times) for c in called]
+                works += max(sides, key=lambda side: sum(w.bytes * n for w, n in side))
+            elif i.opcode == "call":
+                works += [w for c in called for w in inside(c, times)]
+        return works
+
+    return inside(module.entry, 1)
+
+
+def fit(samples: Sequence[Sample], cache_bytes: int) -> Fit:
+    """Returns the rates that say best what was measured. O(samples · kinds²)."""
+    columns = _Columns(_kinds(samples))
+    matrix = np.array([columns.row(sample, cache_bytes) for sample in samples])
+    relative = matrix / np.array([[sample.seconds] for sample in samples])
+    # Columns of one size, or the solver takes small ones for nothing.
+    scale = np.maximum(relative.max(axis=0), 1e-30)
+    doubts = np.sqrt(_DOUBT) * np.eye(relative.shape[1])[columns.shared :]
+    weights = np.ones((len(samples), 1))
+    for _ in range(_ROUNDS):
+        equations = np.vstack([relative / scale * weights, doubts])
+        taken = np.append(weights[:, 0], np.zeros(len(doubts)))
+        found, _ = nnls(equations, taken, maxiter=100 * relative.shape[1])
+        errors = relative @ (found / scale) - 1
+        typical = np.median(np.abs(errors)) + 1e-9
+        weights[:, 0] = 1 / np.maximum(1, np.abs(errors) / (_OUTLIER * typical))
+    spreads = _spreads(samples, errors)
+    rates = tuple(
+        KernelRate(kind, *of, spread=spreads[kind])
+        for kind, of in columns.coefficients(found / scale)
+    )
+    call_s, array_s = map(float, found[:2] / scale[:2])
+    return Fit(rates, call_s, array_s, [*map(float, errors)])
+
+
+def _kinds(samples: Sequence[Sample]) -> list[str]:
+    """Those of which enough was measured for rates of their own."""
+    shortest = min(sample.seconds for sample in samples)
+    long = [sample for sample in samples if sample.seconds >= _LONG * shortest]
+    counts = Counter(kind for s in long for kind in {work.kind for work, _ in s.works})
+    return sorted(kind for kind, count in counts.items() if count >= _LEAST_PROGRAMS)
+
+
+class _Columns:
+    """What each unknown of the equations is: what a call takes, and an array of it; what a kernel
+    takes that is run in one way or another; what all of them take for bytes and elements; and how
+    much more, kind by kind.
+
+    Attributes:
+      shared: how many unknowns there are before those of kinds.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._ways = ("library", "own")
+        self._kinds = kinds
+        self._width = len(COEFFICIENTS) - 1
+        self._all = 2 + len(self._ways)
+        self.shared = self._all + self._width
+
+    def _first(self, kind: str) -> int:
+        return self.shared + self._width * self._kinds.index(kind)
+
+    def row(self, sample: Sample, cache_bytes: int) -> np.ndarray:
+        row = np.zeros(self.shared + self._width * len(self._kinds))
+        row[:2] = 1, sample.arrays
+        for work, times in sample.works:
+            there_is = amounts(work.flops, work.bytes, work.slow, work.plain, cache_bytes)
+            row[2 + self._ways.index(_way(work.kind))] += times
+            firsts = (
+                [self._all, self._first(work.kind)] if work.kind in self._kinds else [self._all]
+            )
+            for first in firsts:
+                row[first : first + self._width] += np.multiply(there_is[1:], times)
+        return row
+
+    def coefficients(self, found: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
+        of_all = found[self._all : self.shared]
+        for kind in self._kinds:
+            first = self._first(kind)
+            run_s = found[2 + self._ways.index(_way(kind))]
+            yield kind, (float(run_s), *map(float, of_all + found[first : first + self._width]))
+
+
+def _way(kind: str) -> str:
+    """Kernels of a library start in another way than those that XLA made."""
+    return "library" if "ynn" in kind or kind.startswith("custom-call") else "own"
+
+
+def _spreads(samples: Sequence[Sample], errors: Sequence[float]) -> Mapping[str, float]:
+    """By kind the median error of the programs with such kernels."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for sample, error in zip(samples, errors, strict=True):
+        for kind in {work.kind for work, _ in sample.works}:
+            found[kind].append(abs(error))
+    return {kind: float(np.median(of)) for kind, of in found.items()}
