@@ -51,11 +51,15 @@ class Tier:
         has none.
       capacity_bytes: what a program can use: less what the compiler reserves, and of a
         host's memory the share of one device.
+      bytes_per_s: what all that read and write it reach together, of a host's memory the share of
+        one device; None where it is not known, or where that is more than its links carry. Of
+        device memory it is `Machine.hbm_bytes_per_s`.
     """
 
     name: str
     memory_space: int | None
     capacity_bytes: int
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Link:
       engines: how many transfers can be under way at once without sharing bandwidth.
       full_duplex: whether the opposite direction has wires of its own; if not, a transfer
         there slows this one down.
+      through: a tier that the bytes are written to, and read from, on the way.
     """
 
     source: str
@@ -80,6 +85,7 @@ class Link:
     latency_s: float
     engines: int
     full_duplex: bool
+    through: str | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -160,6 +166,9 @@ class Machine:
       interconnect: None where there is one device, or nothing is known of what joins them.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
+      launch_s: what the host takes to launch a kernel, a graph or a copy; None where programs run
+        by themselves, or it is not known.
+      captured_launch_s: what each kernel in a graph takes beside that.
     """
 
     name: str
@@ -174,6 +183,8 @@ class Machine:
     sources: tuple[tuple[str, str], ...]
     interconnect: Interconnect | None = None
     is_fed_outside: bool = False
+    launch_s: float | None = None
+    captured_launch_s: float | None = None
 
     def __repr__(self) -> str:
         memory = self.device_memory
@@ -215,8 +226,8 @@ class Machine:
         device, host = self.device_memory.name, self.host_link.source
         ends = {(link.source, link.destination) for link in self.links}
         if (tier, device) not in ends and (tier, host) in ends:
-            into = _through(self.link(tier, host), self.link(host, device))
-            back = _through(self.link(device, host), self.link(host, tier))
+            into = _through(host, self.link(tier, host), self.link(host, device))
+            back = _through(host, self.link(device, host), self.link(host, tier))
             return replace(self, links=(into, back, *self.links))
         link = self.link(tier, device)
         return replace(self, links=(link, *(other for other in self.links if other != link)))
@@ -317,6 +328,9 @@ class Machine:
                 table(link, f"links.{link.source}->{link.destination}") for link in self.links
             ],
         }
+        for key in ("launch_s", "captured_launch_s"):
+            if (seconds := getattr(self, key)) is not None:
+                data[key] = number(key, seconds)
         if self.interconnect is not None:
             data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
@@ -397,6 +411,9 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     interconnect = (
         _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
     )
+    launches = {
+        key: root.number(key) for key in ("launch_s", "captured_launch_s") if key in root.unread
+    }
     root.close()
     return Machine(
         name=name,
@@ -410,6 +427,8 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         gpu=gpu,
         sources=tuple(root.sources),
         interconnect=interconnect,
+        launch_s=launches.get("launch_s"),
+        captured_launch_s=launches.get("captured_launch_s"),
     )
 
 
@@ -431,7 +450,7 @@ def _machine_from_toml(text: str, file: str) -> Machine:
     return machine_from_dict(data, file)
 
 
-def _through(first: Link, second: Link) -> Link:
+def _through(tier: str, first: Link, second: Link) -> Link:
     """The way over two links, where bytes leave the place between as they come."""
     slower = min(first, second, key=lambda link: link.bytes_per_s)
     return replace(
@@ -439,6 +458,7 @@ def _through(first: Link, second: Link) -> Link:
         source=first.source,
         destination=second.destination,
         latency_s=first.latency_s + second.latency_s,
+        through=tier,
     )
 
 
@@ -451,7 +471,8 @@ def _tier(table: FileTable) -> Tier:
     table.key = f"tiers.{name}"
     # TOML has no null: a tier that XLA has no memory space for leaves the key out.
     space = table.whole("memory_space", zero=True) if "memory_space" in table.unread else None
-    tier = Tier(name, space, table.whole("capacity_bytes"))
+    bytes_per_s = table.number("bytes_per_s") if "bytes_per_s" in table.unread else None
+    tier = Tier(name, space, table.whole("capacity_bytes"), bytes_per_s)
     table.close()
     return tier
 
@@ -468,6 +489,7 @@ def _link(table: FileTable, tiers: tuple[str, ...]) -> Link:
         latency_s=table.number("latency_s", zero=True),
         engines=table.whole("engines"),
         full_duplex=table.flag("full_duplex"),
+        through=table.choice("through", tiers) if "through" in table.unread else None,
     )
     table.close()
     return link

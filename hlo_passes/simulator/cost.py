@@ -234,3 +234,9 @@ def stream_bytes_per_s(machine: Machine) -> float:
         if link.source == device and on_chip:
             return link.bytes_per_s
     return machine.hbm_bytes_per_s
+
+
+def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -> float:
+    """Returns what the products of an instruction take at the peak of their type, each time that it
+    runs: what its arithmetic holds it back for, at least."""
+    return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
