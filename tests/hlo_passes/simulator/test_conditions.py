@@ -87,6 +87,20 @@ def test_a_kernel_is_alone_again_when_its_transfer_has_ended():
     assert step.stalls == {}
 
 
+def test_a_transfer_moves_on_while_one_kernel_follows_another():
+    events = [start("w", 100), *(kernel(f"k{n}", 0.5, 10.0) for n in range(3)), Done("w")]
+    step = simulate([*events, bound("a", 1.0)], FAST, SHARED)
+    assert spans(step) == [(0.0, 2.0)]
+    assert computes(step)[2:] == [(1.0, 1.5), (2.0, 3.0)]
+
+
+def test_a_transfer_that_the_host_holds_back_stays_so_while_kernels_follow_each_other():
+    events = [start("w", 15), start("v", 15, "hbm", "host")]
+    events += [kernel(f"k{n}", 0.5) for n in range(3)]
+    step = simulate([*events, Done("w")], toy_machine(tiers=HOST), SHARED)
+    assert spans(step) == [(0.0, pytest.approx(2.0)), (0.0, pytest.approx(2.0))]
+
+
 def test_a_transfer_shares_nothing_before_its_latency_has_passed():
     machine = replace(FAST, links=(replace(FAST.links[0], latency_s=3.0),))
     step = simulate([start("w", 100), bound("a", 4.0)], machine, SHARED)
@@ -183,6 +197,14 @@ def test_a_copy_is_launched_too():
     assert spans(step) == [(1.5, 2.5)]
 
 
+def test_copies_are_launched_one_after_the_other():
+    """w at 0 and v at 1, b at 2 and until 3: a copy's own launch is in its latency."""
+    events = [start("w", 50), start("v", 80, "hbm", "host"), kernel("b", 0.5, launches=1)]
+    step = simulate(events, launching(FAST), LAUNCHED)
+    assert spans(step) == [(0.0, 1.0), (1.0, 2.0)]
+    assert computes(step) == [(3.0, 3.5)]
+
+
 def test_transfers_move_while_the_engine_waits_for_a_launch():
     events = [start("w", 100), *(kernel(f"k{n}", 0.5, 50.0, launches=1) for n in range(2))]
     both = Conditions(is_shared=True, is_launched=True)
@@ -264,9 +286,9 @@ def test_the_more_they_vary_the_later_is_the_last_percent():
 def programs(draw: st.DrawFn):
     events, open_transfers = [], []
     for i in range(draw(st.integers(0, 20))):
-        kind = draw(st.sampled_from(["compute", "start", "exchange", "done"]))
+        kind = draw(st.sampled_from(["compute", "compute", "start", "exchange", "done"]))
         if kind == "compute":
-            seconds = draw(st.floats(0, 5))
+            seconds = draw(st.one_of(st.floats(0, 5), st.just(0.125)))
             share = draw(st.sampled_from([0.0, 0.4, 1.0]))
             launches = draw(st.integers(0, 2))
             events.append(kernel(f"c{i}", seconds, 100 * share * seconds, launches=launches))
