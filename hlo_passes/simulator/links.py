@@ -157,11 +157,14 @@ class SharingLinks(Links):
         self._capacities = {**shared, device: self._device_bytes_per_s}
         self._counts = self._engines()
         self._waiting: dict[_Queue, deque[Moving]] = defaultdict(deque)
+        self._often: dict[Direction, Sequence[int]] = {}
         # What moves, in which draws, and what it asks of each memory, all together; when the next
         # one may begin, behind its latency. Known until one is issued, ends or begins.
         self._active: list[tuple[Moving, Flag]] = []
         self._asked = [0.0] * len(self._capacities)
         self._wakes: Seconds = math.inf
+        # Queues all of whose engines are taken, or will be.
+        self._taken: set[_Queue] = set()
         # What a kernel can ask device memory for, and all are at full speed.
         self._room = self._device_bytes_per_s
         self._is_known = True
@@ -173,17 +176,24 @@ class SharingLinks(Links):
     def _queued(self, moving: Moving, queue: _Queue, ready: Seconds, seconds: float) -> Moving:
         moving.ready, moving.left = ready, seconds * self._numbers.varied(1)
         rate = moving.start.size / seconds if seconds else 0.0
-        moving.asks = [rate * self._accesses(moving, memory) for memory in self._capacities]
+        moving.asks = [rate * often for often in self._accesses(moving)]
         self._waiting[queue].append(moving)
-        self._is_known = False
+        # Behind others it changes nothing.
+        if queue not in self._taken:
+            self._is_known = False
         return moving
 
-    def _accesses(self, moving: Moving, memory: str) -> int:
-        """How often each of its bytes is read from a memory or written to it."""
-        if isinstance(moving.start, Exchange):
-            return 2 * (memory == self._machine.device_memory.name)
-        through = self._machine.link(*moving.route).through
-        return moving.route.count(memory) + 2 * (memory == through)
+    def _accesses(self, moving: Moving) -> Sequence[int]:
+        """How often each of its bytes is read from each memory or written to it."""
+        if moving.route not in self._often:
+            is_exchange = isinstance(moving.start, Exchange)
+            device = self._machine.device_memory.name
+            through = device if is_exchange else self._machine.link(*moving.route).through
+            ends = () if is_exchange else moving.route
+            self._often[moving.route] = [
+                ends.count(memory) + 2 * (memory == through) for memory in self._capacities
+            ]
+        return self._often[moving.route]
 
     def compute(self, now: Seconds, seconds: Seconds, work: Work, alone_s: float) -> Seconds:
         asked = min(self._device_bytes_per_s, work.device_bytes / alone_s) if alone_s else 0.0
@@ -193,7 +203,7 @@ class SharingLinks(Links):
         return self._run(now, left=seconds, asked=asked)
 
     def pass_until(self, now: Seconds, until: Seconds) -> None:
-        if any(self._waiting.values()):
+        if not (self._is_known and self._room >= 0 and self._numbers.all(until < self._until)):
             self._run(now, until=until)
 
     def end_of(self, moving: Moving, now: Seconds) -> Seconds:
@@ -268,6 +278,7 @@ class SharingLinks(Links):
         """Sees what moves now."""
         numbers = self._numbers
         self._active.clear()
+        self._taken.clear()
         self._wakes = math.inf
         for name, queue in self._waiting.items():
             while queue and numbers.all(queue[0].end < math.inf):
@@ -282,20 +293,20 @@ class SharingLinks(Links):
                     begins = moves & (moving.begin == math.inf)
                     moving.begin = numbers.where(begins, now, moving.begin)
                     self._active.append((moving, moves))
-                wakes = numbers.where(moves, math.inf, moving.ready)
-                wakes = numbers.where(has_engine, wakes, math.inf)
-                self._wakes = numbers.smaller(self._wakes, wakes)
+                if numbers.any(moving.ready > now):
+                    latent = has_engine & (moving.ready > now)
+                    wakes = numbers.where(latent, moving.ready, math.inf)
+                    self._wakes = numbers.smaller(self._wakes, wakes)
                 ahead = ahead + is_open
                 if numbers.all(ahead >= engines):
+                    self._taken.add(name)
                     break
-        for place in range(len(self._asked)):
-            self._asked[place] = sum(moving.asks[place] for moving, _ in self._active)
-        *others, self._room = (
-            capacity - asked
-            for asked, capacity in zip(self._asked, self._capacities.values(), strict=True)
-        )
-        if any(room < 0 for room in others):
-            self._room = -1.0
+        self._asked = [0.0] * len(self._asked)
+        for moving, _ in self._active:
+            for place, asks in enumerate(moving.asks):
+                self._asked[place] += asks
+        rooms = [c - a for c, a in zip(self._capacities.values(), self._asked, strict=True)]
+        self._room = rooms[-1] if min(rooms) >= 0 else -1.0
         self._is_known = True
 
     def _speeds(self, asked: float) -> tuple[list[Seconds], Seconds]:
