@@ -60,15 +60,21 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
         {
             "hbm_bytes_per_s": f"{machine.hbm_bytes_per_s / 1e9:,.1f} GB/s",
             "clock_hz": f"{machine.clock_hz / 1e9:g} GHz",
+            **{
+                key: f"{seconds * 1e6:g} µs"
+                for key in ("launch_s", "captured_launch_s")
+                if (seconds := getattr(machine, key)) is not None
+            },
             **{f"peak_flops.{d}": f"{f / 1e12:,.1f} TFLOP/s" for d, f in machine.peak_flops},
         },
     )
     if machine.kernels:
         yield rates_table(machine)
     for tier in machine.tiers:
-        yield table(
-            _tier_title(tier), f"tiers.{tier.name}.", {"capacity_bytes": f"{tier.capacity_bytes:,}"}
-        )
+        values = {"capacity_bytes": f"{tier.capacity_bytes:,}"}
+        if tier.bytes_per_s is not None:
+            values["bytes_per_s"] = f"{tier.bytes_per_s / 1e9:,.2f} GB/s"
+        yield table(_tier_title(tier), f"tiers.{tier.name}.", values)
     for link in machine.links:
         yield table(
             f"{link.source} → {link.destination}",

@@ -32,7 +32,8 @@ from memplan import load_machine, machine_names
 ROOT = Path(__file__).parent.parent
 SLOW = frozenset(
     """choosing-a-budget estimates every-shape fsdp fusion in-chunks intents loading-weights
-    long-sequences offload-weights optimizer-state prefix-cache serving what-grew""".split()
+    long-sequences offload-weights optimizer-state prefix-cache serving what-grew
+    which-machine""".split()
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -7,7 +7,8 @@ says, and nothing else comes between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_passes.analysis.trip_count import trip_count
@@ -88,6 +89,51 @@ def count_launches(module: Module, thunks: Sequence[Thunk]) -> Launches:
       module: whose executable the thunks are; it says how often its loops run.
     """
     return _Count(module).run(thunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What is launched for one instruction, each time that it runs.
+
+    Attributes:
+      alone: kernels, copies and the like, one by one.
+      graphs: that begin with it.
+      captured: kernels in graphs.
+    """
+
+    alone: int
+    graphs: int
+    captured: int
+
+
+def launched(thunks: Sequence[Thunk]) -> Mapping[str, Launched]:
+    """Returns what an executable launches for each instruction that it launches something for, by
+    the instruction's name."""
+    counts = _Launched(Counter(), Counter(), Counter())
+    counts.add(thunks)
+    names = counts.alone | counts.captured
+    return {n: Launched(counts.alone[n], counts.graphs[n], counts.captured[n]) for n in names}
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """By the names of instructions, as `Launched`."""
+
+    alone: Counter[str]
+    graphs: Counter[str]
+    captured: Counter[str]
+
+    def add(self, thunks: Sequence[Thunk]) -> None:
+        for thunk in thunks:
+            if thunk.kind == "CommandBuffer":
+                kernels = [leaf.name for leaf in _leaves(thunk.inside)]
+                self.captured.update(kernels)
+                self.graphs.update(kernels[:1])
+            elif thunk.inside and thunk.kind not in _LEAVES and thunk.kind != "AsyncStart":
+                self.add(thunk.inside)
+            elif thunk.kind not in _WAITS:
+                # What is asynchronous stands in the schedule by the name of its start.
+                self.alone[thunk.name] += sum(1 for _ in _leaves(thunk.inside)) or 1
 
 
 class _Count:

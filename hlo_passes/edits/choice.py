@@ -32,7 +32,7 @@ from hlo_passes.plan import (
     Edits,
     LogicalTime,
 )
-from hlo_passes.simulator.timeline import queue_of
+from hlo_passes.simulator.events import queue_of
 
 # What is tried: prices of links and shares of the step's compute for which they are theirs,
 # with chains of any length; then prices for all that moves, down from where next to nothing

@@ -20,7 +20,7 @@ from hlo_passes.placing.eviction import eviction_rows
 from hlo_passes.placing.prefetch import LINK_MARGIN, fetch_rows
 from hlo_passes.placing.problem import Problem, fetches
 from hlo_passes.plan import LogicalTime
-from hlo_passes.simulator.timeline import queue_of
+from hlo_passes.simulator.events import queue_of
 
 Action = Literal["evict", "recompute"]
 

@@ -39,6 +39,9 @@ from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
+# What a machine file may say of calls and launches.
+_HOST_SECONDS = ("call_s", "array_s", "launch_s", "captured_launch_s")
+
 Platform = Literal["tpu", "gpu", "cpu"]
 
 
@@ -52,11 +55,15 @@ class Tier:
         has none.
       capacity_bytes: what a program can use: less what the compiler reserves, and of a
         host's memory the share of one device.
+      bytes_per_s: what all that read and write it reach together, of a host's memory the share of
+        one device; None where it is not known, or where that is more than its links carry. Of
+        device memory it is `Machine.hbm_bytes_per_s`.
     """
 
     name: str
     memory_space: int | None
     capacity_bytes: int
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Link:
       engines: how many transfers can be under way at once without sharing bandwidth.
       full_duplex: whether the opposite direction has wires of its own; if not, a transfer
         there slows this one down.
+      through: a tier that the bytes are written to, and read from, on the way.
     """
 
     source: str
@@ -81,6 +89,7 @@ class Link:
     latency_s: float
     engines: int
     full_duplex: bool
+    through: str | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -166,6 +175,9 @@ class Machine:
         gives: seconds on the host in which the device waits; 0 where calls are queued.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
+      launch_s: what the host takes to launch a kernel, a graph or a copy; None where programs run
+        by themselves, or it is not known.
+      captured_launch_s: what each kernel in a graph takes beside that.
     """
 
     name: str
@@ -184,6 +196,8 @@ class Machine:
     call_s: float = 0.0
     array_s: float = 0.0
     is_fed_outside: bool = False
+    launch_s: float | None = None
+    captured_launch_s: float | None = None
 
     def __repr__(self) -> str:
         memory = self.device_memory
@@ -225,8 +239,8 @@ class Machine:
         device, host = self.device_memory.name, self.host_link.source
         ends = {(link.source, link.destination) for link in self.links}
         if (tier, device) not in ends and (tier, host) in ends:
-            into = _through(self.link(tier, host), self.link(host, device))
-            back = _through(self.link(device, host), self.link(host, tier))
+            into = _through(host, self.link(tier, host), self.link(host, device))
+            back = _through(host, self.link(device, host), self.link(host, tier))
             return replace(self, links=(into, back, *self.links))
         link = self.link(tier, device)
         return replace(self, links=(link, *(other for other in self.links if other != link)))
@@ -331,7 +345,7 @@ class Machine:
             data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
             data["gpu"] = table(self.gpu, "gpu")
-        for key in ("cache_bytes", "call_s", "array_s"):
+        for key in ("cache_bytes", *_HOST_SECONDS):
             if value := getattr(self, key):
                 data[key] = number(key, value)
         if self.kernels:
@@ -424,9 +438,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         rates = root.table("kernels")
         kernels = tuple(KernelRate.read(kind, rates.table(kind)) for kind in tuple(rates.unread))
     cache_bytes = root.whole("cache_bytes") if "cache_bytes" in root.unread else 0
-    call_s, array_s = (
-        root.number(key) if key in root.unread else 0.0 for key in ("call_s", "array_s")
-    )
+    on_the_host = {key: root.number(key) for key in _HOST_SECONDS if key in root.unread}
     root.close()
     return Machine(
         name=name,
@@ -442,8 +454,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         interconnect=interconnect,
         kernels=kernels,
         cache_bytes=cache_bytes,
-        call_s=call_s,
-        array_s=array_s,
+        **on_the_host,
     )
 
 
@@ -465,7 +476,7 @@ def _machine_from_toml(text: str, file: str) -> Machine:
     return machine_from_dict(data, file)
 
 
-def _through(first: Link, second: Link) -> Link:
+def _through(tier: str, first: Link, second: Link) -> Link:
     """The way over two links, where bytes leave the place between as they come."""
     slower = min(first, second, key=lambda link: link.bytes_per_s)
     return replace(
@@ -473,6 +484,7 @@ def _through(first: Link, second: Link) -> Link:
         source=first.source,
         destination=second.destination,
         latency_s=first.latency_s + second.latency_s,
+        through=tier,
     )
 
 
@@ -485,7 +497,8 @@ def _tier(table: FileTable) -> Tier:
     table.key = f"tiers.{name}"
     # TOML has no null: a tier that XLA has no memory space for leaves the key out.
     space = table.whole("memory_space", zero=True) if "memory_space" in table.unread else None
-    tier = Tier(name, space, table.whole("capacity_bytes"))
+    bytes_per_s = table.number("bytes_per_s") if "bytes_per_s" in table.unread else None
+    tier = Tier(name, space, table.whole("capacity_bytes"), bytes_per_s)
     table.close()
     return tier
 
@@ -502,6 +515,7 @@ def _link(table: FileTable, tiers: tuple[str, ...]) -> Link:
         latency_s=table.number("latency_s", zero=True),
         engines=table.whole("engines"),
         full_duplex=table.flag("full_duplex"),
+        through=table.choice("through", tiers) if "through" in table.unread else None,
     )
     table.close()
     return link

@@ -25,6 +25,9 @@ capacities binary (1 GiB = 2^30 bytes). What is linked to the host only (`nvme`,
 device by the host's memory; where CPU and GPU share one memory, there is no host tier. A transfer
 takes the link's latency, then its bytes over nominal bandwidth times efficiency. A collective is
 priced as a ring over the interconnect: its steps' latencies, then the bytes that a device sends.
+What stands beside that is for `memplan simulate`, not for plans: what all transfers that end in a
+memory reach together (`bytes_per_s`, of a host's memory the share of one device), and what the host
+takes to launch a kernel by itself (`launch_s`) or in a graph (`captured_launch_s`).
 """
 
 
@@ -69,10 +72,16 @@ def _numbers(machine: Machine) -> Iterator[str]:
 
     yield row("hbm_bytes_per_s", f"{machine.hbm_bytes_per_s / 1e9:,.2f} GB/s")
     yield row("clock_hz", f"{machine.clock_hz / 1e9:g} GHz")
+    for key in ("launch_s", "captured_launch_s"):
+        if (seconds := getattr(machine, key)) is not None:
+            yield row(key, f"{seconds * 1e6:g} µs")
     for dtype, flops in machine.peak_flops:
         yield row(f"peak_flops.{dtype}", f"{flops / 1e12:,.1f} TFLOP/s")
     for tier in machine.tiers:
-        yield row(f"tiers.{tier.name}.capacity_bytes", f"{tier.capacity_bytes:,}")
+        key = f"tiers.{tier.name}"
+        yield row(f"{key}.capacity_bytes", f"{tier.capacity_bytes:,}")
+        if tier.bytes_per_s is not None:
+            yield row(f"{key}.bytes_per_s", f"{tier.bytes_per_s / 1e9:,.2f} GB/s")
     for link in machine.links:
         key = f"links.{link.source}->{link.destination}"
         yield row(f"{key}.nominal_bytes_per_s", f"{link.nominal_bytes_per_s / 1e9:,.2f} GB/s")

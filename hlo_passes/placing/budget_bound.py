@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from hlo_passes.placing.problem import Problem
 from hlo_passes.simulator.bounds import Demand, lower_bound_s
-from hlo_passes.simulator.timeline import queue_of
+from hlo_passes.simulator.events import queue_of
 
 
 def budget_lower_bound_s(problem: Problem, budget: int) -> float:

@@ -53,7 +53,7 @@ from hlo_passes.placing.problem import (
     streamed_load,
 )
 from hlo_passes.plan import LogicalTime
-from hlo_passes.simulator.timeline import queue_of
+from hlo_passes.simulator.events import queue_of
 
 # How many of the largest distinct sizes are tried as the threshold above which all stay.
 _PINNED_SIZES = 4

@@ -32,8 +32,8 @@ from hlo_passes.placing.prefetch import Fetch
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.events import queue_of
 from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
-from hlo_passes.simulator.timeline import queue_of
 
 
 @dataclass(frozen=True, slots=True)

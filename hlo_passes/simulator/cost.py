@@ -84,6 +84,12 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
     return _Costs(module, machine, moved, moves(module, machine, moved)).all()
 
 
+def call_seconds(module: Module, machine: Machine) -> float:
+    """Returns the seconds that a call takes besides what it runs, where that was measured."""
+    results = sum(1 for _ in module.entry_result_shape.leaves())
+    return machine.call_s + machine.array_s * (len(module.entry_parameter_shapes) + results)
+
+
 def step_seconds(module: Module, machine: Machine) -> float:
     """Returns the seconds that all instructions of a step take, one after another."""
     costs = instruction_costs(module, machine)
@@ -262,3 +268,9 @@ def stream_bytes_per_s(machine: Machine) -> float:
         if link.source == device and on_chip:
             return link.bytes_per_s
     return machine.hbm_bytes_per_s
+
+
+def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -> float:
+    """Returns what the products of an instruction take at the peak of their type, each time that it
+    runs: what its arithmetic holds it back for, at least."""
+    return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))

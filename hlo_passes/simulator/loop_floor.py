@@ -23,7 +23,7 @@ from hlo_passes.analysis.traffic import traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Computation, Instruction, Module
-from hlo_passes.simulator.timeline import Direction, queue_of
+from hlo_passes.simulator.events import Direction, queue_of
 
 
 def floor_costs(

@@ -17,17 +17,29 @@ more, for asynchronous collectives: each occupies it as long as a ring takes
 (`analysis.collectives`). The step ends when the engine and every queue are done; each moment
 of it is either compute or stall.
 
-Contention of transfers and kernels for device memory is not modelled.
+That is what the planner decides by. What else a step meets, `Conditions` say: memories that are
+shared (`links`), and launches, of which a host makes one after another, ahead of the engine as far
+as it can::
+
+    launches  │l0│l1│l2│l3│
+    compute      │c0│▒│c1│▒│c2│▒│c3│      ▒ the engine waits for a launch
+
+A kernel begins when it has been launched; where an event is many kernels, it does not end before
+the last of them has been. Where seconds vary from step to step, `drawn_step_times` runs the clock
+once for many steps (`numbers`).
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
 
 from custom_calls.targets import COPY_DONE
 from hlo_passes.analysis.async_chains import async_chains
@@ -35,54 +47,55 @@ from hlo_passes.analysis.collectives import Collective, collectives
 from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.analysis.trip_count import trip_count
-from hlo_passes.errors import MalformedModuleError, NotOnMachineError
-from hlo_passes.hardware.machine import Interconnect, Link, Machine
+from hlo_passes.errors import MalformedModuleError
+from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.plan import Transfer
-from hlo_passes.simulator.cost import instruction_costs
-
-TransferId = int | str
-
-Direction = tuple[str, str]
-"""Names of the source and the destination tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """The compute engine is busy for `seconds`."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """`size` bytes are queued on the link from tier `source` to tier `destination`."""
-
-    transfer: TransferId
-    size: int
-    source: str
-    destination: str
+from hlo_passes.simulator.cost import call_seconds, instruction_costs
+from hlo_passes.simulator.events import (
+    NO_WORK,
+    Compute,
+    Direction,
+    Done,
+    Exchange,
+    Start,
+    TimelineEvent,
+    TransferId,
+    Work,
+)
+from hlo_passes.simulator.links import Links, Moving, SharingLinks
+from hlo_passes.simulator.numbers import Draws, Numbers, OneStep, Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """A collective is queued on the interconnect: `size` bytes leave this device for others,
-    and it is busy for `seconds`."""
+class Conditions:
+    """What a step meets that its schedule does not say. The planner counts with none of it.
 
-    transfer: TransferId
-    size: int
-    seconds: float
+    Attributes:
+      is_shared: kernels, transfers and collectives share the memories that they use at once.
+      is_launched: a host launches kernels and copies, where the machine says what that takes.
+    """
+
+    is_shared: bool = False
+    is_launched: bool = False
+
+
+UNDISTURBED = Conditions()
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The compute engine waits for the end of `transfer`."""
+class Jitter:
+    """How much a kernel and a transfer differ from one step to the next, each by itself.
 
-    transfer: TransferId
+    Attributes:
+      variation: standard deviation over mean of its seconds, which are lognormal; not negative.
+      steps: how many are drawn, at least one.
+      seed: the same one gives the same steps.
+    """
 
-
-TimelineEvent = Compute | Start | Exchange | Done
+    variation: float
+    steps: int = 1000
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +142,16 @@ class Timeline:
     """One simulated step.
 
     Attributes:
-      step_time_s: ``compute_s + stall_s``, up to rounding.
+      step_time_s: ``compute_s + stall_s + launch_s``, up to rounding.
       compute_s: the engine computes.
       stall_s: the engine waits, be it at a done or, at the end, for the last transfers.
       computes, transfers, collectives: in program order.
+      stalls: `stall_s` by what is waited for: the tiers that a transfer is between, of a collective
+        device memory and the interconnect.
+      launch_s: the engine waits for launches.
+      memory_s: of `compute_s`, kernels that device memory holds back, as long as they take alone;
+        known where events have `Work`.
+      shared_s: of `compute_s`, what others that use a memory at the same time add.
     """
 
     step_time_s: float
@@ -141,6 +160,10 @@ class Timeline:
     computes: tuple[ComputeSpan, ...]
     transfers: tuple[TransferSpan, ...]
     collectives: tuple[TransferSpan, ...] = ()
+    stalls: Mapping[Direction, float] = field(default_factory=dict[Direction, float])
+    launch_s: float = 0.0
+    memory_s: float = 0.0
+    shared_s: float = 0.0
 
     @property
     def interconnect_s(self) -> float:
@@ -174,99 +197,170 @@ class Timeline:
         return replace(self, transfers=tuple(kept), collectives=())
 
 
-def simulate(events: Iterable[TimelineEvent], machine: Machine) -> Timeline:
-    """Runs one step of `events`, in program order, on a clock. O(n log n).
+def simulate(
+    events: Iterable[TimelineEvent], machine: Machine, conditions: Conditions = UNDISTURBED
+) -> Timeline:
+    """Runs one step of `events`, in program order, on a clock.
+
+    O(n log n) in events; with shared memories also in how many transfers stand in queues at once.
 
     Raises:
       NotOnMachineError: when a transfer has no link to take, or a collective no interconnect.
       ValueError: when a transfer starts twice, or is waited for before it starts.
     """
-    links = _Links(machine)
-    now = compute_s = stall_s = 0.0
-    computes: list[ComputeSpan] = []
-    queued: dict[TransferId, tuple[Start | Exchange, float, float, float]] = {}
-    waited: dict[TransferId, float] = {}
-    stalls = _Stalls()
-
-    def wait_until(end: float) -> float:
-        nonlocal now, stall_s
-        seconds = max(0.0, end - now)
-        if seconds:
-            stalls.add(now, end)
-            now, stall_s = end, stall_s + seconds
-        return seconds
-
-    for event in events:
-        match event:
-            case Compute(name, seconds):
-                computes.append(ComputeSpan(name, now, now + seconds))
-                now, compute_s = now + seconds, compute_s + seconds
-            case Start(transfer) | Exchange(transfer):
-                if transfer in queued:
-                    raise ValueError(f"transfer {transfer!r} starts twice")
-                queued[transfer] = (event, now, *links.enqueue(event, now))
-            case Done(transfer):
-                if transfer not in queued:
-                    raise ValueError(f"transfer {transfer!r} is waited for before it starts")
-                *_, end = queued[transfer]
-                waited[transfer] = waited.get(transfer, 0.0) + wait_until(end)
-    wait_until(max((end for *_, end in queued.values()), default=0.0))
-
-    moved: list[TransferSpan] = []
-    exchanged: list[TransferSpan] = []
-    for transfer, (start, issue, begin, end) in queued.items():
-        route = links.route(start)
-        hidden_s = max(0.0, end - begin - stalls.within(begin, end))
-        times = issue, begin, end, waited.get(transfer, 0.0), hidden_s
-        spans = moved if isinstance(start, Start) else exchanged
-        spans.append(TransferSpan(transfer, start.size, *route, *times))
-    return Timeline(now, compute_s, stall_s, tuple(computes), tuple(moved), tuple(exchanged))
+    return _Recording(machine, conditions).run(events)
 
 
-def queue_of(link: Link) -> Direction:
-    """Names the queue that a link's transfers stand in: its own, or, where it is not full
-    duplex, the one it has in common with the opposite direction."""
-    if link.full_duplex:
-        return link.source, link.destination
-    return min(link.source, link.destination), max(link.source, link.destination)
+def drawn_step_times(
+    events: Iterable[TimelineEvent], machine: Machine, conditions: Conditions, jitter: Jitter
+) -> npt.NDArray[np.float64]:
+    """Returns float64[steps], the seconds of steps that are drawn.
+
+    Each kernel and each transfer is multiplied by a number of its own, an event of many kernels by
+    what their sum varies. One run of the clock, O(events · steps).
+
+    Raises:
+      as `simulate`.
+    """
+    numbers = Draws(jitter.steps, jitter.variation, jitter.seed)
+    run = _Run(machine, conditions, numbers)
+    run.through(events)
+    # One number, where nothing has varied.
+    return np.broadcast_to(np.asarray(run.now, np.float64), (jitter.steps,)).copy()
 
 
-class _Links:
-    """When each engine of each link is free, and when the interconnect is."""
+class _Run:
+    """The clock of one step, or of many (`Numbers`)."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        engines: dict[Direction, int] = {}
-        for link in machine.links:
-            engines[queue_of(link)] = max(engines.get(queue_of(link), 0), link.engines)
-        self._free = {queue: [0.0] * count for queue, count in engines.items()}
-        self._exchanged = 0.0
+    def __init__(self, machine: Machine, conditions: Conditions, numbers: Numbers) -> None:
+        links = SharingLinks if conditions.is_shared else Links
+        self._links = links(machine, numbers)
+        self._numbers = numbers
+        self._launch_s = self._captured_launch_s = 0.0
+        if conditions.is_launched:
+            self._launch_s = machine.launch_s or 0.0
+            self._captured_launch_s = machine.captured_launch_s or 0.0
+        self.now: Seconds = numbers.zero()
+        # When the host has made all launches so far.
+        self._launched: Seconds = numbers.zero()
+        self.issued: dict[TransferId, tuple[Moving, Seconds]] = {}
 
-    def route(self, start: Start | Exchange) -> Direction:
-        if isinstance(start, Start):
-            return start.source, start.destination
-        return self._machine.device_memory.name, self._interconnect.name
+    def through(self, events: Iterable[TimelineEvent]) -> None:
+        for event in events:
+            match event:
+                case Compute():
+                    self._compute(event)
+                case Start(transfer) | Exchange(transfer):
+                    if transfer in self.issued:
+                        raise ValueError(f"transfer {transfer!r} starts twice")
+                    at = self._numbers.larger(self.now, self._launched)
+                    self._launched = self._launched + self._launch_s
+                    self.issued[transfer] = self._links.issue(event, at), self.now
+                case Done(transfer):
+                    if transfer not in self.issued:
+                        raise ValueError(f"transfer {transfer!r} is waited for before it starts")
+                    moving, _ = self.issued[transfer]
+                    self.waits(self._links.end_of(moving, self.now), moving)
+        self.waits(self._links.end_of_all(self.now), None)
 
-    @property
-    def _interconnect(self) -> Interconnect:
-        found = self._machine.interconnect
-        if found is None:
-            known = [f"{link.source}->{link.destination}" for link in self._machine.links]
-            raise NotOnMachineError(self._machine.name, "link", "interconnect", known)
-        return found
+    def _compute(self, event: Compute) -> None:
+        work = event.work
+        launches_s = (work.launches + work.graphs) * self._launch_s
+        launches_s += work.captured * self._captured_launch_s
+        if launches_s:
+            # The first of them.
+            self.awaits_launches(self._launched + launches_s / (work.launches + work.captured))
+            self._launched = self._launched + launches_s
+        begin = self.now
+        seconds = event.seconds * self._numbers.varied(work.kernels)
+        self.now = self._links.compute(begin, seconds, work, event.seconds)
+        self.computed(event, begin)
+        if launches_s:
+            # What is left to compute when the last has been launched.
+            self.awaits_launches(self._launched + seconds / (work.launches + work.captured))
 
-    def enqueue(self, start: Start | Exchange, now: float) -> tuple[float, float]:
-        """Returns when the transfer begins and ends."""
-        if isinstance(start, Exchange):
-            begin = max(now, self._exchanged)
-            self._exchanged = begin + start.seconds
-            return begin, self._exchanged
-        link = self._machine.link(start.source, start.destination)
-        free = self._free[queue_of(link)]
-        begin = max(now + link.latency_s, free[0])
-        end = begin + start.size / link.bytes_per_s
-        heapq.heapreplace(free, end)
-        return begin, end
+    def waits(self, until: Seconds, moving: Moving | None) -> None:
+        """Lets the engine stand still until a transfer has ended; of None, until all have."""
+        self.now = self._numbers.larger(self.now, until)
+
+    def awaits_launches(self, until: Seconds) -> None:
+        """Lets the engine stand still until launches have been made."""
+        until = self._numbers.larger(self.now, until)
+        self._links.pass_until(self.now, until)
+        self.now = until
+
+    def computed(self, event: Compute, begin: Seconds) -> None:
+        """Notes a compute that has just ended."""
+
+
+class _Recording(_Run):
+    """One step, of which all is written down."""
+
+    def __init__(self, machine: Machine, conditions: Conditions) -> None:
+        super().__init__(machine, conditions, OneStep())
+        self._is_shared = conditions.is_shared
+        self._computes: list[ComputeSpan] = []
+        self._compute_s = self._stall_s = self._launch_waits_s = 0.0
+        self._memory_s = self._shared_s = 0.0
+        self._waited: dict[TransferId, float] = {}
+        self._stalls = _Stalls()
+        self._stalls_of: dict[Direction, float] = defaultdict(float)
+
+    def run(self, events: Iterable[TimelineEvent]) -> Timeline:
+        self.through(events)
+        moved: list[TransferSpan] = []
+        exchanged: list[TransferSpan] = []
+        for transfer, (moving, issue) in self.issued.items():
+            begin, end = cast(float, moving.begin), cast(float, moving.end)
+            hidden_s = max(0.0, end - begin - self._stalls.within(begin, end))
+            times = cast(float, issue), begin, end, self._waited.get(transfer, 0.0), hidden_s
+            spans = moved if isinstance(moving.start, Start) else exchanged
+            spans.append(TransferSpan(transfer, moving.start.size, *moving.route, *times))
+        return Timeline(
+            cast(float, self.now),
+            self._compute_s,
+            self._stall_s,
+            tuple(self._computes),
+            tuple(moved),
+            tuple(exchanged),
+            dict(self._stalls_of),
+            self._launch_waits_s,
+            self._memory_s,
+            self._shared_s,
+        )
+
+    def waits(self, until: Seconds, moving: Moving | None) -> None:
+        seconds = self._stands_still(until)
+        self._stall_s += seconds
+        if moving is not None:
+            transfer = moving.start.transfer
+            self._waited[transfer] = self._waited.get(transfer, 0.0) + seconds
+        elif seconds:
+            moving = max((m for m, _ in self.issued.values()), key=lambda m: cast(float, m.end))
+        if moving is not None and seconds:
+            self._stalls_of[moving.route] += seconds
+
+    def awaits_launches(self, until: Seconds) -> None:
+        begin = self.now
+        super().awaits_launches(until)
+        self.now, until = begin, self.now
+        self._launch_waits_s += self._stands_still(until)
+
+    def _stands_still(self, until: Seconds) -> float:
+        now, end = cast(float, self.now), cast(float, until)
+        if end <= now:
+            return 0.0
+        self._stalls.add(now, end)
+        self.now = end
+        return end - now
+
+    def computed(self, event: Compute, begin: Seconds) -> None:
+        start, end = cast(float, begin), cast(float, self.now)
+        self._computes.append(ComputeSpan(event.name, start, end))
+        shared_s = max(0.0, end - start - event.seconds) if self._is_shared else 0.0
+        self._compute_s += event.seconds + shared_s
+        self._memory_s += event.work.memory_s
+        self._shared_s += shared_s
 
 
 class _Stalls:
@@ -331,6 +425,7 @@ def schedule_events(
     machine: Machine,
     *,
     with_synchronous: bool = False,
+    work: Mapping[int, Work] | None = None,
 ) -> Iterator[TimelineEvent]:
     """Yields the events of a scheduled module's entry, memplan's or XLA's own alike.
 
@@ -341,13 +436,15 @@ def schedule_events(
 
     A host access that XLA left synchronous is a start with its done right behind it. An
     asynchronous collective occupies the interconnect, where the machine has one; a synchronous
-    one holds the engine, and its cost says how long.
+    one holds the engine, and its cost says how long. Where it is known what a call takes, that
+    comes first.
 
     Args:
       module: scheduled.
       costs: of `cost.instruction_costs`, for the same module and machine.
       with_synchronous: whether a synchronous collective is on the interconnect too, for as long as
         it costs, with its done right behind it.
+      work: of `work.instruction_work`, for the same module and machine: what computes ask for.
 
     Raises:
       MalformedModuleError: when the module is not scheduled, or a done has no start.
@@ -369,7 +466,9 @@ def schedule_events(
             if with_synchronous or collective.done is not None
         }
     moved = moves(module, machine, traffic(module))
-    return _ScheduleEvents(module, costs, moved, exchanges).entry()
+    if call_s := call_seconds(module, machine):
+        yield Compute("call", call_s)
+    yield from _ScheduleEvents(module, costs, moved, exchanges, work or {}).entry()
 
 
 class _ScheduleEvents:
@@ -379,11 +478,13 @@ class _ScheduleEvents:
         costs: Mapping[int, float],
         moves: Mapping[int, Move],
         exchanges: Mapping[int, tuple[Collective, float]],
+        work: Mapping[int, Work],
     ) -> None:
         self._module = module
         self._costs = costs
         self._moves = moves
         self._exchanges = exchanges
+        self._work = work
         self._starts = {
             c.done: module.instructions[id_]
             for id_, (c, _) in exchanges.items()
@@ -414,7 +515,7 @@ class _ScheduleEvents:
             elif i.opcode in ("while", "call", "conditional") and self._sends_bytes(i):
                 yield from self._opened(i, suffix)
             elif seconds := self._costs[i.id]:
-                yield Compute(i.name + suffix, seconds)
+                yield Compute(i.name + suffix, seconds, self._work.get(i.id, NO_WORK))
 
     def _opened(self, caller: Instruction, suffix: str) -> Iterator[TimelineEvent]:
         called = [self._module.computations[c] for c in caller.called_computation_ids]

@@ -1,4 +1,4 @@
-"""The command line: ``memplan inspect | diff | plan | curve | dis | as | run | ...``.
+"""The command line: ``memplan inspect | diff | plan | curve | simulate | dis | ...``.
 
 A command imports what it needs when it runs, so that ``memplan machines`` does not wait for
 jax. What memplan refuses is one sentence on stderr and exit status 2; tables go to stdout,

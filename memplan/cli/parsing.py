@@ -16,6 +16,7 @@ from memplan.cli.planning import run_curve, run_plan
 from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
 from memplan.cli.serving import run_serve
 from memplan.cli.sidecar import run_intents
+from memplan.cli.simulating import run_simulate
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -127,6 +128,37 @@ def make_parser() -> argparse.ArgumentParser:
     curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
     _add_json(curve)
     curve.set_defaults(run=run_curve)
+
+    simulate = commands.add_parser(
+        "simulate", help="a step on one machine or several: how long, and where the time goes"
+    )
+    simulate.add_argument("source", help="a scheduled module, or what is compiled, as for inspect")
+    simulate.add_argument(
+        "--machine",
+        action="append",
+        required=True,
+        help="a machine (memplan machines), given once or more; of what is compiled for it, a "
+        "topology too: v5e:2x2, h200:8; all for those of the module's platform, or that it can be "
+        "compiled for",
+    )
+    simulate.add_argument(
+        "--tier",
+        metavar="NAME",
+        help="where what the module has in host memory lies: a tier behind the host, nvme or cxl",
+    )
+    simulate.add_argument(
+        "--jitter",
+        metavar="SPREAD",
+        help="draw steps in which each kernel and each transfer takes longer or shorter: the "
+        "standard deviation over the mean, 5%%",
+    )
+    simulate.add_argument(
+        "--steps", type=int, metavar="N", help="how many are drawn: 1000 by default"
+    )
+    simulate.add_argument("--seed", type=int, metavar="N", help="of what is drawn: 0 by default")
+    _add_choice(simulate)
+    _add_json(simulate)
+    simulate.set_defaults(run=run_simulate)
 
     intents = commands.add_parser(
         "intents", help="what a step will do with each buffer and page, for a runtime beside it"

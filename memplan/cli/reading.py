@@ -32,7 +32,7 @@ def read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
 
     path = Path(options.source)
     if not path.is_dir():
-        _check_platform(path, machine)
+        check_platform(path, machine)
         return read_module(path)
     modules = find_modules(path)
     chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
@@ -42,8 +42,20 @@ def read(options: argparse.Namespace, machine: Machine | None = None) -> Module:
             "--list shows all, --module NAME chooses",
             file=sys.stderr,
         )
-    _check_platform(chosen.path(options.stage), machine)
+    check_platform(chosen.path(options.stage), machine)
     return chosen.read(options.stage)
+
+
+def chosen_path(options: argparse.Namespace) -> Path:
+    """Returns the file of the module that `read` reads."""
+    from hlo_passes.reading.dump import choose_module, find_modules, largest_module
+
+    path = Path(options.source)
+    if not path.is_dir():
+        return path
+    modules = find_modules(path)
+    chosen = choose_module(modules, options.module) if options.module else largest_module(modules)
+    return chosen.path(options.stage)
 
 
 def read_scheduled(options: argparse.Namespace) -> tuple[Module, Executable | None]:
@@ -68,7 +80,8 @@ def compiled(compile_program: Callable[[], Executable]) -> tuple[Module, Executa
         return read_module(executable), executable
 
 
-def _check_platform(path: Path, machine: Machine | None) -> None:
+def check_platform(path: Path, machine: Machine | None) -> None:
+    """Refuses a machine of another platform than that which a file's name says."""
     from hlo_passes.reading.dump import platform_of
 
     found = platform_of(path)

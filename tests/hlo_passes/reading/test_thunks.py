@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hlo_passes.analysis.launches import Break, Graph, count_launches
+from hlo_passes.analysis.launches import Break, Graph, Launched, count_launches, launched
 from hlo_passes.errors import MalformedModuleError
 from hlo_passes.ir import Thunk
 from hlo_passes.reading.dump import AssignmentWarning, find_modules
@@ -84,6 +84,21 @@ def test_thunks_are_nested_as_they_are_indented(tmp_path):
     assert [(t.kind, t.name) for t in graph.inside] == [("CustomKernel", "dot.1"), ("Gemm", "")]
     assert graph.name == ""
     assert (done.kind, call.name, add.name) == ("AsyncDone", "call.1", "add.1")
+
+
+def test_launches_are_told_by_instruction(tmp_path):
+    (module,) = find_modules(written(tmp_path))
+    found = launched(module.read().thunks)
+    assert found.pop("") == Launched(1, 0, 1)  # What stands by no name: the condition, and a Gemm.
+    once = Launched(1, 0, 0)
+    assert found == {
+        "copy.1": once,
+        "copy-start.1": once,
+        "dot.1": Launched(0, 1, 1),
+        "call.1": once,
+        "add.1": once,
+    }
+    assert launched(()) == {}
 
 
 def test_launches_are_those_of_a_step(tmp_path):
