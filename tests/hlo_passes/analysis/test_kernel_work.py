@@ -70,3 +70,22 @@ def test_what_a_library_is_given_on_a_cpu_is_another_kind():
     (work,) = kernel_works(module).values()
     assert work.kind in ("ynn dot f32", "dot nn f32")
     assert work.flops == 2 * 256**3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind"),
+    [(("NHWC", "HWIO", "NHWC"), "ynn convolution f32"), (("CHWN", "IHWO", "NHWC"), "loops")],
+)
+def test_convolutions_for_which_there_is_no_library_are_loops(numbers, kind):
+    x, w = jnp.ones((4, 8, 8, 4)), jnp.ones((4, 3, 3, 4))
+    if numbers[0] == "NHWC":
+        w = jnp.ones((3, 3, 4, 4))
+    lowered = jax.jit(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    ).lower(x, w)
+    kinds = [work.kind for work in kernel_works(memplan_module(lowered)).values()]
+    assert any("convolution" in found and kind.split()[0] in found for found in kinds), kinds
+
+
+def memplan_module(lowered):
+    return read_module(lowered.compile())

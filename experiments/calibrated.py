@@ -1,0 +1,174 @@
+"""Does a machine that was measured predict what programs take on it?
+
+    memplan calibrate --out here.toml
+    python -m experiments.calibrated --machine here.toml [--sizes small middle] [--share 0.75]
+
+The corpus on the CPU that is here, none of which `memplan calibrate` knows: each program as XLA has
+it, and within a share of the bytes that it takes. Both run in turns, on copies of their arguments;
+*measured* is the lower quartile, by the clock, *predicted* the timeline of the executable
+on the machine file. Of two ways to run one program that differ by more than 5 %, it is to
+say which is faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
+from hlo_passes.errors import MemoryBudgetError
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.simulator.timeline import scheduled_step
+from hlo_passes.units import format_seconds
+from memplan.api import jit
+from memplan.executable import device_bytes
+from memplan.report.tables import Column, Table
+from models.corpus import CORPUS
+
+_TURNS = 7
+_TIMEOUT_S = 900.0
+_CLEAR = 0.05
+
+_COLUMNS = (
+    Column("program"),
+    Column("size"),
+    Column("way"),
+    Column("measured", right=True),
+    Column("predicted", right=True),
+    Column("of measured", right=True),
+    Column("turns differ by", right=True),
+)
+
+
+def _define() -> None:
+    flags.DEFINE_string("machine", None, "file that memplan calibrate wrote", required=True)
+    flags.DEFINE_multi_enum("programs", list(CORPUS), list(CORPUS), "of the corpus")
+    flags.DEFINE_multi_enum("sizes", ["small", "middle"], ["small", "middle"], "of these")
+    flags.DEFINE_float("share", 0.75, "of its bytes that a program is planned within", 0.0, 1.0)
+
+
+def _rows(rows: Rows) -> Iterator[Row]:
+    if not Path(FLAGS.machine).is_file():
+        raise app.UsageError(
+            f"--machine {FLAGS.machine}: no such file; memplan calibrate writes it"
+        )
+    for size, program in itertools.product(FLAGS.sizes, FLAGS.programs):
+        case = {"program": program, "size": size, "share": FLAGS.share}
+        measured = partial(
+            found_apart, measure, program, size, FLAGS.share, FLAGS.machine, timeout_s=_TIMEOUT_S
+        )
+        yield rows.of(case, measured)
+
+
+def measure(program: str, size: str, share: float, machine: str) -> Row:
+    """Seconds of a program as XLA has it, and within a share of its bytes if there is a plan."""
+    jax.config.update("jax_platforms", "cpu")
+    entry = CORPUS[program]
+    function, args = getattr(entry, size)()
+    donated = {} if entry.donate is None else {"donate_argnames": entry.donate}
+    here = load_machine(machine)
+    plain = jit(function, machine=here, hbm=here.device_memory.capacity_bytes, **donated)
+    compiled = {"plain": plain.lower(*args).compile()}
+    budget = int(share * device_bytes(compiled["plain"], 0))
+    found: Row = {}
+    try:
+        planned = jit(function, machine=here, hbm=budget, **donated)
+        compiled["planned"] = planned.lower(*args).compile()
+    except MemoryBudgetError as error:
+        found["least"] = error.least
+    drawn = _arrays(args)
+    seconds: dict[str, list[float]] = {way: [] for way in compiled}
+    for turn in range(_TURNS + 1):
+        for way, step in compiled.items():
+            taken = _run(step, drawn)
+            if turn:  # The first has pages to touch, and code to load.
+                seconds[way].append(taken)
+    for way, step in compiled.items():
+        low, median, high = statistics.quantiles(seconds[way], n=4, method="inclusive")
+        predicted = scheduled_step(step.module, here).step_time_s
+        found[way] = {"measured": low, "predicted": predicted, "spread": (high - low) / median}
+    return found
+
+
+def _run(step: Callable[..., Any], args: Any) -> float:
+    given = jax.tree.map(jnp.copy, args)
+    jax.block_until_ready(given)
+    begin = time.perf_counter()
+    jax.block_until_ready(step(*given))
+    return time.perf_counter() - begin
+
+
+def _arrays(shapes: Any) -> Any:
+    """Small positive numbers, so that an optimizer's second moments have roots; ones for
+    integers, which are tokens and labels; a key for a key."""
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, [_array(n, shape) for n, shape in enumerate(leaves)])
+
+
+def _array(n: int, shape: Any) -> jax.Array:
+    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return (
+            jax.random.split(jax.random.key(n), shape.shape) if shape.shape else jax.random.key(n)
+        )
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+        return jnp.ones(shape.shape, shape.dtype)
+    drawn = np.random.default_rng(n).standard_normal(shape.shape, dtype=np.float32)
+    return jnp.asarray(np.abs(drawn) * 0.02, shape.dtype)
+
+
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    lines = [line for row in rows for line in _lines(row)]
+    errors = [abs(line["predicted"] / line["measured"] - 1) for line in lines]
+    said = ""
+    if errors:
+        within = sum(error <= 0.2 for error in errors) / len(errors)
+        said = f"Median error {statistics.median(errors):.0%}; {within:.0%} are within 20 %. "
+        right, pairs = _ranked(rows)
+        said += f"Of {pairs} pairs that differ by more than 5 % {right} are told right."
+    cells = [
+        (
+            *(line[key] for key in ("program", "size", "way")),
+            format_seconds(line["measured"]),
+            format_seconds(line["predicted"]),
+            f"{line['predicted'] / line['measured']:.2f}",
+            f"{line['spread']:.0%}",
+        )
+        for line in lines
+    ]
+    yield Table("Predicted on a machine that was measured", _COLUMNS, tuple(cells), said)
+
+
+def _lines(row: Row) -> Iterator[Row]:
+    for way in ("plain", "planned"):
+        if way in row:
+            yield {"program": row["program"], "size": row["size"], "way": way, **row[way]}
+
+
+def _ranked(rows: Sequence[Row]) -> tuple[int, int]:
+    """Of the pairs of ways that differ clearly, how many are told right, and how many there are."""
+    right = pairs = 0
+    for row in rows:
+        if "plain" in row and "planned" in row:
+            measured, predicted = (
+                row["planned"][key] / row["plain"][key] for key in ("measured", "predicted")
+            )
+            if abs(measured - 1) > _CLEAR:
+                pairs += 1
+                right += (measured > 1) == (predicted > 1)
+    return right, pairs
+
+
+EXPERIMENT = Experiment(_rows, _tables, _define)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
