@@ -3,9 +3,9 @@
     python -m experiments.simulate [--machine a100 rtx-4090] [--json FILE [--resume]]
 
 A decode step of a whole Llama, one sequence, bfloat16, compiled by the real compiler for each
-machine and simulated with all that is in its way (`memplan simulate`), beside tokens per second that
-others have published of the same weights in 16 bits on the same machine. Their programs are not
-XLA's: what both have to do is to read all weights once for each token. Nothing is run here.
+machine and simulated with all that is in its way (`memplan simulate`), beside tokens per second
+that others have published of the same weights in 16 bits on the same machine. Their programs are
+not XLA's: what both have to do is to read all weights once for each token. Nothing is run here.
 """
 
 from __future__ import annotations
