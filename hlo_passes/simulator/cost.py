@@ -169,18 +169,10 @@ class _Costs:
         return (self._computation(computation) for computation in called)
 
     def _roofline(self, instruction: Instruction) -> float:
-        if (declared := KernelCost.of(instruction)) is not None:
-            # Those that come before what it multiplies (lengths, tables) are of other types.
-            known = dict(self.machine.peak_flops)
-            operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
-            dtypes = [shape.dtype for shape in operands if shape.dtype in known]
-            peak = _peak(self.machine, dtypes[0] if dtypes else "")
-            return max(declared.flops / peak, declared.bytes_accessed / self._bytes_per_s)
-        work = matrix_work(self.module, instruction)
-        return max(
-            sum(_matrix_seconds(self.machine, part) for part in work),
-            self._device_bytes(instruction) / self._bytes_per_s,
-        )
+        declared = KernelCost.of(instruction)
+        size = self._device_bytes(instruction) if declared is None else declared.bytes_accessed
+        arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
+        return max(arithmetic_s, size / self._bytes_per_s)
 
     def _device_bytes(self, instruction: Instruction) -> int:
         moved = self.traffic.get(instruction.id)
@@ -239,4 +231,11 @@ def stream_bytes_per_s(machine: Machine) -> float:
 def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -> float:
     """Returns what the products of an instruction take at the peak of their type, each time that it
     runs: what its arithmetic holds it back for, at least."""
-    return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+    declared = KernelCost.of(instruction)
+    if declared is None:
+        return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+    # Those that come before what it multiplies (lengths, tables) are of other types.
+    known = dict(machine.peak_flops)
+    operands = (module.instructions[i].shape for i in instruction.operand_ids)
+    dtypes = [shape.dtype for shape in operands if shape.dtype in known]
+    return declared.flops / _peak(machine, dtypes[0] if dtypes else "")
