@@ -171,8 +171,11 @@ class _Costs:
         cycles = _estimated_cycles(instruction)
         if cycles:
             # Whoever writes an estimate may be wrong: nothing multiplies faster than the machine.
-            multiplying_s, _ = self._declared_s(instruction)
-            return max(self.machine.cycles_seconds(cycles), multiplying_s)
+            # XLA's own of what it fuses were never below that, and are not looked at.
+            at_peak_s = 0.0
+            if instruction.opcode == "custom-call":
+                at_peak_s = matrix_seconds(self.module, self.machine, instruction)
+            return max(self.machine.cycles_seconds(cycles), at_peak_s)
         known_s = self.machine.cycles_seconds(known_cycles)
         exchange_s = self._exchange_s.get(instruction.id, 0.0)
         return max(known_s, exchange_s, self._roofline(instruction))
@@ -181,28 +184,13 @@ class _Costs:
         called = (self.module.computations[i] for i in instruction.called_computation_ids)
         return (self._computation(computation) for computation in called)
 
-    def _declared_s(self, instruction: Instruction) -> tuple[float, float]:
-        """Seconds of what a kernel declares to multiply, and of what it declares to move; of one
-        that declares nothing, none."""
-        if (declared := KernelCost.of(instruction)) is None:
-            return 0.0, 0.0
-        # Those that come before what it multiplies (lengths, tables) are of other types.
-        known = dict(self.machine.peak_flops)
-        operands = (self.module.instructions[i].shape for i in instruction.operand_ids)
-        dtypes = [shape.dtype for shape in operands if shape.dtype in known]
-        peak = _peak(self.machine, dtypes[0] if dtypes else "")
-        return declared.flops / peak, declared.bytes_accessed / self._bytes_per_s
-
     def _roofline(self, instruction: Instruction) -> float:
-        if any(declared_s := self._declared_s(instruction)):
-            return max(declared_s)
-        if self._rates and (work := self._works.get(instruction.id)) is not None:
-            return self._rated(work)
-        work = matrix_work(self.module, instruction)
-        return max(
-            sum(_matrix_seconds(self.machine, part) for part in work),
-            self._device_bytes(instruction) / self._bytes_per_s,
-        )
+        declared = KernelCost.of(instruction)
+        if declared is None and self._rates and instruction.id in self._works:
+            return self._rated(self._works[instruction.id])
+        size = self._device_bytes(instruction) if declared is None else declared.bytes_accessed
+        arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
+        return max(arithmetic_s, size / self._bytes_per_s)
 
     def _rated(self, work: KernelWork) -> float:
         """What a kernel takes on a machine of which kernels were measured."""
@@ -273,4 +261,11 @@ def stream_bytes_per_s(machine: Machine) -> float:
 def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -> float:
     """Returns what the products of an instruction take at the peak of their type, each time that it
     runs: what its arithmetic holds it back for, at least."""
-    return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+    declared = KernelCost.of(instruction)
+    if declared is None:
+        return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+    # Those that come before what it multiplies (lengths, tables) are of other types.
+    known = dict(machine.peak_flops)
+    operands = (module.instructions[i].shape for i in instruction.operand_ids)
+    dtypes = [shape.dtype for shape in operands if shape.dtype in known]
+    return declared.flops / _peak(machine, dtypes[0] if dtypes else "")

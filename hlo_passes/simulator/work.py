@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hlo_passes.analysis.async_chains import wrapped_by
+from hlo_passes.analysis.kernel_cost import KernelCost
 from hlo_passes.analysis.launches import Launched, launched
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
-from hlo_passes.ir import DEVICE_MEMORY_SPACE, Computation, Instruction, Module
+from hlo_passes.ir import Computation, Instruction, Module
 from hlo_passes.simulator.cost import matrix_seconds, stream_bytes_per_s
 from hlo_passes.simulator.events import NO_WORK, Work
 
@@ -49,6 +50,11 @@ class _Works:
         self._module, self._machine, self._costs = module, machine, costs
         self._traffic = traffic(module)
         self._bytes_per_s = stream_bytes_per_s(machine)
+        self._elsewhere = {
+            tier.memory_space
+            for tier in machine.tiers
+            if tier is not machine.device_memory and tier.memory_space is not None
+        }
         self._launched = launched(module.thunks)
         self._found: dict[int, Work] = {}
 
@@ -100,10 +106,17 @@ class _Works:
             times * seconds**2 / squares if squares else 1.0,
         )
 
-    def _kernel(self, i: Instruction) -> Work:
+    def _device_bytes(self, i: Instruction) -> int:
+        """As a roofline counts them: a memory space without a tier is device memory."""
         moved = self._traffic.get(i.id)
         ways = () if moved is None else (moved.read, moved.written)
-        device_bytes = sum(way.get(DEVICE_MEMORY_SPACE, 0) for way in ways)
+        return sum(
+            size for way in ways for space, size in way.items() if space not in self._elsewhere
+        )
+
+    def _kernel(self, i: Instruction) -> Work:
+        declared = KernelCost.of(i)
+        device_bytes = self._device_bytes(i) if declared is None else declared.bytes_accessed
         needed_s = device_bytes / self._bytes_per_s
         is_bound = needed_s > 0 and needed_s >= matrix_seconds(self._module, self._machine, i)
         launches = _ONE_LAUNCH

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hlo_passes.analysis.kernel_cost import KERNEL_COST_ATTRIBUTE, KernelCost
 from hlo_passes.ir import Thunk
 from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.events import Work
@@ -109,3 +110,17 @@ def test_launches_are_those_of_the_executable():
     assert by_name["dot"] == Work(800, 8.0, launches=2)
     assert by_name["chip"] == Work(0, 0.0, graphs=1, captured=1)
     assert by_name["neg"] == replace(by_name["dot"], launches=0, captured=1)
+
+
+def test_what_a_kernel_declares_is_taken():
+    declared = KernelCost(flops=5000, bytes_accessed=100).to_attribute()
+    found, costs = work_of(f"""HloModule m, is_scheduled=true
+ENTRY e {{
+  x = f32[10]{{0}} parameter(0)
+  ROOT k = f32[10]{{0}} custom-call(x), custom_call_target="mosaic", \
+frontend_attributes={{{KERNEL_COST_ATTRIBUTE}="{declared}"}}
+}}
+""")
+    # 5 s of arithmetic, 1 s of memory, whatever its operands' bytes.
+    assert found["k"] == Work(100, 0.0, launches=1)
+    assert sum(costs.values()) == 5.0
