@@ -38,8 +38,13 @@ def _overview(machine: Machine) -> tuple[str, ...]:
         f"{format_bytes(memory.capacity_bytes)} {memory.name}",
         f"{machine.hbm_bytes_per_s / 1e9:,.0f} GB/s",
         f"{fastest.bytes_per_s / 1e9:,.1f} GB/s from {fastest.source}",
-        f"{peaks['bf16'] / 1e12:,.0f} TFLOP/s" if "bf16" in peaks else "–",
+        _teraflops(peaks["bf16"]) if "bf16" in peaks else "–",
     )
+
+
+def _teraflops(flops: float) -> str:
+    tera = flops / 1e12
+    return f"{tera:,.0f} TFLOP/s" if tera >= 1 else f"{tera:.2g} TFLOP/s"
 
 
 def machine_sources(machine: Machine) -> Iterator[Table]:
