@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def _define() -> None:
     flags.DEFINE_string("machine", None, "file that memplan calibrate wrote", required=True)
     flags.DEFINE_multi_enum("programs", list(CORPUS), list(CORPUS), "of the corpus")
     flags.DEFINE_multi_enum("sizes", ["small", "middle"], ["small", "middle"], "of these")
-    flags.DEFINE_float("share", 0.75, "of its bytes that a program is planned within", 0.0, 1.0)
+    flags.DEFINE_float("share", 0.75, "of its bytes to plan within; 0 for no plan", 0.0, 1.0)
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
@@ -78,18 +78,18 @@ def measure(program: str, size: str, share: float, machine: str) -> Row:
     donated = {} if entry.donate is None else {"donate_argnames": entry.donate}
     here = load_machine(machine)
     plain = jit(function, machine=here, hbm=here.device_memory.capacity_bytes, **donated)
-    compiled = {"plain": plain.lower(*args).compile()}
-    budget = int(share * device_bytes(compiled["plain"], 0))
+    compiled, steps = {"plain": plain.lower(*args).compile()}, {"plain": plain}
     found: Row = {}
-    try:
+    if budget := int(share * device_bytes(compiled["plain"], 0)):
         planned = jit(function, machine=here, hbm=budget, **donated)
-        compiled["planned"] = planned.lower(*args).compile()
-    except MemoryBudgetError as error:
-        found["least"] = error.least
+        try:
+            compiled["planned"], steps["planned"] = planned.lower(*args).compile(), planned
+        except MemoryBudgetError as error:
+            found["least"] = error.least
     drawn = _arrays(args)
     seconds: dict[str, list[float]] = {way: [] for way in compiled}
     for turn in range(_TURNS + 1):
-        for way, step in compiled.items():
+        for way, step in steps.items():
             taken = _run(step, drawn)
             if turn:  # The first has pages to touch, and code to load.
                 seconds[way].append(taken)
@@ -100,8 +100,8 @@ def measure(program: str, size: str, share: float, machine: str) -> Row:
     return found
 
 
-def _run(step: Callable[..., Any], args: Any) -> float:
-    given = jax.tree.map(jnp.copy, args)
+def _run(step: Any, args: Any) -> float:
+    given = step.place(*jax.tree.map(jnp.copy, args))
     jax.block_until_ready(given)
     begin = time.perf_counter()
     jax.block_until_ready(step(*given))

@@ -85,11 +85,13 @@ class Rates(Mapping[str, KernelRate]):
         return len(self._exact)
 
     def _nearest(self, kind: str) -> KernelRate:
-        """The same operation, rather on the same type than made in the same way."""
+        """The same operation by the same library, rather on the same type than with operands that
+        lie as they do."""
 
         def unlike(known: str) -> tuple[bool, ...]:
             return (
                 _operation(known) != _operation(kind),
+                ("ynn" in known) != ("ynn" in kind),
                 known.split()[-1] != kind.split()[-1],
                 known.split()[:-1] != kind.split()[:-1],
             )
@@ -104,5 +106,6 @@ class Rates(Mapping[str, KernelRate]):
 
 
 def _operation(kind: str) -> str:
-    """Of ``"batched dot tn bf16"`` the ``"dot"``."""
-    return next(word for word in kind.split() if word not in ("batched", "ynn"))
+    """Of ``"batched dot tn bf16"`` the ``"dot"``; a window is reduced as all is."""
+    operation = next(word for word in kind.split() if word not in ("batched", "ynn"))
+    return "reduce" if operation == "reduce-window" else operation

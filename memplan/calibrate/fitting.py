@@ -92,22 +92,29 @@ def fit(samples: Sequence[Sample], cache_bytes: int) -> Fit:
     """Returns the rates that say best what was measured. O(samples · kinds²)."""
     columns = _Columns(_kinds(samples))
     matrix = np.array([columns.row(sample, cache_bytes) for sample in samples])
-    relative = matrix / np.array([[sample.seconds] for sample in samples])
-    # Columns of one size, or the solver takes small ones for nothing.
-    scale = np.maximum(relative.max(axis=0), 1e-30)
+    seconds = np.array([sample.seconds for sample in samples])
+    relative = matrix / seconds[:, None]
+    # What products take at least counts as known, or the solver has their bytes take all of it, and
+    # larger ones would come for nothing.
+    flops = np.array([sum(work.flops * n for work, n in s.works) for s in samples])
+    flop_s = 1 / max((flops / seconds).max(), 1.0)
+    known = flops * flop_s / seconds
+    # Columns of one size, or the solver takes small ones for nothing; of what is nowhere, nothing.
+    largest = relative.max(axis=0)
+    scale = np.where(largest > 0, largest, np.inf)
     doubts = np.sqrt(_DOUBT) * np.eye(relative.shape[1])[columns.shared :]
     weights = np.ones((len(samples), 1))
     for _ in range(_ROUNDS):
         equations = np.vstack([relative / scale * weights, doubts])
-        taken = np.append(weights[:, 0], np.zeros(len(doubts)))
+        taken = np.append(weights[:, 0] * (1 - known), np.zeros(len(doubts)))
         found, _ = nnls(equations, taken, maxiter=100 * relative.shape[1])
-        errors = relative @ (found / scale) - 1
+        errors = relative @ (found / scale) + known - 1
         typical = np.median(np.abs(errors)) + 1e-9
         weights[:, 0] = 1 / np.maximum(1, np.abs(errors) / (_OUTLIER * typical))
     spreads = _spreads(samples, errors)
     rates = tuple(
         KernelRate(kind, *of, spread=spreads[kind])
-        for kind, of in columns.coefficients(found / scale)
+        for kind, of in columns.coefficients(found / scale, flop_s)
     )
     call_s, array_s = map(float, found[:2] / scale[:2])
     return Fit(rates, call_s, array_s, [*map(float, errors)])
@@ -153,8 +160,11 @@ class _Columns:
                 row[first : first + self._width] += np.multiply(there_is[1:], times)
         return row
 
-    def coefficients(self, found: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
-        of_all = found[self._all : self.shared]
+    def coefficients(
+        self, found: np.ndarray, flop_s: float
+    ) -> Iterator[tuple[str, tuple[float, ...]]]:
+        of_all = found[self._all : self.shared].copy()
+        of_all[0] = flop_s
         for kind in self._kinds:
             first = self._first(kind)
             run_s = found[2 + self._ways.index(_way(kind))]

@@ -89,6 +89,7 @@ def _all() -> Iterator[Program]:
     for dtype in _FLOATS:
         yield from _elementwise(dtype)
         yield from _reductions(dtype)
+        yield from _over_examples(dtype)
         yield from _moves(dtype)
         yield from _products(dtype)
         yield from _layers(dtype)
@@ -168,6 +169,19 @@ def _reductions(dtype: Any) -> Iterator[Program]:
             yield _program(name, operation, dtype, (rows, columns))
 
 
+def _over_examples(dtype: Any) -> Iterator[Program]:
+    """Sums over examples and places, as the gradient of a bias is one, and over all."""
+    operations: dict[str, Callable[..., Any]] = {
+        "sum of examples": lambda x: x.reshape(-1, x.shape[-1]).sum(0),
+        "mean of places": lambda x: x.mean(tuple(range(1, x.ndim - 1))),
+        "squares": lambda x: (x.astype(jnp.float32) ** 2).sum(),
+        "largest of all": lambda x: x.max(),
+    }
+    for name, operation in operations.items():
+        for shape in (2, 16, 64), (2, 64, 256), (4, 128, 768), (4, 16, 16, 64), (2, 64, 64, 64):
+            yield _program(name, operation, dtype, shape)
+
+
 def _moves(dtype: Any) -> Iterator[Program]:
     for rows, columns in (64, 64), (512, 512), (768, 3072), (1536, 2048):
         shape = (rows, columns)
@@ -192,7 +206,7 @@ def _updated(table: Any, row: Any, at: Any) -> Any:
 
 def _products(dtype: Any) -> Iterator[Program]:
     sizes = (1, 256, 256), (4, 768, 768), (64, 64, 64), (128, 256, 512), (64, 2048, 256)
-    sizes += (256, 768, 768), (512, 512, 2048), (8, 1024, 4096), (768, 128, 768)
+    sizes += (256, 768, 768), (8, 1024, 4096), (768, 128, 768), (1024, 1024, 1024)
     contracted = {"nn": "mk,kn->mn", "nt": "mk,nk->mn", "tn": "km,kn->mn", "tt": "km,nk->mn"}
     for m, k, n in sizes:
         for form, spec in contracted.items():
@@ -200,7 +214,7 @@ def _products(dtype: Any) -> Iterator[Program]:
             rhs = (k, n) if form[1] == "n" else (n, k)
             fun = partial(jnp.einsum, spec)
             yield _program(f"product {form}", fun, dtype, lhs, rhs, flops=2 * m * k * n)
-    for b, m, k, n in (4, 64, 64, 64), (12, 128, 64, 128), (8, 16, 256, 512), (8, 256, 256, 32):
+    for b, m, k, n in (4, 64, 64, 64), (12, 128, 64, 128), (8, 16, 256, 512), (8, 512, 256, 512):
         for form, spec in contracted.items():
             lhs = (b, m, k) if form[0] == "n" else (b, k, m)
             rhs = (b, k, n) if form[1] == "n" else (b, n, k)
