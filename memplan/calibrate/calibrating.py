@@ -34,8 +34,8 @@ _ONE_KERNEL = "xla_cpu_small_call"
 # A program that is not in a loop takes at least this long, or a call is most of it.
 _LONG_S = 5e-5
 
-# Bytes that a cache may feed a kernel with: which says best what was measured.
-_CACHES = tuple(1 << n for n in range(18, 27))
+# Of a processor that does not say what cache its cores have.
+_CACHE_BYTES = 1 << 20
 
 UNSTABLE = 0.1
 """A number whose turns differ by more than this says so."""
@@ -83,15 +83,15 @@ def calibrate(
       CalibrationError: when the folder's drive cannot be read past the page cache.
     """
     device = xla.devices()[0]
-    kernels: list[_Compiled] = []
-    all_programs = [*programs()]
-    for n, program in enumerate(all_programs):
-        progress("compiling", n / len(all_programs))
-        if (compiled := _compiled(program, device)) is not None:
-            kernels.append(compiled)
-    copied = timed_copies(device)
     drive = _drive(disk)
     try:
+        kernels: list[_Compiled] = []
+        all_programs = [*programs()]
+        for n, program in enumerate(all_programs):
+            progress("compiling", n / len(all_programs))
+            if (compiled := _compiled(program, device)) is not None:
+                kernels.append(compiled)
+        copied = timed_copies(device)
         timed = [*(kernel.timed for kernel in kernels), *copied.values()]
         timed += drive.timed.values() if drive is not None else []
         for done in in_turns(timed, seconds):
@@ -126,7 +126,8 @@ def _compiled(program: Program, device: Any) -> _Compiled | None:
         marks = (i.proto.frontend_attributes.map for i in module.instructions.values())
         if not any(_ONE_KERNEL in mark for mark in marks):
             timed = Timed(partial(function, *args), waits=device.platform == "cpu")
-            count = len(args) + sum(1 for _ in module.entry_result_shape.leaves())
+            results = sum(1 for _ in module.entry_result_shape.leaves())
+            count = len(module.entry_parameter_shapes) + results
             return _Compiled(tried.name, works_of(module), count, timed)
     return None
 
@@ -152,8 +153,6 @@ def _calibration(
     folder: Path | None,
 ) -> Calibration:
     samples = [kernel.sample for kernel in kernels]
-    fits = {size: fit(samples, size) for size in _CACHES}
-    cache_bytes = min(_CACHES, key=lambda size: sum(map(abs, fits[size].errors)))
     spreads = {kernel.name: kernel.timed.timing.spread for kernel in kernels}
     spreads |= {
         way: link.spread for way, link in zip(("copies in", "copies out"), links, strict=True)
@@ -161,7 +160,8 @@ def _calibration(
     if drive is not None:
         spreads |= {f"disk {what} {n}": t.timing.spread for (what, n), t in drive.timed.items()}
     machine = _base(name, device, links)
-    found = fits[cache_bytes]
+    cache_bytes = _cache_bytes(machine)
+    found = fit(samples, cache_bytes)
     peaks = dict(machine.peak_flops) | _peaks(samples)
     machine = replace(
         machine,
@@ -229,6 +229,17 @@ def _cpu() -> Machine:
     )
 
 
+def _cache_bytes(machine: Machine) -> int:
+    """Of the cache that is the device's own: what a GPU's multiprocessors share, or the second
+    level of all cores."""
+    if machine.gpu is not None:
+        return machine.gpu.l2_cache_bytes
+    with suppress(ValueError, OSError):
+        if (size := os.sysconf("SC_LEVEL2_CACHE_SIZE")) > 0:
+            return size * (os.cpu_count() or 1)
+    return _CACHE_BYTES
+
+
 def _processor() -> str:
     """The processor's name, as a machine may be called."""
     found = host_platform.processor() or host_platform.machine()
@@ -270,9 +281,7 @@ def _with_sources(
     streams = [spread for name, spread in spreads.items() if name.startswith(_STREAM)]
     sources = dict(machine.sources)
     sources["hbm_bytes_per_s"] = said(max(streams))
-    sources["cache_bytes"] = (
-        f"{where}; the power of two with which rates say best what was measured"
-    )
+    sources["cache_bytes"] = f"{where}; as the system says"
     for key in ("call_s", "array_s"):
         sources[key] = f"{where}; as the kernels' rates"
     for dtype, _ in machine.peak_flops:

@@ -33,21 +33,21 @@ class Program:
     Attributes:
       name: for what is printed.
       fun: what is compiled.
-      args: shapes and types.
+      args: trees of shapes and types.
       flops: about how many its products take; 0 where it has none.
       is_looped: whether it may run several times in a loop.
     """
 
     name: str
     fun: Callable[..., Any]
-    args: tuple[jax.ShapeDtypeStruct, ...]
+    args: tuple[Any, ...]
     flops: int = 0
     is_looped: bool = True
 
     @property
     def once_s(self) -> float:
         """About what a run takes: enough to tell microseconds from milliseconds."""
-        elements = sum(a.size for a in self.args)
+        elements = sum(a.size for a in jax.tree.leaves(self.args))
         return _KERNEL_S + elements * _ELEMENT_S + self.flops * _FLOP_S
 
     def looped(self) -> Program:
@@ -72,15 +72,16 @@ def programs() -> Iterator[Program]:
     return _all()
 
 
-def arrays(program: Program) -> list[jax.Array]:
+def arrays(program: Program) -> Any:
     """Arguments for it: numbers between 0.5 and 1, and integers that are places in any array."""
     rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.random(a.shape, np.float32) / 2 + 0.5, a.dtype)
-        if jnp.issubdtype(a.dtype, jnp.floating)
-        else jnp.asarray(rng.integers(0, 64, a.shape), a.dtype)
-        for a in program.args
-    ]
+
+    def array(of: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(of.dtype, jnp.floating):
+            return jnp.asarray(rng.random(of.shape, np.float32) / 2 + 0.5, of.dtype)
+        return jnp.asarray(rng.integers(0, 64, of.shape), of.dtype)
+
+    return jax.tree.map(array, program.args)
 
 
 def _all() -> Iterator[Program]:
@@ -119,7 +120,8 @@ def _calls() -> Iterator[Program]:
 
 
 def _many_kernels() -> Iterator[Program]:
-    """What a kernel takes that does next to nothing, one after the other and in a loop."""
+    """What a kernel takes that does next to nothing: one after the other, in a loop, and many that
+    wait for none of the others."""
 
     def layers(n: int, x: Any, w: Any) -> Any:
         for _ in range(n):
@@ -129,6 +131,12 @@ def _many_kernels() -> Iterator[Program]:
     def scanned(n: int, x: Any, w: Any) -> Any:
         return jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w), x)
 
+    def beside(xs: Any) -> Any:
+        return [x * 0.9 + 0.1 * jnp.flip(x, 0) for x in xs]
+
+    for n in 16, 64, 128:
+        shape = [_shape((64, 8), jnp.float32)] * n
+        yield Program(f"{n} beside each other", beside, (shape,), is_looped=False)
     for dtype in _FLOATS:
         for fun in layers, scanned:
             for n in 16, 64, 128:
