@@ -75,7 +75,7 @@ def measure(program: str, size: str, share: float, machine: str) -> Row:
     jax.config.update("jax_platforms", "cpu")
     entry = CORPUS[program]
     function, args = getattr(entry, size)()
-    donated = {} if entry.donate is None else {"donate_argnames": entry.donate}
+    donated: Row = {} if entry.donate is None else {"donate_argnames": entry.donate}
     here = load_machine(machine)
     plain = jit(function, machine=here, hbm=here.device_memory.capacity_bytes, **donated)
     compiled, steps = {"plain": plain.lower(*args).compile()}, {"plain": plain}
@@ -116,7 +116,7 @@ def _arrays(shapes: Any) -> Any:
 
 
 def _array(n: int, shape: Any) -> jax.Array:
-    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return (
             jax.random.split(jax.random.key(n), shape.shape) if shape.shape else jax.random.key(n)
         )

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
 from hlo_passes.hardware.file_table import FileTable, is_number
@@ -438,7 +438,9 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         rates = root.table("kernels")
         kernels = tuple(KernelRate.read(kind, rates.table(kind)) for kind in tuple(rates.unread))
     cache_bytes = root.whole("cache_bytes") if "cache_bytes" in root.unread else 0
-    on_the_host = {key: root.number(key) for key in _HOST_SECONDS if key in root.unread}
+    on_the_host: dict[str, Any] = {
+        key: root.number(key) for key in _HOST_SECONDS if key in root.unread
+    }
     root.close()
     return Machine(
         name=name,

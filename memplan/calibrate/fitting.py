@@ -8,7 +8,7 @@ what was measured, so that a program of microseconds says as much as one of seco
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,7 @@ def fit(samples: Sequence[Sample], cache_bytes: int) -> Fit:
     scale = np.where(largest > 0, largest, np.inf)
     doubts = np.sqrt(_DOUBT) * np.eye(relative.shape[1])[columns.shared :]
     weights = np.ones((len(samples), 1))
+    found, errors = np.zeros(relative.shape[1]), known - 1
     for _ in range(_ROUNDS):
         equations = np.vstack([relative / scale * weights, doubts])
         taken = np.append(weights[:, 0] * (1 - known), np.zeros(len(doubts)))
@@ -176,7 +177,7 @@ def _way(kind: str) -> str:
     return "library" if "ynn" in kind or kind.startswith("custom-call") else "own"
 
 
-def _spreads(samples: Sequence[Sample], errors: Sequence[float]) -> Mapping[str, float]:
+def _spreads(samples: Sequence[Sample], errors: Iterable[float]) -> Mapping[str, float]:
     """By kind the median error of the programs with such kernels."""
     found: dict[str, list[float]] = defaultdict(list)
     for sample, error in zip(samples, errors, strict=True):

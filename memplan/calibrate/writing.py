@@ -8,6 +8,9 @@ from typing import Any, cast
 
 from hlo_passes.hardware.machine import Machine
 
+# What a number is, beside its source.
+_NUMBER = {"value", "source"}
+
 
 def machine_text(machine: Machine) -> str:
     """Returns a machine as TOML, each number beside its source."""
@@ -37,7 +40,7 @@ def _is_nested(value: Any) -> bool:
     """Whether it is a table of its own: a number with its source is not."""
     if isinstance(value, list):
         return bool(value) and isinstance(value[0], Mapping)
-    return isinstance(value, Mapping) and value.keys() != {"value", "source"}
+    return isinstance(value, Mapping) and set(cast("Mapping[str, Any]", value)) != _NUMBER
 
 
 def _key(key: str) -> str:

@@ -88,7 +88,7 @@ def test_thunks_are_nested_as_they_are_indented(tmp_path):
 
 def test_launches_are_told_by_instruction(tmp_path):
     (module,) = find_modules(written(tmp_path))
-    found = launched(module.read().thunks)
+    found = {**launched(module.read().thunks)}
     assert found.pop("") == Launched(1, 0, 1)  # What stands by no name: the condition, and a Gemm.
     once = Launched(1, 0, 0)
     assert found == {
