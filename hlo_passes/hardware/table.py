@@ -16,7 +16,8 @@ One JAX device each, with the memories it reaches: what `machine=` and `memplan 
 know. The numbers live in `hlo_passes/hardware/machines/`, each beside its source, and this page is
 printed from there (`python -m hlo_passes.hardware.table > docs/machines.md`). A source that
 begins with "estimate:" means that nobody has published the number; replace it with your own
-measurement by giving `machine=` the path of a copy of the file.
+measurement by giving `machine=` the path of a copy of the file, or measure the machine that is
+here: `memplan calibrate` writes such a file.
 
 Capacity is what a program can use, less what the compiler keeps for itself; of a host's
 memory, the share of one device. Peak FLOP/s are those of the fastest unit that XLA may run a

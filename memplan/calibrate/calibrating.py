@@ -6,7 +6,7 @@ import os
 import platform as host_platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -86,7 +86,7 @@ def calibrate(
     drive = _drive(disk)
     try:
         kernels: list[_Compiled] = []
-        all_programs = [*programs()]
+        all_programs = [*programs(_cache_bytes(_known(device)))]
         for n, program in enumerate(all_programs):
             progress("compiling", n / len(all_programs))
             if (compiled := _compiled(program, device)) is not None:
@@ -165,7 +165,7 @@ def _calibration(
     peaks = dict(machine.peak_flops) | _peaks(samples)
     machine = replace(
         machine,
-        hbm_bytes_per_s=max(_streams(kernels, samples)),
+        hbm_bytes_per_s=_stream_bytes_per_s(kernels, samples),
         peak_flops=tuple(peaks.items()),
         kernels=found.rates,
         cache_bytes=cache_bytes,
@@ -177,12 +177,14 @@ def _calibration(
     return Calibration(_with_sources(machine, device, found, spreads), found, spreads)
 
 
-def _streams(kernels: Sequence[_Compiled], samples: Sequence[Sample]) -> Iterator[float]:
-    """Bytes per second of what does next to nothing with many of them."""
+def _stream_bytes_per_s(kernels: Sequence[_Compiled], samples: Sequence[Sample]) -> float:
+    """Of what does next to nothing with the most bytes."""
+    found: dict[int, float] = {}
     for kernel, sample in zip(kernels, samples, strict=True):
         if kernel.name.startswith(_STREAM):
             size = sum(work.bytes * times for work, times in sample.works)
-            yield size / sample.seconds
+            found[max(work.bytes for work, _ in sample.works)] = size / sample.seconds
+    return found[max(found)]
 
 
 def _peaks(samples: Sequence[Sample]) -> dict[str, float]:
@@ -201,7 +203,7 @@ def _peaks(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _base(name: str | None, device: Any, links: Sequence[LinkTimes]) -> Machine:
     """What is known of the device without its kernels: of one in the library what that says."""
-    machine = _cpu() if device.platform == "cpu" else load_machine(device.device_kind)
+    machine = _known(device)
     memory, host = machine.device_memory.name, _HOST
     measured = dict(zip([(host, memory), (memory, host)], links, strict=True))
     made = [
@@ -210,6 +212,11 @@ def _base(name: str | None, device: Any, links: Sequence[LinkTimes]) -> Machine:
     ]
     others = [link for link in machine.links if (link.source, link.destination) not in measured]
     return replace(machine, name=name or machine.name, aliases=(), links=(*made, *others))
+
+
+def _known(device: Any) -> Machine:
+    """What is known of a device before anything is measured."""
+    return _cpu() if device.platform == "cpu" else load_machine(device.device_kind)
 
 
 def _cpu() -> Machine:

@@ -67,9 +67,10 @@ class Program:
         return replace(self, fun=fun, name=f"{self.name}, {times} times")
 
 
-def programs() -> Iterator[Program]:
-    """Yields all of them."""
-    return _all()
+def programs(cache_bytes: int) -> Iterator[Program]:
+    """Yields all of them, some of which touch several times what a cache of so many bytes holds."""
+    beyond = [cache_bytes] if cache_bytes > _ELEMENTS[-1] else []
+    return _all((*_ELEMENTS, *beyond))
 
 
 def arrays(program: Program) -> Any:
@@ -84,11 +85,11 @@ def arrays(program: Program) -> Any:
     return jax.tree.map(array, program.args)
 
 
-def _all() -> Iterator[Program]:
+def _all(elements: tuple[int, ...]) -> Iterator[Program]:
     yield from _calls()
     yield from _many_kernels()
     for dtype in _FLOATS:
-        yield from _elementwise(dtype)
+        yield from _elementwise(dtype, elements)
         yield from _reductions(dtype)
         yield from _over_examples(dtype)
         yield from _moves(dtype)
@@ -144,7 +145,7 @@ def _many_kernels() -> Iterator[Program]:
                 yield replace(one, is_looped=False)
 
 
-def _elementwise(dtype: Any) -> Iterator[Program]:
+def _elementwise(dtype: Any, elements: tuple[int, ...]) -> Iterator[Program]:
     operations: dict[str, Callable[..., Any]] = {
         "add": lambda x, y: x + y,
         "many": lambda x, y: ((x * 3 + y) * x - 2) * y + x * 0.5,
@@ -155,10 +156,10 @@ def _elementwise(dtype: Any) -> Iterator[Program]:
         "adam": lambda x, y: x - 0.1 * y / (jnp.sqrt(y * y * 0.9 + 0.1) + 1e-8),
     }
     for name, operation in operations.items():
-        for n in _ELEMENTS:
+        for n in elements:
             yield _program(name, operation, dtype, (n // 64, 64), (n // 64, 64))
     other = jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
-    for n in _ELEMENTS:
+    for n in elements:
         yield _program("convert", lambda x: x.astype(other), dtype, (n // 64, 64))
 
 

@@ -29,8 +29,8 @@ SOME = (
 @pytest.fixture
 def few(monkeypatch):
     """A few of the programs, of the kinds that the tests are about."""
-    chosen = [p for p in programs.programs() if p.name.startswith(SOME)][::2]
-    monkeypatch.setattr(calibrating, "programs", lambda: chosen)
+    chosen = [p for p in programs.programs(1 << 20) if p.name.startswith(SOME)][::2]
+    monkeypatch.setattr(calibrating, "programs", lambda cache_bytes: chosen)
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -118,7 +118,15 @@ def test_a_rate_that_is_misspelt_is_refused(tmp_path):
 
 
 def test_programs_of_all_kinds_are_there():
-    names = [program.name for program in programs.programs()]
+    names = [program.name for program in programs.programs(1 << 20)]
     assert len(names) == len({*names})
-    for program in islice(programs.programs(), 0, None, 7):
+    for program in islice(programs.programs(1 << 20), 0, None, 7):
         jax.eval_shape(program.looped().fun, *program.args)
+
+
+def test_some_touch_more_than_a_large_cache_holds():
+    sizes = [
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(p.args))
+        for p in programs.programs(50 << 20)
+    ]
+    assert max(sizes) > 4 * (50 << 20)
