@@ -53,7 +53,7 @@ from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
 from hlo_passes.analysis.trip_count import trip_count
 from hlo_passes.hardware.machine import Machine
-from hlo_passes.hardware.rates import Rates, amounts
+from hlo_passes.hardware.rates import KernelRate, Rates, amounts
 from hlo_passes.ir import Computation, Instruction, Module
 
 _HIGH, _HIGHEST = 1, 2  # PrecisionConfig.Precision (xla/xla_data.proto)
@@ -186,15 +186,15 @@ class _Costs:
 
     def _roofline(self, instruction: Instruction) -> float:
         declared = KernelCost.of(instruction)
-        if declared is None and self._rates and instruction.id in self._works:
-            return self._rated(self._works[instruction.id])
+        work = self._works.get(instruction.id)
+        if declared is None and work is not None and (rate := self._rates.get(work.kind)):
+            return self._rated(work, rate)
         size = self._device_bytes(instruction) if declared is None else declared.bytes_accessed
         arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
         return max(arithmetic_s, size / self._bytes_per_s)
 
-    def _rated(self, work: KernelWork) -> float:
+    def _rated(self, work: KernelWork, rate: KernelRate) -> float:
         """What a kernel takes on a machine of which kernels were measured."""
-        rate = self._rates[work.kind]
         there_is = amounts(work.flops, work.bytes, work.slow, work.plain, self.machine.cache_bytes)
         return sum(a * s for a, s in zip(there_is, rate.coefficients, strict=True))
 

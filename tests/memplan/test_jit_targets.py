@@ -512,8 +512,8 @@ def test_of_more_than_the_device_has_what_is_closed_over_is_taken_off_the_device
 
 
 def test_a_device_that_no_machine_file_describes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executable.xla, "devices", lambda: [Device("NVIDIA L4", 22 << 30)])
-    with pytest.raises(UnknownDeviceError, match=r"'NVIDIA L4'.* machine= one of a100, "):
+    monkeypatch.setattr(executable.xla, "devices", lambda: [Device("NVIDIA T1000", 22 << 30)])
+    with pytest.raises(UnknownDeviceError, match=r"'NVIDIA T1000'.* machine= one of a100, "):
         executable.find_target(None)
 
 

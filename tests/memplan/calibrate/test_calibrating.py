@@ -9,6 +9,7 @@ import pytest
 import memplan
 from hlo_passes.errors import CalibrationError, MachineFileError
 from hlo_passes.hardware.machine import load_machine, machine_from_dict, machine_names
+from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.simulator.cost import step_seconds
 from memplan.calibrate import calibrating, programs
 from memplan.calibrate.calibrating import calibrate
@@ -115,6 +116,14 @@ def test_a_rate_that_is_misspelt_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(MachineFileError, match=r"kernels.dot f32.flops_s: expected no such key"):
         load_machine(tmp_path / "bad.toml")
+
+
+def test_kernels_of_which_a_file_says_nothing_are_priced_by_peaks():
+    machine = load_machine("cpu")
+    rate = KernelRate("sort f32", run_s=1.0)
+    module = memplan.read_module(jax.jit(lambda x: x * 2).lower(jnp.ones(1 << 20)).compile())
+    only = replace(machine, kernels=(rate,), cache_bytes=1 << 20)
+    assert step_seconds(module, only) == step_seconds(module, machine) > 0
 
 
 def test_programs_of_all_kinds_are_there():
