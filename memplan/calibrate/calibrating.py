@@ -174,7 +174,8 @@ def _calibration(
     )
     if drive is not None and folder is not None:
         machine = _with_drive(machine, drive, folder)
-    return Calibration(_with_sources(machine, device, found, spreads), found, spreads)
+    machine = _with_sources(machine, device, found, spreads)
+    return Calibration(_with_computing(machine, links), found, spreads)
 
 
 def _stream_bytes_per_s(kernels: Sequence[_Compiled], samples: Sequence[Sample]) -> float:
@@ -308,6 +309,16 @@ def _with_sources(
             sources[f"kernels.{rate.kind}.{key}"] = (
                 f"{where}; programs with it are within {rate.spread:.0%}"
             )
+    return replace(machine, sources=tuple(sources.items()))
+
+
+def _with_computing(machine: Machine, links: Sequence[LinkTimes]) -> Machine:
+    """Says of the way in and the way out what is left of them while the device computes."""
+    sources = dict(machine.sources)
+    memory = machine.device_memory.name
+    for ends, times in zip((f"{_HOST}->{memory}", f"{memory}->{_HOST}"), links, strict=True):
+        said = f"; {times.part_computing:.0%} of it while the device computes"
+        sources[f"links.{ends}.nominal_bytes_per_s"] += said
     return replace(machine, sources=tuple(sources.items()))
 
 

@@ -59,6 +59,11 @@ class LinkTimes:
         return self.by_size[SIZES[-1]].spread
 
     @property
+    def part_computing(self) -> float:
+        """The part of its bandwidth that it has while the device computes."""
+        return self.by_size[SIZES[-1]].seconds / self.computing.seconds
+
+    @property
     def is_full_duplex(self) -> bool:
         """Whether the other direction leaves it more than three quarters of its bandwidth: half
         would be what two share."""
@@ -118,9 +123,10 @@ def _beside(copy: Callable[[], Any], other: Callable[[], Any]) -> float:
     thread = threading.Thread(target=go_on)
     thread.start()
     begun.wait()
-    begin = time.perf_counter()
-    jax.block_until_ready(copy())
-    taken = time.perf_counter() - begin
-    over.set()
-    thread.join()
-    return taken
+    try:
+        begin = time.perf_counter()
+        jax.block_until_ready(copy())
+        return time.perf_counter() - begin
+    finally:  # Also where it is stopped, or the other would go on for good.
+        over.set()
+        thread.join()

@@ -82,5 +82,3 @@ def in_turns(timed: Sequence[Timed], limit_s: float) -> Iterator[float]:
             done = (turns + (n + 1) / len(timed)) / _LEAST_TURNS
             yield min(1.0, max(done, (time.monotonic() - begin) / limit_s if limit_s else 0.0))
         turns += 1
-        if turns >= _LEAST_TURNS and time.monotonic() - begin >= limit_s:
-            return

@@ -1,3 +1,5 @@
+import threading
+import time
 import tomllib
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +13,7 @@ from hlo_passes.errors import CalibrationError, MachineFileError
 from hlo_passes.hardware.machine import load_machine, machine_from_dict, machine_names
 from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.simulator.cost import step_seconds
-from memplan.calibrate import calibrating, programs
+from memplan.calibrate import calibrating, copies, programs
 from memplan.calibrate.calibrating import calibrate
 from memplan.calibrate.measuring import Timed
 from memplan.calibrate.writing import machine_text
@@ -54,6 +56,7 @@ def test_a_measured_machine_predicts_what_was_measured(few, tmp_path):
     sources = dict(machine.sources)
     assert sources["hbm_bytes_per_s"].startswith("measured 20")
     assert "kernels.elementwise f32.run_s" in sources
+    assert "of it while the device computes" in sources["links.dram->host.nominal_bytes_per_s"]
     # A product of another size: right up to what a busy machine does to it, where the model that
     # is in the library is a hundred times off.
     x = jnp.ones((640, 640))
@@ -90,6 +93,16 @@ def test_what_differs_from_turn_to_turn_is_said():
     assert timed.timing.seconds == 1.0
     timed.seconds = [1.0, 1.5, 1.1, 1.9, 1.2]
     assert timed.timing.spread > 0.3
+
+
+def test_where_a_copy_is_stopped_nothing_goes_on():
+    def stopped():
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        copies._beside(stopped, lambda: time.sleep(0.01))
+    assert threading.active_count() == before
 
 
 def test_it_can_be_stopped(few):
