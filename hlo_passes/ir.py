@@ -345,15 +345,15 @@ class Learned:
         where that is not known.
       table_bytes: of the tables that XLA:TPU keeps in HBM for tuples; None where not known.
       seconds: that one was measured to take.
-      scale: what those that were not measured take, relative to the machine's model, going by those
-        that were.
+      factors: what those that were not measured take, relative to the machine's model, by kind of
+        kernel (`hardware.corrections.nearest`), going by those that were.
     """
 
     cycles: Mapping[str, int] = field(default_factory=dict[str, int])
     on_chip: frozenset[tuple[str, ShapeIndex]] | None = None
     table_bytes: int | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    scale: float = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Known:
       counts_chip: whether what they hold on the chip is counted all the same.
       seen: how many there were.
       measured: seconds of kernels, by what they are (`kernel_digests`).
-      scale: what others take, relative to the machine's model.
+      factors: what others take, relative to the machine's model, by kind.
     """
 
     cycles: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -33,7 +33,7 @@ class Known:
     counts_chip: bool = False
     seen: int = 0
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
-    scale: float = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def has_chip(self) -> bool:
@@ -56,7 +56,7 @@ class Known:
 
     def timed(self, module: Module) -> Module:
         """The module with what was measured of its instructions, and nothing else."""
-        return with_measured(module, self.measured, self.scale)
+        return with_measured(module, self.measured, self.factors)
 
     def explained(self, rewritten: Module) -> int:
         """The bytes that are predicted of a module with what is known now of the chip."""

@@ -75,6 +75,8 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
     )
     if machine.kernels:
         yield rates_table(machine)
+    if machine.corrections:
+        yield corrections_table(machine)
     for tier in machine.tiers:
         values = {"capacity_bytes": f"{tier.capacity_bytes:,}"}
         if tier.bytes_per_s is not None:
@@ -124,6 +126,16 @@ def rates_table(machine: Machine) -> Table:
         for rate in machine.kernels
     )
     return Table("Kernels: a sum of these", columns, rows)
+
+
+def corrections_table(machine: Machine) -> Table:
+    """Returns by what the model's seconds of kernels are multiplied, one row a kind."""
+    columns = Column("kernels"), Column("take", right=True), Column("give or take", right=True)
+    rows = tuple((of.kind, f"{of.factor:.2f} ×", f"{of.spread:.2f}") for of in machine.corrections)
+    sources = dict(machine.sources)
+    said = {sources.get(f"corrections.{of.kind}.factor", "") for of in machine.corrections}
+    note = "; ".join(sorted(filter(None, said)))
+    return Table("Kernels, relative to the model above", columns, rows, note)
 
 
 def unstable_table(unstable: Mapping[str, float], measured: int) -> Table:

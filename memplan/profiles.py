@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from typing import Any
 import jax
 
 from hlo_passes.analysis.kernel_digest import kernel_digests
+from hlo_passes.analysis.kernel_work import kernel_works
 from hlo_passes.errors import ProfileFileError
+from hlo_passes.hardware.corrections import Sample, learned
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.reading.profile import Measured, read_profile
@@ -31,7 +33,7 @@ from hlo_passes.simulator.cost import instruction_costs
 from memplan.executable import find_target
 from memplan.known import Known
 
-_FORMAT = "memplan profile 1"
+_FORMAT = "memplan profile 2"
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Profile:
     Attributes:
       machine: name of the machine, as `load_machine` takes it.
       kernels: what was measured, in seconds, by `kernel_digests`.
-      scale: what they took, relative to the machine's model: seconds measured of all runs, over
-        those that the model has for them.
+      samples: of each kind of kernel what its runs took together, and what the machine's model has
+        for that: what is learned of kernels that did not run.
     """
 
     machine: str
     kernels: Mapping[str, Measured]
-    scale: float
+    samples: tuple[Sample, ...]
 
     @classmethod
     def of_trace(cls, trace: str | os.PathLike[str], module: Module, machine: Machine) -> Profile:
@@ -65,20 +67,18 @@ class Profile:
         ops = runs.get(module.name, {})
         digests = kernel_digests(module)
         together: dict[str, list[float]] = {}
-        modelled: dict[str, float] = {}
-        costs = instruction_costs(module, machine)
+        modelled: dict[str, tuple[str, float]] = {}
+        costs, works = instruction_costs(module, machine), kernel_works(module)
         for id_, digest in digests.items():
             if seconds := ops.get(module.instructions[id_].name):
                 together.setdefault(digest, []).extend(seconds)
-                modelled[digest] = costs[id_]
+                if id_ in works:
+                    modelled[digest] = works[id_].kind, costs[id_]
         if not together:
             found = ", ".join(sorted(runs))
             raise ProfileFileError(str(trace), f"kernels of {module.name}", f"those of {found}")
         kernels = {digest: Measured.of(seconds) for digest, seconds in together.items()}
-        model_s = sum(k.runs * modelled[digest] for digest, k in kernels.items())
-        taken_s = sum(k.runs * k.seconds for k in kernels.values())
-        scale = taken_s / model_s if model_s else 1.0
-        return cls(machine.name, kernels, scale)
+        return cls(machine.name, kernels, tuple(_samples(kernels, modelled)))
 
     def known(self, machine: Machine) -> Known:
         """What a planner is to know of a program.
@@ -89,7 +89,8 @@ class Profile:
         if machine.name != self.machine:
             raise ProfileFileError("profile", f"one of {machine.name}", f"one of {self.machine}")
         seconds = {digest: kernel.seconds for digest, kernel in self.kernels.items()}
-        return Known(measured=seconds, scale=self.scale)
+        factors = {of.kind: of.factor for of in learned(self.samples)} if self.samples else {}
+        return Known(measured=seconds, factors=factors)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it, as JSON."""
@@ -109,9 +110,25 @@ class Profile:
             if data.pop("format") != _FORMAT:
                 raise ValueError("another format")
             kernels = {digest: Measured(**kernel) for digest, kernel in data.pop("kernels").items()}
-            return cls(kernels=kernels, **data)
+            samples = tuple(Sample(**sample) for sample in data.pop("samples"))
+            return cls(kernels=kernels, samples=samples, **data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProfileFileError(file, "a profile of memplan", str(error)) from error
+
+
+def _samples(
+    kernels: Mapping[str, Measured], modelled: Mapping[str, tuple[str, float]]
+) -> Iterator[Sample]:
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for digest, (kind, seconds) in modelled.items():
+        kernel = kernels[digest]
+        if seconds > 0 and kernel.seconds > 0:
+            of = kernel.runs * kernel.seconds, kernel.runs * seconds
+            by_kind.setdefault(kind, []).append(of)
+    for kind, pairs in by_kind.items():
+        taken_s = sum(taken for taken, _ in pairs)
+        counted = taken_s**2 / sum(taken**2 for taken, _ in pairs)
+        yield Sample({kind: sum(model for _, model in pairs)}, taken_s, counted)
 
 
 def profile(fun: Any, *args: Any, steps: int = 5, **kwargs: Any) -> Profile:

@@ -95,12 +95,14 @@ def with_learned(
     return module if learned == module.learned else module.with_learned(learned)
 
 
-def with_measured(module: Module, seconds: Mapping[str, float], scale: float) -> Module:
+def with_measured(
+    module: Module, seconds: Mapping[str, float], factors: Mapping[str, float]
+) -> Module:
     """Returns `module` with what its kernels were measured to take; itself if it has that.
 
     Args:
       seconds: of kernels, by their `kernel_digests`.
-      scale: of the others, see `Learned`.
+      factors: of the others, see `Learned`.
 
     O(instructions).
     """
@@ -111,5 +113,5 @@ def with_measured(module: Module, seconds: Mapping[str, float], scale: float) ->
         for id_, digest in kernel_digests(module).items()
         if digest in seconds
     }
-    learned = replace(module.learned, seconds=found, scale=scale)
+    learned = replace(module.learned, seconds=found, factors=factors)
     return module if learned == module.learned else module.with_learned(learned)

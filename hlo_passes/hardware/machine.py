@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
+from hlo_passes.hardware.corrections import Correction
 from hlo_passes.hardware.file_table import FileTable, is_number
 from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
@@ -170,6 +171,8 @@ class Machine:
       interconnect: None where there is one device, or nothing is known of what joins them.
       kernels: what kernels were measured to take, by kind; none in the library, whose machines
         are priced by their peaks.
+      corrections: what was learned of how long kernels take, relative to what the model of this
+        machine, its peaks or `kernels`, has for them.
       cache_bytes: the most that a kernel may touch to be fed by a cache; 0 where that is not known.
       call_s, array_s: what a call takes besides its kernels, and for each array that it takes or
         gives: seconds on the host in which the device waits; 0 where calls are queued.
@@ -192,6 +195,7 @@ class Machine:
     sources: tuple[tuple[str, str], ...]
     interconnect: Interconnect | None = None
     kernels: tuple[KernelRate, ...] = ()
+    corrections: tuple[Correction, ...] = ()
     cache_bytes: int = 0
     call_s: float = 0.0
     array_s: float = 0.0
@@ -348,15 +352,16 @@ class Machine:
         for key in ("cache_bytes", *_HOST_SECONDS):
             if value := getattr(self, key):
                 data[key] = number(key, value)
-        if self.kernels:
-            data["kernels"] = {
-                rate.kind: {
-                    key: number(f"kernels.{rate.kind}.{key}", value)
-                    for key, value in asdict(rate).items()
-                    if key != "kind"
+        for key in ("kernels", "corrections"):
+            if of_kinds := getattr(self, key):
+                data[key] = {
+                    of.kind: {
+                        name: number(f"{key}.{of.kind}.{name}", value)
+                        for name, value in asdict(of).items()
+                        if name != "kind"
+                    }
+                    for of in of_kinds
                 }
-                for rate in self.kernels
-            }
         return data
 
 
@@ -433,10 +438,8 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     interconnect = (
         _interconnect(root.table("interconnect")) if "interconnect" in root.unread else None
     )
-    kernels: tuple[KernelRate, ...] = ()
-    if "kernels" in root.unread:
-        rates = root.table("kernels")
-        kernels = tuple(KernelRate.read(kind, rates.table(kind)) for kind in tuple(rates.unread))
+    kernels = tuple(KernelRate.read(*of) for of in _of_kinds(root, "kernels"))
+    corrections = tuple(Correction.read(*of) for of in _of_kinds(root, "corrections"))
     cache_bytes = root.whole("cache_bytes") if "cache_bytes" in root.unread else 0
     on_the_host: dict[str, Any] = {
         key: root.number(key) for key in _HOST_SECONDS if key in root.unread
@@ -455,9 +458,18 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         sources=tuple(root.sources),
         interconnect=interconnect,
         kernels=kernels,
+        corrections=corrections,
         cache_bytes=cache_bytes,
         **on_the_host,
     )
+
+
+def _of_kinds(root: FileTable, key: str) -> Iterator[tuple[str, FileTable]]:
+    """The tables in the one of a key, if there is one, by the kinds of kernels they are of."""
+    if key in root.unread:
+        table = root.table(key)
+        for kind in tuple(table.unread):
+            yield kind, table.table(kind)
 
 
 @cache

@@ -90,7 +90,7 @@ class Rates(Mapping[str, KernelRate]):
 
         def unlike(known: str) -> tuple[bool, ...]:
             return (
-                _operation(known) != _operation(kind),
+                operation_of(known) != operation_of(kind),
                 ("ynn" in known) != ("ynn" in kind),
                 known.split()[-1] != kind.split()[-1],
                 known.split()[:-1] != kind.split()[:-1],
@@ -105,7 +105,7 @@ class Rates(Mapping[str, KernelRate]):
         raise KeyError(kind)
 
 
-def _operation(kind: str) -> str:
-    """Of ``"batched dot tn bf16"`` the ``"dot"``; a window is reduced as all is."""
+def operation_of(kind: str) -> str:
+    """Returns of ``"batched dot tn bf16"`` the ``"dot"``; a window is reduced as all is."""
     operation = next(word for word in kind.split() if word not in ("batched", "ynn"))
     return "reduce" if operation == "reduce-window" else operation

@@ -29,7 +29,8 @@ of dots and convolutions (`analysis.flops`) and the bytes that go to or come fro
 memory (`analysis.traffic`); operands that live in on-chip memory are free. Memory runs at
 the bandwidth that one long stream reaches, where the machine has a link for it (TPU), else
 at the nominal one. Transcendentals and other element-wise work are ignored. Of a machine that was
-measured (`memplan calibrate`) its rates say more (`hardware.rates`).
+measured (`memplan calibrate`) its rates say more (`hardware.rates`), and either is corrected by
+what steps and profiles were seen to take (`hardware.corrections`).
 
 Nothing here is charged for moving bytes between tiers: a transfer occupies its link
 (`simulator.timeline`), not the compute engine.
@@ -38,6 +39,7 @@ Nothing here is charged for moving bytes between tiers: a transfer occupies its 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +54,7 @@ from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
 from hlo_passes.analysis.trip_count import trip_count
+from hlo_passes.hardware.corrections import nearest
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.hardware.rates import KernelRate, Rates, amounts
 from hlo_passes.ir import Computation, Instruction, Module
@@ -119,7 +122,10 @@ class _Costs:
         self._found: dict[int, float] = {}
         self._bytes_per_s = stream_bytes_per_s(self.machine)
         self._rates = Rates(self.machine.kernels)
-        self._works = kernel_works(self.module) if self._rates else {}
+        of_machine = {of.kind: of.factor for of in self.machine.corrections}
+        self._factors = [of for of in (of_machine, self.module.learned.factors) if of]
+        is_by_kind = bool(self._rates or self._factors)
+        self._works = kernel_works(self.module) if is_by_kind else {}
         self._exchange_s: dict[int, float] = {}
         if self.machine.interconnect is not None:
             for id_, collective in collectives(self.module).items():
@@ -165,7 +171,18 @@ class _Costs:
         learned, name = self.module.learned, _original_name(instruction)
         if name in learned.seconds:
             return learned.seconds[name]
-        return learned.scale * self._modelled(instruction, learned.cycles.get(name, 0))
+        seconds = self._modelled(instruction, learned.cycles.get(name, 0))
+        factor = self._factor(instruction)
+        # However few were seen to take less, nothing multiplies faster than the machine.
+        floor_s = matrix_seconds(self.module, self.machine, instruction) if factor < 1 else 0.0
+        return max(factor * seconds, floor_s)
+
+    def _factor(self, instruction: Instruction) -> float:
+        """What was learned of such kernels, relative to the model."""
+        work = self._works.get(instruction.id)
+        if work is None:
+            return 1.0
+        return math.prod(nearest(factors, work.kind) or 1.0 for factors in self._factors)
 
     def _modelled(self, instruction: Instruction, known_cycles: int) -> float:
         cycles = _estimated_cycles(instruction)

@@ -353,6 +353,16 @@ def make_parser() -> argparse.ArgumentParser:
         default=60.0,
         help="for the measurements, which are taken in turns; compilations come on top (60)",
     )
+    calibrate.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="measure nothing: learn from what this profile of a step has, given once or more",
+    )
+    calibrate.add_argument(
+        "--machine", help="that the profiles are of; what is written is this one, corrected"
+    )
     _add_json(calibrate)
     calibrate.set_defaults(run=run_calibrate)
 

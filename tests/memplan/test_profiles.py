@@ -1,11 +1,18 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import memplan
+from hlo_passes.analysis.kernel_work import kernel_works
 from hlo_passes.errors import ProfileFileError
+from hlo_passes.hardware.corrections import learned, nearest
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.simulator.cost import instruction_costs
+from memplan.calibrate.learning import corrected
+from memplan.calibrate.writing import machine_text
+from memplan.cli import main
 from memplan.profiles import Profile
 
 LAYERS, WIDTH = 6, 256
@@ -37,7 +44,8 @@ def test_layers_that_do_the_same_are_one_kernel(profile, args):
     runs = {kernel.runs for kernel in profile.kernels.values()}
     assert max(runs) >= 3 * (LAYERS - 1)
     assert min(runs) == 3
-    assert profile.scale > 1  # No machine here has 56 cores.
+    # No machine here has 56 cores.
+    assert all(sum(s.modelled.values()) < s.seconds for s in profile.samples)
 
 
 def test_a_plan_is_made_with_what_was_measured(profile, args):
@@ -48,7 +56,7 @@ def test_a_plan_is_made_with_what_was_measured(profile, args):
     assert without.plan().prediction.step_time_s < 0.5 * measured_s
 
 
-def test_what_was_measured_costs_that_and_the_rest_is_scaled(profile, args):
+def test_what_was_measured_costs_that_and_the_rest_is_corrected(profile, args):
     compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
     module = memplan.read_module(compiled)
     machine = load_machine("cpu")
@@ -57,11 +65,18 @@ def test_what_was_measured_costs_that_and_the_rest_is_scaled(profile, args):
     assert instruction_costs(timed, machine)[dot.id] in {
         kernel.seconds for kernel in profile.kernels.values()
     }
-    other = jax.jit(lambda x: x[::-1] * 3).lower(args[1]).compile()
+    other = jax.jit(lambda x: x[:7] @ x.T).lower(args[1]).compile()
     plain = memplan.read_module(other)
     timed = profile.known(machine).timed(plain)
     before, after = (instruction_costs(m, machine) for m in (plain, timed))
-    assert sum(after.values()) == pytest.approx(profile.scale * sum(before.values()))
+    factors = {of.kind: of.factor for of in learned(profile.samples)}
+    for id_, work in kernel_works(plain).items():
+        assert after[id_] == pytest.approx(nearest(factors, work.kind) * before[id_])
+    assert sum(before.values()) > 0
+    machine = corrected(machine, {"p.json": profile}, "2026-12-01")
+    assert sum(instruction_costs(plain, machine).values()) == pytest.approx(sum(after.values()))
+    again = corrected(machine, {"p.json": profile}, "2026-12-02")
+    assert again.corrections[0].factor > machine.corrections[0].factor
 
 
 def test_a_planned_program_is_measured_too(profile, args):
@@ -73,6 +88,28 @@ def test_a_planned_program_is_measured_too(profile, args):
 def test_it_is_kept_in_a_file(profile, tmp_path):
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
+
+
+def test_a_machine_file_learns_from_profiles(profile, tmp_path, capsys):
+    profile.save(tmp_path / "step.json")
+    out = tmp_path / "here.toml"
+    machine = load_machine("cpu")
+    asked = ["calibrate", "--machine", "cpu", "--profile", str(tmp_path / "step.json")]
+    assert main([*asked, "--out", str(out)]) == 0
+    assert "learned from step.json" in " ".join(capsys.readouterr().out.split())
+    found = load_machine(out)
+    assert [of.kind for of in found.corrections] == [of.kind for of in learned(profile.samples)]
+    assert replace(found, corrections=(), sources=machine.sources) == machine
+    assert "[corrections.any]" in machine_text(found)
+
+
+def test_a_machine_learns_from_its_own_profiles_only(profile):
+    with pytest.raises(
+        ProfileFileError, match=r"p.json: expected one of tpu-v5e, found one of cpu"
+    ):
+        corrected(load_machine("v5e"), {"p.json": profile}, "2026-12-01")
+    with pytest.raises(ProfileFileError, match="expected seconds of kernels, found none"):
+        corrected(load_machine("cpu"), {"p.json": replace(profile, samples=())}, "2026-12-01")
 
 
 def test_errors_say_what_is_wrong(profile, args, tmp_path):
