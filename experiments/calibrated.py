@@ -2,12 +2,14 @@
 
     memplan calibrate --out here.toml
     python -m experiments.calibrated --machine here.toml [--sizes small middle] [--share 0.75]
+    python -m experiments.calibrated --machine here.toml --share 0.5 --profile
 
 The corpus on the CPU that is here, none of which `memplan calibrate` knows: each program as XLA has
-it, and within a share of the bytes that it takes. Both run in turns, on copies of their arguments;
+it, within a share of the bytes that it takes, and with ``--profile`` within as much by a plan that
+was made with a profile of the first. All run in turns, on copies of their arguments;
 *measured* is the lower quartile, by the clock, *predicted* the timeline of the executable
-on the machine file. Of two ways to run one program that differ by more than 5 %, it is to
-say which is faster.
+on the machine file, and with what the profile has, if the plan was made with it. Of two ways to run
+one program that differ by more than 5 %, it is to say which is faster.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from hlo_passes.simulator.timeline import scheduled_step
 from hlo_passes.units import format_seconds
 from memplan.api import jit
 from memplan.executable import device_bytes
+from memplan.known import Known
+from memplan.profiles import profile
 from memplan.report.tables import Column, Table
 from models.corpus import CORPUS
 
+_WAYS = "plain", "planned", "profiled"
 _TURNS = 7
 _TIMEOUT_S = 900.0
 _CLEAR = 0.05
@@ -55,6 +60,7 @@ def _define() -> None:
     flags.DEFINE_multi_enum("programs", list(CORPUS), list(CORPUS), "of the corpus")
     flags.DEFINE_multi_enum("sizes", ["small", "middle"], ["small", "middle"], "of these")
     flags.DEFINE_float("share", 0.75, "of its bytes to plan within; 0 for no plan", 0.0, 1.0)
+    flags.DEFINE_bool("profile", False, "plan with a profile, too")
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
@@ -63,15 +69,15 @@ def _rows(rows: Rows) -> Iterator[Row]:
             f"--machine {FLAGS.machine}: no such file; memplan calibrate writes it"
         )
     for size, program in itertools.product(FLAGS.sizes, FLAGS.programs):
-        case = {"program": program, "size": size, "share": FLAGS.share}
+        case = {"program": program, "size": size, "share": FLAGS.share, "profile": FLAGS.profile}
         measured = partial(
-            found_apart, measure, program, size, FLAGS.share, FLAGS.machine, timeout_s=_TIMEOUT_S
+            found_apart, measure, *case.values(), FLAGS.machine, timeout_s=_TIMEOUT_S
         )
         yield rows.of(case, measured)
 
 
-def measure(program: str, size: str, share: float, machine: str) -> Row:
-    """Seconds of a program as XLA has it, and within a share of its bytes if there is a plan."""
+def measure(program: str, size: str, share: float, is_profiled: bool, machine: str) -> Row:
+    """Seconds of a program as XLA has it, and within a share of its bytes if there are plans."""
     jax.config.update("jax_platforms", "cpu")
     entry = CORPUS[program]
     function, args = getattr(entry, size)()
@@ -80,13 +86,19 @@ def measure(program: str, size: str, share: float, machine: str) -> Row:
     plain = jit(function, machine=here, hbm=here.device_memory.capacity_bytes, **donated)
     compiled, steps = {"plain": plain.lower(*args).compile()}, {"plain": plain}
     found: Row = {}
-    if budget := int(share * device_bytes(compiled["plain"], 0)):
-        planned = jit(function, machine=here, hbm=budget, **donated)
+    drawn = _arrays(args)
+    knows = {way: Known() for way in _WAYS}
+    profiles: dict[str, Any] = {"planned": None}
+    if is_profiled:
+        profiles["profiled"] = profile(plain, *jax.tree.map(jnp.copy, drawn))
+        knows["profiled"] = profiles["profiled"].known(here)
+    budget = int(share * device_bytes(compiled["plain"], 0))
+    for way, given in profiles.items() if budget else ():
+        planned = jit(function, machine=here, hbm=budget, profile=given, **donated)
         try:
-            compiled["planned"], steps["planned"] = planned.lower(*args).compile(), planned
+            compiled[way], steps[way] = planned.lower(*args).compile(), planned
         except MemoryBudgetError as error:
             found["least"] = error.least
-    drawn = _arrays(args)
     seconds: dict[str, list[float]] = {way: [] for way in compiled}
     for turn in range(_TURNS + 1):
         for way, step in steps.items():
@@ -95,7 +107,7 @@ def measure(program: str, size: str, share: float, machine: str) -> Row:
                 seconds[way].append(taken)
     for way, step in compiled.items():
         low, median, high = statistics.quantiles(seconds[way], n=4, method="inclusive")
-        predicted = scheduled_step(step.module, here).step_time_s
+        predicted = scheduled_step(knows[way].timed(step.module), here).step_time_s
         found[way] = {"measured": low, "predicted": predicted, "spread": (high - low) / median}
     return found
 
@@ -149,7 +161,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _lines(row: Row) -> Iterator[Row]:
-    for way in ("plain", "planned"):
+    for way in _WAYS:
         if way in row:
             yield {"program": row["program"], "size": row["size"], "way": way, **row[way]}
 
@@ -158,9 +170,9 @@ def _ranked(rows: Sequence[Row]) -> tuple[int, int]:
     """Of the pairs of ways that differ clearly, how many are told right, and how many there are."""
     right = pairs = 0
     for row in rows:
-        if "plain" in row and "planned" in row:
+        for one, other in itertools.combinations((way for way in _WAYS if way in row), 2):
             measured, predicted = (
-                row["planned"][key] / row["plain"][key] for key in ("measured", "predicted")
+                row[other][key] / row[one][key] for key in ("measured", "predicted")
             )
             if abs(measured - 1) > _CLEAR:
                 pairs += 1

@@ -41,7 +41,7 @@ from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
 # What a machine file may say of calls and launches.
-_HOST_SECONDS = ("call_s", "array_s", "launch_s", "captured_launch_s")
+_HOST_SECONDS = ("call_s", "array_s", "handoff_s", "launch_s", "captured_launch_s")
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
@@ -176,6 +176,7 @@ class Machine:
       cache_bytes: the most that a kernel may touch to be fed by a cache; 0 where that is not known.
       call_s, array_s: what a call takes besides its kernels, and for each array that it takes or
         gives: seconds on the host in which the device waits; 0 where calls are queued.
+      handoff_s: what it takes to hand a kernel to another thread of XLA:CPU's.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
       launch_s: what the host takes to launch a kernel, a graph or a copy; None where programs run
@@ -199,6 +200,7 @@ class Machine:
     cache_bytes: int = 0
     call_s: float = 0.0
     array_s: float = 0.0
+    handoff_s: float = 0.0
     is_fed_outside: bool = False
     launch_s: float | None = None
     captured_launch_s: float | None = None

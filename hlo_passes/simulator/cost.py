@@ -47,6 +47,7 @@ from typing import Any
 from hlo_passes.analysis.async_chains import wrapped_by
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.flops import MatrixWork, matrix_work
+from hlo_passes.analysis.handoffs import handoffs
 from hlo_passes.analysis.kernel_cost import KernelCost
 from hlo_passes.analysis.kernel_work import KernelWork, kernel_works
 from hlo_passes.analysis.learned import known_by
@@ -88,9 +89,11 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
 
 
 def call_seconds(module: Module, machine: Machine) -> float:
-    """Returns the seconds that a call takes besides what it runs, where that was measured."""
+    """Returns the seconds that a call takes besides its kernels, where that was measured."""
     results = sum(1 for _ in module.entry_result_shape.leaves())
-    return machine.call_s + machine.array_s * (len(module.entry_parameter_shapes) + results)
+    arrays = len(module.entry_parameter_shapes) + results
+    handed = handoffs(module) if machine.handoff_s else 0
+    return machine.call_s + machine.array_s * arrays + machine.handoff_s * handed
 
 
 def step_seconds(module: Module, machine: Machine) -> float:

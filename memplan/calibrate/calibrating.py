@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from hlo_passes import xla
+from hlo_passes.analysis.handoffs import handoffs
 from hlo_passes.analysis.kernel_work import KernelWork
 from hlo_passes.errors import CalibrationError
 from hlo_passes.hardware.machine import Link, Machine, Tier, load_machine
@@ -109,11 +110,12 @@ class _Compiled:
     name: str
     works: Sequence[tuple[KernelWork, int]]
     arrays: int
+    handoffs: int
     timed: Timed
 
     @property
     def sample(self) -> Sample:
-        return Sample(self.works, self.timed.timing.seconds, self.arrays)
+        return Sample(self.works, self.timed.timing.seconds, self.arrays, self.handoffs)
 
 
 def _compiled(program: Program, device: Any) -> _Compiled | None:
@@ -128,7 +130,8 @@ def _compiled(program: Program, device: Any) -> _Compiled | None:
             timed = Timed(partial(function, *args), waits=device.platform == "cpu")
             results = sum(1 for _ in module.entry_result_shape.leaves())
             count = len(module.entry_parameter_shapes) + results
-            return _Compiled(tried.name, works_of(module), count, timed)
+            handed = handoffs(module) if device.platform == "cpu" else 0
+            return _Compiled(tried.name, works_of(module), count, handed, timed)
     return None
 
 
@@ -169,9 +172,10 @@ def _calibration(
         peak_flops=tuple(peaks.items()),
         kernels=found.rates,
         cache_bytes=cache_bytes,
-        call_s=found.call_s if device.platform == "cpu" else 0.0,
-        array_s=found.array_s if device.platform == "cpu" else 0.0,
     )
+    if device.platform == "cpu":
+        calls = {"call_s": found.call_s, "array_s": found.array_s, "handoff_s": found.handoff_s}
+        machine = replace(machine, **calls)
     if drive is not None and folder is not None:
         machine = _with_drive(machine, drive, folder)
     machine = _with_sources(machine, device, found, spreads)
@@ -290,7 +294,7 @@ def _with_sources(
     sources = dict(machine.sources)
     sources["hbm_bytes_per_s"] = said(max(streams))
     sources["cache_bytes"] = f"{where}; as the system says"
-    for key in ("call_s", "array_s"):
+    for key in ("call_s", "array_s", "handoff_s"):
         sources[key] = f"{where}; as the kernels' rates"
     for dtype, _ in machine.peak_flops:
         sources[f"peak_flops.{dtype}"] = f"{where}; the most that a product reached"

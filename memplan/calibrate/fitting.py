@@ -28,6 +28,9 @@ _ROUNDS = 5
 # thousands of.
 _LEAST_PROGRAMS, _LONG = 3, 5
 
+# Unknowns that are of no kernel: of a call, of each of its arrays, of what is handed on.
+_OF_CALLS = 3
+
 # What such a rate costs, squared, relative to the errors of programs: the shared ones go first.
 _DOUBT = 0.003
 
@@ -40,11 +43,13 @@ class Sample:
       works: its kernels, each as often as it runs.
       seconds: of a run.
       arrays: that a call takes and gives.
+      handoffs: of kernels to other threads (`analysis.handoffs`).
     """
 
     works: Sequence[tuple[KernelWork, int]]
     seconds: float
     arrays: int
+    handoffs: int
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ class Fit:
       rates: by kind.
       call_s, array_s: of a call, whatever is in the program, and of each array that it takes or
         gives.
+      handoff_s: of each kernel that another thread is handed.
       errors: of each sample, relative to what was measured.
     """
 
     rates: tuple[KernelRate, ...]
     call_s: float
     array_s: float
+    handoff_s: float
     errors: Sequence[float]
 
 
@@ -117,8 +124,8 @@ def fit(samples: Sequence[Sample], cache_bytes: int) -> Fit:
         KernelRate(kind, *of, spread=spreads[kind])
         for kind, of in columns.coefficients(found / scale, flop_s)
     )
-    call_s, array_s = map(float, found[:2] / scale[:2])
-    return Fit(rates, call_s, array_s, [*map(float, errors)])
+    calls = map(float, found[:_OF_CALLS] / scale[:_OF_CALLS])
+    return Fit(rates, *calls, errors=[*map(float, errors)])
 
 
 def _kinds(samples: Sequence[Sample]) -> list[str]:
@@ -130,9 +137,9 @@ def _kinds(samples: Sequence[Sample]) -> list[str]:
 
 
 class _Columns:
-    """What each unknown of the equations is: what a call takes, and an array of it; what a kernel
-    takes that is run in one way or another; what all of them take for bytes and elements; and how
-    much more, kind by kind.
+    """What each unknown of the equations is: what a call takes, an array of it, and a kernel that is
+    handed to another thread; what a kernel takes that is run in one way or another; what all of
+    them take for bytes and elements; and how much more, kind by kind.
 
     Attributes:
       shared: how many unknowns there are before those of kinds.
@@ -142,7 +149,7 @@ class _Columns:
         self._ways = ("library", "own")
         self._kinds = kinds
         self._width = len(COEFFICIENTS) - 1
-        self._all = 2 + len(self._ways)
+        self._all = _OF_CALLS + len(self._ways)
         self.shared = self._all + self._width
 
     def _first(self, kind: str) -> int:
@@ -150,10 +157,10 @@ class _Columns:
 
     def row(self, sample: Sample, cache_bytes: int) -> np.ndarray:
         row = np.zeros(self.shared + self._width * len(self._kinds))
-        row[:2] = 1, sample.arrays
+        row[:_OF_CALLS] = 1, sample.arrays, sample.handoffs
         for work, times in sample.works:
             there_is = amounts(work.flops, work.bytes, work.slow, work.plain, cache_bytes)
-            row[2 + self._ways.index(_way(work.kind))] += times
+            row[_OF_CALLS + self._ways.index(_way(work.kind))] += times
             firsts = (
                 [self._all, self._first(work.kind)] if work.kind in self._kinds else [self._all]
             )
@@ -168,7 +175,7 @@ class _Columns:
         of_all[0] = flop_s
         for kind in self._kinds:
             first = self._first(kind)
-            run_s = found[2 + self._ways.index(_way(kind))]
+            run_s = found[_OF_CALLS + self._ways.index(_way(kind))]
             yield kind, (float(run_s), *map(float, of_all + found[first : first + self._width]))
 
 
