@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hlo_passes.errors import MemoryBudgetError
-from memplan.calibration import calibrated
+from memplan.aiming import aim_for
 from memplan.candidates import Candidate
 from memplan.planner import Planner
 
@@ -283,4 +283,4 @@ def aimed_at(room: int, seen: Iterable[Seen], *, counts_chip: bool) -> int:
     alike = (s for s in seen if s.candidate.counts_chip == counts_chip)
     reported = {s.candidate.predicted_bytes: s.reported for s in alike}
     aim = int(room * (1 - _LEFT))
-    return calibrated(aim, reported) if reported else aim
+    return aim_for(aim, reported) if reported else aim

@@ -137,8 +137,8 @@ def _kinds(samples: Sequence[Sample]) -> list[str]:
 
 
 class _Columns:
-    """What each unknown of the equations is: what a call takes, an array of it, and a kernel that is
-    handed to another thread; what a kernel takes that is run in one way or another; what all of
+    """What each unknown of the equations is: what a call takes, an array of it, and a kernel that
+    is handed to another thread; what a kernel takes that is run in one way or another; what all of
     them take for bytes and elements; and how much more, kind by kind.
 
     Attributes:

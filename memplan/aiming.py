@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def calibrated(budget: int, seen: Mapping[int, int]) -> int:
+def aim_for(budget: int, seen: Mapping[int, int]) -> int:
     """Returns the bytes to plan for, so that XLA reports about `budget`.
 
     Between a plan that kept to the budget and one that did not, as far as the report is. Where none
