@@ -3,8 +3,9 @@
     python -m experiments.corrections [--json FILE [--resume]] [--toml]
 
 Steps of the corpus, of one product and of one scaled array were measured on an H100
-(`experiments.on_device`). Here the same programs are compiled for one, and what the machine file's
-peaks have for their kernels is added up by kind; what the machine's corrections are learned from
+(`experiments.on_device`), and of one that decodes others have said what it takes there. Here the
+same programs are compiled for one, and what the machine file's peaks have for their kernels is
+added up by kind; what the machine's corrections are learned from
 (`hlo_passes.hardware.corrections`). Each step is predicted by what is learned of all others.
 ``--toml`` prints what is learned of all of them, for the machine file.
 """
@@ -24,20 +25,23 @@ import jax
 from absl import flags
 
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
-from hlo_passes.analysis.kernel_work import kernel_works
-from hlo_passes.hardware.corrections import Sample, learned, nearest
+from hlo_passes.hardware.corrections import AT_PEAK, Sample, learned, nearest
 from hlo_passes.hardware.machine import load_machine
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.cost import instruction_costs, kinds_of_kernels
 from hlo_passes.units import format_seconds
 from memplan.api import jit
 from memplan.report.tables import Column, Table
 from memplan.topologies import topology
 from models.corpus import CORPUS
+from models.workloads import decode
 
 MACHINE = "h100"
 _MEASURED = Path(__file__).parents[1] / "docs" / "data" / "on_device.jsonl"
-_PRODUCT, _STREAM = "one product", "one scaled array"
+_PRODUCT, _STREAM, _DECODE = "one product", "one scaled array", "llama3-8b-decode"
+
+# A step of one sequence in bfloat16, launched as a graph: cloudai.pt/tag/cuda-graphs.
+_DECODE_S = 5.1e-3
 _TIMEOUT_S = 900.0
 
 _SOURCE = "learned of steps that were measured on one: docs/data/corrections.jsonl"
@@ -58,7 +62,7 @@ def _define() -> None:
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
-    for name in (*_steps(), _PRODUCT, _STREAM):
+    for name in (*_steps(), _DECODE, _PRODUCT, _STREAM):
         measured = partial(found_apart, measure, name, timeout_s=_TIMEOUT_S)
         yield rows.of({"machine": MACHINE, "step": name}, measured)
 
@@ -82,23 +86,27 @@ def measure(name: str) -> Row:
     if name == _PRODUCT:
         per_s = statistics.median(found["bf16_tflop_s"] for found in links) * 1e12
         peak = dict(machine.peak_flops)["bf16"]
-        return {"seconds": 1e12 / per_s, "modelled": {"dot bf16": 1e12 / peak}}
+        return {"seconds": 1e12 / per_s, "modelled": {"dot bf16" + AT_PEAK: 1e12 / peak}}
     if name == _STREAM:
         per_s = statistics.median(found["hbm_gb_s"] for found in links) * 1e9
         return {
             "seconds": 1e9 / per_s,
             "modelled": {"elementwise f32": 1e9 / machine.hbm_bytes_per_s},
         }
-    entry = CORPUS[name]
-    fun, shapes = entry.planning()
-    step = jit(fun, hbm="1TiB", machine=topology(MACHINE), donate_argnames=entry.donate)
+    if name == _DECODE:
+        (fun, shapes), donate = decode("llama3-8b", batch=1, cache_length=512), "cache"
+        seconds = _DECODE_S
+    else:
+        (fun, shapes), donate = CORPUS[name].planning(), CORPUS[name].donate
+        seconds = _steps()[name]
+    step = jit(fun, hbm="1TiB", machine=topology(MACHINE), donate_argnames=donate)
     module = read_module(step.lower(*shapes).unplanned())
-    costs, works = instruction_costs(module, machine), kernel_works(module)
+    costs, kinds = instruction_costs(module, machine), kinds_of_kernels(module, machine)
     modelled: dict[str, float] = defaultdict(float)
     for i in module.entry.instructions:
-        if i.id in works and costs[i.id]:
-            modelled[works[i.id].kind] += costs[i.id]
-    return {"seconds": _steps()[name], "modelled": modelled}
+        if i.id in kinds and costs[i.id]:
+            modelled[kinds[i.id]] += costs[i.id]
+    return {"seconds": seconds, "modelled": modelled}
 
 
 def samples_of(rows: Sequence[Row]) -> list[Sample]:

@@ -30,6 +30,7 @@ CACHE_LENGTH = 512
 _LLAMA_CPP = "llama.cpp: github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference"
 _TORCHAO = "torch.compile: torchao's README, 105.14 and 95.64 tokens/s"
 _GPT_FAST = "torch.compile: github.com/pytorch-labs/gpt-fast/issues/27"
+_GRAPHS = "CUDA graphs, 5.1 ms a step: cloudai.pt/tag/cuda-graphs"
 _TGI = "TGI on a g6e.2xlarge: huggingface.co/spaces/arcee-ai/Benchmarks"
 
 PUBLISHED: tuple[tuple[str, str, float, str], ...] = (
@@ -42,6 +43,7 @@ PUBLISHED: tuple[tuple[str, str, float, str], ...] = (
     ("a100", "llama2-7b", 105.14, _TORCHAO),
     ("a100", "llama3-8b", 95.64, _TORCHAO),
     ("l40s", "llama3-8b", 42.1, _TGI),
+    ("h100", "llama3-8b", 196.1, _GRAPHS),
 )
 """Machine, model, tokens per second of one sequence, and who says so."""
 

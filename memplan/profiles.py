@@ -22,14 +22,13 @@ from typing import Any
 import jax
 
 from hlo_passes.analysis.kernel_digest import kernel_digests
-from hlo_passes.analysis.kernel_work import kernel_works
 from hlo_passes.errors import ProfileFileError
 from hlo_passes.hardware.corrections import Sample, learned
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
 from hlo_passes.reading.profile import Measured, read_profile
 from hlo_passes.reading.reader import read_module
-from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.cost import instruction_costs, kinds_of_kernels
 from memplan.executable import find_target
 from memplan.known import Known
 
@@ -68,12 +67,12 @@ class Profile:
         digests = kernel_digests(module)
         together: dict[str, list[float]] = {}
         modelled: dict[str, tuple[str, float]] = {}
-        costs, works = instruction_costs(module, machine), kernel_works(module)
+        costs, kinds = instruction_costs(module, machine), kinds_of_kernels(module, machine)
         for id_, digest in digests.items():
             if seconds := ops.get(module.instructions[id_].name):
                 together.setdefault(digest, []).extend(seconds)
-                if id_ in works:
-                    modelled[digest] = works[id_].kind, costs[id_]
+                if id_ in kinds:
+                    modelled[digest] = kinds[id_], costs[id_]
         if not together:
             found = ", ".join(sorted(runs))
             raise ProfileFileError(str(trace), f"kernels of {module.name}", f"those of {found}")

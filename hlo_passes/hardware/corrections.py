@@ -28,6 +28,10 @@ from hlo_passes.hardware.rates import operation_of
 ANY = "any"
 """The kind of those of which, and of whose operation, nothing was measured."""
 
+AT_PEAK = " at peak"
+"""What a kind ends with if arithmetic holds its kernels back, and not memory: one product is fed
+well and another computed well, and neither says much of the other."""
+
 # Standard deviations of the parts of a factor, relative to the typical one, and of an equation.
 # That of all is wide: it is what the measurements themselves are to say.
 _ALL = 1.0
@@ -56,7 +60,8 @@ class Sample:
 class Correction:
     """
     Attributes:
-      kind: as `analysis.kernel_work` names it; or an operation alone, ``"dot"``, or `ANY`.
+      kind: as `simulator.cost.kinds_of_kernels` names it; or an operation alone, ``"dot"``; or
+        `ANY`.
       factor: that the seconds of the machine's model are multiplied by.
       spread: the standard deviation of that.
     """
@@ -75,10 +80,15 @@ class Correction:
 
 def nearest[T](known: Mapping[str, T], kind: str) -> T | None:
     """Returns what is known of a kind, or else of its operation, or of `ANY`."""
-    for name in (kind, operation_of(kind), ANY):
+    for name in (kind, _operation(kind), ANY):
         if name in known:
             return known[name]
     return None
+
+
+def _operation(kind: str) -> str:
+    """That of a kind, held back by the same."""
+    return operation_of(kind) + (AT_PEAK if kind.endswith(AT_PEAK) else "")
 
 
 def learned(samples: Sequence[Sample]) -> tuple[Correction, ...]:
@@ -90,7 +100,7 @@ def learned(samples: Sequence[Sample]) -> tuple[Correction, ...]:
     O(samples³ + kinds²).
     """
     kinds = sorted({kind for sample in samples for kind in sample.modelled})
-    operations = sorted({operation_of(kind) for kind in kinds})
+    operations = sorted({_operation(kind) for kind in kinds})
     # What is told: of an operation and of any, that of a kind of which nothing was seen.
     told = [*kinds, *(o for o in operations if o not in kinds), ANY]
     ratios = [sample.seconds / sum(sample.modelled.values()) for sample in samples]
@@ -100,7 +110,7 @@ def learned(samples: Sequence[Sample]) -> tuple[Correction, ...]:
     for row, sample in zip(parts, samples, strict=True):
         for kind, seconds in sample.modelled.items():
             row[told.index(kind)] = seconds * typical / sample.seconds
-    of = np.array([[operation_of(kind) == o for o in operations] for kind in told], dtype=float)
+    of = np.array([[_operation(kind) == o for o in operations] for kind in told], dtype=float)
     same_operation, same_kind = of @ of.T, np.eye(len(told))
     counts = np.array([sample.kernels for sample in samples])
     missing = 1 - parts.sum(axis=1)

@@ -42,6 +42,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hlo_passes.analysis.async_chains import wrapped_by
@@ -55,7 +56,7 @@ from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.analysis.moves import Move, moves
 from hlo_passes.analysis.traffic import NO_TRAFFIC_OPCODES, Traffic, traffic
 from hlo_passes.analysis.trip_count import trip_count
-from hlo_passes.hardware.corrections import nearest
+from hlo_passes.hardware.corrections import AT_PEAK, nearest
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.hardware.rates import KernelRate, Rates, amounts
 from hlo_passes.ir import Computation, Instruction, Module
@@ -86,6 +87,12 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
     """
     moved = traffic(module)
     return _Costs(module, machine, moved, moves(module, machine, moved)).all()
+
+
+def kinds_of_kernels(module: Module, machine: Machine) -> Mapping[int, str]:
+    """Returns by which kind each kernel outside fusions is corrected: what it does, and whether
+    arithmetic holds it back (`hardware.corrections.AT_PEAK`)."""
+    return _Costs(module, machine, traffic(module), {}).kinds
 
 
 def call_seconds(module: Module, machine: Machine) -> float:
@@ -127,8 +134,7 @@ class _Costs:
         self._rates = Rates(self.machine.kernels)
         of_machine = {of.kind: of.factor for of in self.machine.corrections}
         self._factors = [of for of in (of_machine, self.module.learned.factors) if of]
-        is_by_kind = bool(self._rates or self._factors)
-        self._works = kernel_works(self.module) if is_by_kind else {}
+        self._works = kernel_works(self.module) if self._rates else {}
         self._exchange_s: dict[int, float] = {}
         if self.machine.interconnect is not None:
             for id_, collective in collectives(self.module).items():
@@ -182,10 +188,21 @@ class _Costs:
 
     def _factor(self, instruction: Instruction) -> float:
         """What was learned of such kernels, relative to the model."""
-        work = self._works.get(instruction.id)
-        if work is None:
+        kind = self.kinds.get(instruction.id) if self._factors else None
+        if kind is None:
             return 1.0
-        return math.prod(nearest(factors, work.kind) or 1.0 for factors in self._factors)
+        return math.prod(nearest(factors, kind) or 1.0 for factors in self._factors)
+
+    @cached_property
+    def kinds(self) -> Mapping[int, str]:
+        """See `kinds_of_kernels`."""
+        kinds: dict[int, str] = {}
+        for id_, work in kernel_works(self.module).items():
+            instruction = self.module.instructions[id_]
+            arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
+            fed_s = self._device_bytes(instruction) / self._bytes_per_s
+            kinds[id_] = work.kind + (AT_PEAK if arithmetic_s > fed_s else "")
+        return kinds
 
     def _modelled(self, instruction: Instruction, known_cycles: int) -> float:
         cycles = _estimated_cycles(instruction)

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import memplan
-from hlo_passes.analysis.kernel_work import kernel_works
 from hlo_passes.errors import ProfileFileError
 from hlo_passes.hardware.corrections import learned, nearest
 from hlo_passes.hardware.machine import load_machine
-from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.cost import instruction_costs, kinds_of_kernels
 from memplan.calibrate.learning import corrected
 from memplan.calibrate.writing import machine_text
 from memplan.cli import main
@@ -70,8 +69,8 @@ def test_what_was_measured_costs_that_and_the_rest_is_corrected(profile, args):
     timed = profile.known(machine).timed(plain)
     before, after = (instruction_costs(m, machine) for m in (plain, timed))
     factors = {of.kind: of.factor for of in learned(profile.samples)}
-    for id_, work in kernel_works(plain).items():
-        assert after[id_] == pytest.approx(nearest(factors, work.kind) * before[id_])
+    for id_, kind in kinds_of_kernels(plain, machine).items():
+        assert after[id_] == pytest.approx(nearest(factors, kind) * before[id_])
     assert sum(before.values()) > 0
     machine = corrected(machine, {"p.json": profile}, "2026-12-01")
     assert sum(instruction_costs(plain, machine).values()) == pytest.approx(sum(after.values()))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hlo_passes.hardware.corrections import ANY, Sample, learned, nearest
+from hlo_passes.hardware.corrections import ANY, AT_PEAK, Sample, learned, nearest
 
 FACTORS = {"dot bf16": 1.3, "dot f32": 1.6, "reduce f32": 1.2, "transpose f32": 2.5}
 
@@ -43,6 +43,7 @@ def test_a_kind_that_was_not_seen_is_like_its_operation_with_more_doubt():
     assert nearest(found, "sort f32") is found[ANY]
     assert found["dot"].factor > 1.5 > found[ANY].factor
     assert found["dot"].spread > found["dot bf16"].spread
+    assert nearest(found, "dot f32" + AT_PEAK) is found[ANY]
     assert nearest({}, "dot f32") is None
 
 
