@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
@@ -117,10 +118,12 @@ class Written:
         self._captured: dict[Hashable, tuple[Program, dict[bool, Module]]] = {}
         self._planned: dict[Hashable, Any] = {}  # Also that there is none, a `MemoryBudgetError`.
         self._planned_for: Hashable = None  # What that depends on besides.
+        self._least: dict[Hashable, tuple[int, frozenset[str]]] = {}
 
     def forget(self) -> None:
         """Has XLA show the program anew."""
         self._captured.clear()
+        self._least.clear()
         self._planned.clear()
 
     def show(
@@ -532,8 +535,17 @@ class Written:
 
         def room() -> Room:
             program, module = self.capture(everything, options)
+            # What a program needs at least hardly depends on how long its kernels take, and takes
+            # long to find: it is known for other budgets, and when more was learnt of these.
+            key = everything, _options_key(options), module.learned.on_chip
+            least, roomy = self._least.get(key, (sys.maxsize, frozenset[str]()))
+            if least <= budget:
+                return Room(budget - least, roomy)
             machine = self._lowering.target.machine
-            return pipeline.room_within(module, machine, budget, **self._asked(program, everything))
+            asked = self._asked(program, everything)
+            found = pipeline.room_within(module, machine, budget, **asked)
+            self._least[key] = budget - found.bytes, found.roomy
+            return found
 
         return self._once(("room", everything), room)
 

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import memplan.api as memplan
 import memplan.known as known
 import memplan.planner as planner
 import memplan.written as written
+from hlo_passes import pipeline
 from hlo_passes.errors import MemoryBudgetError, VerificationError
 from memplan.candidates import Candidate, FinerChunks
 from memplan.streams.hosting import Hosting
@@ -146,6 +148,33 @@ def test_a_plan_is_made_once_for_a_budget_while_nothing_is_learnt(monkeypatch: p
     assert len(made) > 2 * once
     of.plan(HALF, None)
     assert made[-1] == HALF
+
+
+def test_what_a_program_with_rings_needs_at_least_is_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    asked = list[int]()
+    room_within = pipeline.room_within
+
+    def counted(module: Any, machine: Any, budget: int, **more: Any) -> pipeline.Room:
+        asked.append(budget)
+        return room_within(module, machine, budget, **more)
+
+    monkeypatch.setattr(pipeline, "room_within", counted)
+    lowered = memplan.jit(scanned, hbm=HALF).lower(jnp.stack(weights()), activations())
+    of = lowered._budgeted.planner
+    plan, once = of.plan(HALF, None).plan, len(asked)
+    assert once
+    of._known.seen += 1
+    assert of.plan(HALF, None).plan == plan
+    of.plan(HALF + 4096, None)
+    assert len(asked) == once
+    with pytest.raises(MemoryBudgetError):  # Which says what needs so much.
+        of.plan(4096, None)
+    assert len(asked) > once
 
 
 @pytest.mark.parametrize("refused", [False, True])
