@@ -25,6 +25,12 @@ from hlo_passes.hardware.rates import COEFFICIENTS
 from hlo_passes.reading.reader import read_module
 from memplan.calibrate.copies import LinkTimes, link_times, timed_copies
 from memplan.calibrate.drives import Drive
+from memplan.calibrate.exchanges import (
+    Exchange,
+    interconnect_of,
+    spreads_of,
+    timed_exchanges,
+)
 from memplan.calibrate.fitting import Fit, Sample, fit, works_of
 from memplan.calibrate.measuring import Timed, in_turns
 from memplan.calibrate.programs import Program, arrays, programs
@@ -42,7 +48,7 @@ UNSTABLE = 0.1
 """A number whose turns differ by more than this says so."""
 
 _STREAM = "add float32"
-_HOST, _DRIVE = "host", "nvme"
+_HOST, _DRIVE, _WIRES = "host", "nvme", "shared"
 _CLOCK_HZ = 1e9
 
 
@@ -92,12 +98,14 @@ def calibrate(
             progress("compiling", n / len(all_programs))
             if (compiled := _compiled(program, device)) is not None:
                 kernels.append(compiled)
-        copied = timed_copies(device)
+        copied, exchanged = timed_copies(device), timed_exchanges(xla.devices())
         timed = [*(kernel.timed for kernel in kernels), *copied.values()]
+        timed += [exchange.timed for exchange in exchanged.values()]
         timed += drive.timed.values() if drive is not None else []
         for done in in_turns(timed, seconds):
             progress("measuring", done)
-        return _calibration(name, device, kernels, [*link_times(copied)], drive, disk)
+        links = [*link_times(copied)]
+        return _calibration(name, device, kernels, links, exchanged, drive, disk)
     finally:
         if drive is not None:
             drive.close()
@@ -152,6 +160,7 @@ def _calibration(
     device: Any,
     kernels: Sequence[_Compiled],
     links: Sequence[LinkTimes],
+    exchanged: Mapping[str, Exchange],
     drive: Drive | None,
     folder: Path | None,
 ) -> Calibration:
@@ -160,6 +169,7 @@ def _calibration(
     spreads |= {
         way: link.spread for way, link in zip(("copies in", "copies out"), links, strict=True)
     }
+    spreads |= dict(spreads_of(exchanged))
     if drive is not None:
         spreads |= {f"disk {what} {n}": t.timing.spread for (what, n), t in drive.timed.items()}
     machine = _base(name, device, links)
@@ -176,6 +186,10 @@ def _calibration(
     if device.platform == "cpu":
         calls = {"call_s": found.call_s, "array_s": found.array_s, "handoff_s": found.handoff_s}
         machine = replace(machine, **calls)
+    if exchanged:
+        known = machine.interconnect
+        wires = interconnect_of(_WIRES if known is None else known.name, exchanged)
+        machine = replace(machine, interconnect=wires)
     if drive is not None and folder is not None:
         machine = _with_drive(machine, drive, folder)
     machine = _with_sources(machine, device, found, spreads)
@@ -308,6 +322,11 @@ def _with_sources(
             sources[f"{ends}.efficiency"] = "the bandwidth is what was measured"
             sources[f"{ends}.latency_s"] = f"{where}; the smallest transfer"
             sources[f"{ends}.engines"] = "transfers of one direction share its bandwidth"
+    if machine.interconnect is not None and machine.interconnect.efficiency == 1.0:
+        of_exchanges = {spread for name, spread in spreads.items() if name.startswith("all-")}
+        sources["interconnect.nominal_bytes_per_s"] = said(max(of_exchanges))
+        sources["interconnect.efficiency"] = "the bandwidth is what was measured"
+        sources["interconnect.step_latency_s"] = f"{where}; of collectives of all sizes"
     for rate in found.rates:
         for key in COEFFICIENTS:
             sources[f"kernels.{rate.kind}.{key}"] = (
