@@ -309,7 +309,8 @@ def _with_sources(
     sources["hbm_bytes_per_s"] = said(max(streams))
     sources["cache_bytes"] = f"{where}; as the system says"
     for key in ("call_s", "array_s", "handoff_s"):
-        sources[key] = f"{where}; as the kernels' rates"
+        if getattr(machine, key):
+            sources[key] = f"{where}; as the kernels' rates"
     for dtype, _ in machine.peak_flops:
         sources[f"peak_flops.{dtype}"] = f"{where}; the most that a product reached"
     for tier in machine.tiers:
