@@ -115,7 +115,7 @@ def samples_of(rows: Sequence[Row]) -> list[Sample]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    if FLAGS.is_parsed() and FLAGS.toml:
+    if "toml" in FLAGS and FLAGS.toml:
         for of in learned(samples_of(rows)):
             print(f'[corrections."{of.kind}"]')
             for name, value in (("factor", of.factor), ("spread", of.spread)):
