@@ -16,7 +16,14 @@ from hlo_passes.errors import (
 )
 from memplan import __version__
 from memplan.cli.console import UsageError, print_json, print_tables, progress, without_devices
-from memplan.cli.reading import check_choice, check_platform, chosen_path, compiled, read
+from memplan.cli.reading import (
+    check_choice,
+    check_platform,
+    chosen_path,
+    compiled,
+    platform_of_module,
+    read,
+)
 
 if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine, Platform
@@ -83,7 +90,7 @@ def _source(options: argparse.Namespace) -> tuple[Callable[[str], Module], Seque
         return lambda name: compiled(lambda: compile_module(module, name))[0], _names(options)
 
     path = chosen_path(options)
-    names = _names(options, _platform(path, module))
+    names = _names(options, platform_of_module(path, module))
     for name in names:
         check_platform(path, _machine(name))
     return lambda _: module, names
@@ -108,19 +115,6 @@ def _machine(name: str) -> Machine:
     from hlo_passes.hardware.machine import load_machine
 
     return load_machine(name.partition(":")[0])
-
-
-def _platform(path: Path, module: Module) -> Platform | None:
-    """What a scheduled module was compiled for, if its file's name or its text tells."""
-    from hlo_passes.reading.dump import platform_of
-    from memplan.report.build import target_of
-
-    found = platform_of(path)
-    if found is not None:
-        return found
-    # Nothing in a module says that it is for a CPU: it only has nothing of the others.
-    target = target_of(module)
-    return None if target == "cpu" else target
 
 
 def _jitter(options: argparse.Namespace) -> Jitter | None:
