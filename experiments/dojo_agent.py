@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from memplan.dojo import Network
+from memplan.dojo import Weighted
 
 PARAMETERS = Path(__file__).parent / "dojo_agent.json"
 
 
-def evolved() -> Network:
-    """Returns it, with the parameters that `experiments.dojo_evolve` wrote."""
-    kept = json.loads(PARAMETERS.read_text())
-    return Network(np.array(kept["parameters"]), kept["hidden"])
+def evolved() -> Weighted:
+    """Returns it, with the weights that `experiments.dojo_evolve` wrote."""
+    return Weighted(np.array(json.loads(PARAMETERS.read_text())["weights"]))

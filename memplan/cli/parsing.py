@@ -16,7 +16,7 @@ from memplan.cli.planning import run_curve, run_plan
 from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
 from memplan.cli.serving import run_serve
 from memplan.cli.sidecar import run_intents
-from memplan.cli.simulating import run_simulate
+from memplan.cli.simulating import run_simulate, run_whatif
 from memplan.cli.training import run_dojo
 
 
@@ -160,6 +160,30 @@ def make_parser() -> argparse.ArgumentParser:
     _add_choice(simulate)
     _add_json(simulate)
     simulate.set_defaults(run=run_simulate)
+
+    whatif = commands.add_parser(
+        "whatif", help="a step if kernels were fused: how long, how many bytes, predicted"
+    )
+    whatif.add_argument("source", help="a scheduled module, or what is compiled, as for inspect")
+    whatif.add_argument(
+        "--machine",
+        required=True,
+        help="a machine (memplan machines); of what is compiled for it, a topology too",
+    )
+    whatif.add_argument(
+        "--fuse",
+        action="append",
+        default=[],
+        metavar="A,B",
+        help="make one kernel, A.B, of A and of B that reads what A makes; given once or more, one "
+        "after the other; without it the best fusions are looked for",
+    )
+    whatif.add_argument(
+        "--best", type=int, default=8, metavar="N", help="how many of these are told (8)"
+    )
+    _add_choice(whatif)
+    _add_json(whatif)
+    whatif.set_defaults(run=run_whatif)
 
     dojo = commands.add_parser(
         "dojo", help="memory schedulers side by side: the planner, baselines, and your own"

@@ -1,4 +1,4 @@
-"""``memplan simulate``."""
+"""``memplan simulate`` and ``memplan whatif``."""
 
 from __future__ import annotations
 
@@ -67,6 +67,36 @@ def run_simulate(options: argparse.Namespace) -> None:
         print_json(summarize_simulated(views, jitter, skipped, __version__))
     else:
         print_tables(simulated_tables(views, jitter, skipped))
+
+
+def run_whatif(options: argparse.Namespace) -> None:
+    from hlo_passes.garbage import collection_paused
+    from memplan.whatif import best_edits, summarize_what_if, what_if, what_if_tables
+
+    if options.best < 1:
+        raise UsageError(f"--best {options.best}: expected at least 1")
+    fusions = [_pair(text) for text in options.fuse]
+    check_choice(options)
+    options.machine = [options.machine]
+    module_for, (name,) = _source(options)
+    machine = _machine(name)
+    module = module_for(name)
+    with progress("Simulating"), collection_paused():
+        if fusions:
+            found = what_if(module, machine, fusions)
+        else:
+            found = best_edits(module, machine, options.best)
+    if options.json:
+        print_json(summarize_what_if(found, __version__))
+    else:
+        print_tables(what_if_tables(found))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    producer, _, consumer = text.replace("%", "").partition(",")
+    if not (producer.strip() and consumer.strip()):
+        raise UsageError(f"--fuse {text!r}: expected the names of two kernels, A,B")
+    return producer.strip(), consumer.strip()
 
 
 def _source(options: argparse.Namespace) -> tuple[Callable[[str], Module], Sequence[str]]:

@@ -5,7 +5,7 @@ An environment with the interface of Gymnasium (`SchedulingEnv`; with Gymnasium 
 `memplan.dojo.environment`.
 """
 
-from memplan.dojo.agents import AGENTS, Agent, Network, Scoring, make_agent
+from memplan.dojo.agents import AGENTS, WEIGHTS, Agent, Scoring, Weighted, make_agent
 from memplan.dojo.environment import (
     FEATURES,
     INFEASIBLE,
@@ -22,16 +22,17 @@ __all__ = [
     "AGENTS",
     "FEATURES",
     "INFEASIBLE",
+    "WEIGHTS",
     "Agent",
     "Episode",
     "IllegalActionError",
-    "Network",
     "Played",
     "Program",
     "ScenarioError",
     "SchedulingEnv",
     "Scoring",
     "Standing",
+    "Weighted",
     "drawn_near",
     "make_agent",
     "plan_of",

@@ -106,33 +106,33 @@ class Chance(Scoring):
         return self._draws.random(len(rows))
 
 
-class Network(Scoring):
-    """Scores by a network of one hidden layer with tanh: all of it are numbers that can be evolved.
+class Weighted(Scoring):
+    """Greedy, corrected by a sum over what a row says, weighted: few numbers, that can be evolved.
 
     Args:
-      parameters: float64[(features + 2) · hidden]: what each feature says to each hidden unit, what
-        these add, and what each says to the score.
+      weights: float64[`WEIGHTS`]: of each feature, and of the links' seconds so far (``moving``) for
+        what is streamed and for what is evicted. With zeros it is greedy.
     """
 
-    def __init__(self, parameters: npt.NDArray[np.float64], hidden: int) -> None:
-        features = len(FEATURES)
-        if parameters.shape != ((features + 2) * hidden,):
-            raise ValueError(
-                f"parameters {parameters.shape}: expected {(features + 2) * hidden}, of {hidden} "
-                f"hidden units and {features} features"
-            )
-        self._into = parameters[: features * hidden].reshape(features, hidden)
-        self._add, self._out = parameters[features * hidden :].reshape(2, hidden)
+    def __init__(self, weights: npt.NDArray[np.float64]) -> None:
+        if weights.shape != (WEIGHTS,):
+            raise ValueError(f"weights {weights.shape}: expected {WEIGHTS} of them")
+        self._weights = weights
 
     def scores(self, rows: Observation) -> npt.NDArray[np.float64]:
-        # What it has learned corrects the greedy order: with zeros it is that.
         return rows[:, _KIND["worth"]] + self._corrections(rows)
 
     def reorders(self, observation: Observation) -> bool:
         return bool(self._corrections(observation[ORDERS : ORDERS + 1])[0] >= 0)
 
     def _corrections(self, rows: Observation) -> npt.NDArray[np.float64]:
-        return np.tanh(rows @ self._into + self._add) @ self._out
+        of_features, of_moving = np.split(self._weights, [len(FEATURES)])
+        kinds = rows[:, [_KIND["stream"], _KIND["evict"]]]
+        return rows @ of_features + rows[:, _KIND["moving"]] * (kinds @ of_moving)
+
+
+WEIGHTS = len(FEATURES) + 2
+"""How many numbers a `Weighted` agent is."""
 
 
 class Planner:
