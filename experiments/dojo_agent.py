@@ -1,4 +1,4 @@
-"""The agent that was evolved, as `memplan dojo --agents experiments.dojo_agent:evolved` takes it."""
+"""The agent that was evolved: `memplan dojo --agents experiments.dojo_agent:evolved`."""
 
 from __future__ import annotations
 

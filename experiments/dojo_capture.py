@@ -1,7 +1,7 @@
 """Captures the programs of the dojo: `python -m experiments.dojo_capture [program ...]`.
 
-Each is scheduled by the target's own compiler at its planning size, and written into ``dojo_programs/``
-without what says where it was compiled. No accelerator is needed.
+Each is scheduled by the target's own compiler at its planning size, and written into
+``dojo_programs/`` without what says where it was compiled. No accelerator is needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Evolves a scoring policy for the dojo: `python -m experiments.dojo_evolve`.
 
 By an evolution strategy, on machines of which none is used to judge it. Fitness is the logarithm of
-the greedy baseline's cost over the agent's own, the mean over episodes that all agents of a generation
-play. Effort is counted: the same command writes the same file.
+the greedy baseline's cost over the agent's own, the mean over episodes that all agents of a
+generation play. Effort is counted: the same command writes the same file.
 """
 
 from __future__ import annotations
@@ -44,9 +44,16 @@ TRAINING_MACHINES = ("a100", "h100", "l4", "rtx-4090", "tpu-v4", "tpu-v5e")
 VARIANTS = 3
 """Machines drawn near each of these."""
 
-# Episodes of a generation, agents of one, and how far those are from their mean at first: worth is
-# a logarithm to base 10, so that is a factor of two.
-_EPISODES, _AGENTS, _SIGMA = 24, 14, 0.3
+# Episodes, the same ones for all generations; agents of one, and how far those are from their mean
+# at first: worth is a logarithm to base 10, so that is a factor of one and a half.
+_EPISODES, _AGENTS, _SIGMA = 24, 12, 0.2
+
+# An episode in which an agent finds nothing counts no more than one in which its step is so much
+# longer than greedy's, as a logarithm: or a single one decides.
+_WORST = -0.25
+
+# Actions of an episode: who takes more has long lost.
+_LIMIT = 160
 
 
 def main(_: Sequence[str]) -> None:
@@ -61,13 +68,14 @@ def main(_: Sequence[str]) -> None:
     with context.Pool(FLAGS.processes) as pool:
         for generation in range(FLAGS.generations):
             agents = search.ask(_AGENTS)
-            seeds = range(generation * _EPISODES, (generation + 1) * _EPISODES)
             # The last one is their mean, which is what is kept.
-            jobs = [(seed, [*agents, search.mean]) for seed in seeds]
+            jobs = [(seed, [*agents, search.mean]) for seed in range(_EPISODES)]
             *gains, of_mean = np.mean(pool.map(_gains, jobs, chunksize=1), axis=0)
             search.tell(agents, gains)
             history.append(float(of_mean))
-            print(generation, f"{of_mean:+.4f} {np.mean(gains):+.4f} {search.sigma:.3f}", flush=True)
+            print(
+                generation, f"{of_mean:+.4f} {np.mean(gains):+.4f} {search.sigma:.3f}", flush=True
+            )
             kept = {
                 "command": f"python -m experiments.dojo_evolve --seed={FLAGS.seed} "
                 f"--generations={FLAGS.generations}",
@@ -145,7 +153,7 @@ def environment(
         for machine in map(load_machine, machines)
         if machine.platform == program.platform
     ]
-    return SchedulingEnv(pairs, variants=variants)
+    return SchedulingEnv(pairs, variants=variants, limit=_LIMIT)
 
 
 def captured_program(name: str) -> Program:
@@ -158,7 +166,7 @@ def _gains(job: tuple[int, Sequence[npt.NDArray[np.float64]]]) -> list[float]:
     """By how much agents are better than greedy in an episode."""
     seed, agents = job
     greedy = cost(make_agent("greedy"), seed)
-    return [math.log(greedy / cost(Weighted(agent), seed)) for agent in agents]
+    return [max(_WORST, math.log(greedy / cost(Weighted(agent), seed))) for agent in agents]
 
 
 def cost(agent: Scoring, seed: int) -> float:

@@ -440,26 +440,17 @@ class FusionError(MemplanError, ValueError):
     """Two kernels that cannot be one.
 
     Attributes:
-      kind: of the reason: ``unknown``, ``opaque``, ``in place``, ``unrelated``, ``sums``, ``cycle``,
-        ``several results``, ``order``.
+      kind: of the reason: ``unknown``, ``opaque``, ``in place``, ``unrelated``, ``sums``,
+        ``cycle``, ``several results``, ``order``.
     """
 
     def __init__(self, producer: str, consumer: str, kind: str, why: str) -> None:
         super().__init__(
-            f"cannot fuse %{producer} with %{consumer}: {why}. Expected two kernels of the entry, of "
-            "which the second reads what the first makes; `memplan whatif` without --fuse finds some."
+            f"cannot fuse %{producer} with %{consumer}: {why}. Expected two kernels of the entry, "
+            "of which the second reads what the first makes; `memplan whatif` without --fuse finds "
+            "some."
         )
         self.kind = kind
-
-
-class SplittingError(MemplanError, ValueError):
-    """A kernel that cannot be run in parts."""
-
-    def __init__(self, name: str, parts: int, why: str) -> None:
-        super().__init__(
-            f"cannot split %{name} in {parts}: {why}. Expected a kernel of the entry each of whose "
-            "parts needs a part of what it reads, or all of it."
-        )
 
 
 @dataclass(frozen=True, slots=True)

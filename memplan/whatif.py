@@ -2,7 +2,8 @@
 
     module ─► fuse ─► edited module ─► simulator: seconds   memory analysis: bytes   traffic: HBM
 
-Nothing is compiled: that XLA would make these kernels, and as fast as their bytes allow, nobody says.
+Nothing is compiled: that XLA would make these kernels, and as fast as their bytes allow, nobody
+says.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class WhatIf:
       module, machine: names.
       before: as it is.
       edits: one after the other.
-      best: edits of a search, each by itself, the fastest step first; `tried` of them were simulated.
+      best: edits of a search, each by itself, the fastest step first; `tried` of them were
+        simulated.
       refused: how many pairs of kernels that hand each other an array cannot be one, by why.
     """
 
@@ -170,7 +172,9 @@ def what_if_tables(found: WhatIf) -> Iterator[Table]:
     )
     if found.refused:
         rows = tuple((why, str(count)) for why, count in found.refused.items())
-        yield Table("pairs that cannot be one kernel", (Column("why"), Column("", right=True)), rows)
+        yield Table(
+            "pairs that cannot be one kernel", (Column("why"), Column("", right=True)), rows
+        )
 
 
 def _row(name: str, now: Measured, before: Measured) -> tuple[str, ...]:

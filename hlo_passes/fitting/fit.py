@@ -94,9 +94,7 @@ def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Solution | N
     choice = placed(lowest.edited, budget, slots)
     if not isinstance(choice, placement.Choice):
         return None
-    return Solution(
-        lowest.edited, choice, lowest.edits, lowest.ordered, selection=lowest.selection
-    )
+    return Solution(lowest.edited, choice, lowest.edits, lowest.ordered, selection=lowest.selection)
 
 
 def _other_orders(posed: Problem, budget: int, *, fits: bool) -> Iterator[Edits]:

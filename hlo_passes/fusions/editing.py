@@ -26,12 +26,13 @@ type _Proto = hlo_pb2.HloInstructionProto
 
 # What a loop fusion of XLA's is made of; anything else runs by itself.
 _FUSIBLE = frozenset(
-    """abs add and atan2 bitcast-convert broadcast cbrt ceil clamp compare complex concatenate convert
-    copy cosine count-leading-zeros divide dynamic-slice erf exponential exponential-minus-one floor
-    fusion gather imag iota is-finite log log-plus-one logistic map maximum minimum multiply negate not
-    or pad popcnt power real reduce reduce-precision reduce-window remainder reshape reverse
-    round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic
-    shift-right-logical sign sine slice sqrt subtract tan tanh transpose xor""".split()
+    """abs add and atan2 bitcast-convert broadcast cbrt ceil clamp compare complex concatenate
+    convert copy cosine count-leading-zeros divide dynamic-slice erf exponential
+    exponential-minus-one floor fusion gather imag iota is-finite log log-plus-one logistic map
+    maximum minimum multiply negate not or pad popcnt power real reduce reduce-precision
+    reduce-window remainder reshape reverse round-nearest-afz round-nearest-even rsqrt select
+    shift-left shift-right-arithmetic shift-right-logical sign sine slice sqrt subtract tan tanh
+    transpose xor""".split()
 )
 
 # Kinds of fusions that are kernels of a library, or of a generator of their own.
@@ -39,12 +40,11 @@ _OPAQUE_KINDS = frozenset({"kCustom"})
 
 
 def fuse(module: Module, producer: str, consumer: str) -> Module:
-    """Returns the module with two kernels of its entry as one, which is called
-    ``PRODUCER.CONSUMER``.
+    """Returns the module with two kernels of its entry as one, called ``PRODUCER.CONSUMER``.
 
     Args:
-      module: scheduled. The one kernel stands where the consumer was, or, where others read what the
-        producer makes before that, in front of the first of them.
+      module: scheduled. The one kernel stands where the consumer was, or, where others read what
+        the producer makes before that, in front of the first of them.
 
     Raises:
       FusionError: when they cannot be one kernel.
@@ -210,7 +210,9 @@ class _Fusing:
             users = self._users.get(b.id, ())
             is_whole = any(u.opcode != "get-tuple-element" for u in users)
             if is_whole or b.id == self._module.entry.root.id:
-                raise self._refused("several results", f"others read all that %{b.name} makes as one")
+                raise self._refused(
+                    "several results", f"others read all that %{b.name} makes as one"
+                )
 
     def _place(self) -> int:
         """Where in the schedule without the two, and the bitcasts between them, the one stands."""

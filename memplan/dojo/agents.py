@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hlo_passes.errors import MemplanError
 from hlo_passes.edits.choice import work_on
+from hlo_passes.errors import MemplanError
 from hlo_passes.fitting import fit
 from hlo_passes.fitting.solution import Solution
 from hlo_passes.garbage import collection_paused
@@ -46,10 +46,11 @@ class UnknownAgentError(MemplanError, LookupError):
 
 
 class Scoring:
-    """Takes the action with the highest score: frees memory in another order where there is one, goes
-    on until the budget is kept, and keeps after all what it has room for.
+    """Takes the action with the highest score: frees memory in another order where there is one,
+    goes on until the budget is kept, and keeps after all what it has room for.
 
-    The order is decided first. Only actions that lower what is too much are scored; of equals the first is taken.
+    The order is decided first. Only actions that lower what is too much are scored; of equals the
+    first is taken.
     """
 
     def begin(self, env: SchedulingEnv, seed: int) -> None:
@@ -88,8 +89,8 @@ class Greedy(Scoring):
 
 class LongestIdle(Scoring):
     """Moves what is idle for longest, and computes again only what cannot be moved, as a cache that
-    knows what comes (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
-    Systems Journal 5, 1966)."""
+    knows what comes (Belady, "A study of replacement algorithms for a virtual-storage computer",
+    IBM Systems Journal 5, 1966)."""
 
     def scores(self, rows: Observation) -> npt.NDArray[np.float64]:
         return rows[:, _KIND["idle"]].astype(np.float64) - rows[:, _KIND["recompute"]]
@@ -110,8 +111,8 @@ class Weighted(Scoring):
     """Greedy, corrected by a sum over what a row says, weighted: few numbers, that can be evolved.
 
     Args:
-      weights: float64[`WEIGHTS`]: of each feature, and of the links' seconds so far (``moving``) for
-        what is streamed and for what is evicted. With zeros it is greedy.
+      weights: float64[`WEIGHTS`]: of each feature, and of the links' seconds so far (``moving``)
+        for what is streamed and for what is evicted. With zeros it is greedy.
     """
 
     def __init__(self, weights: npt.NDArray[np.float64]) -> None:
@@ -178,8 +179,8 @@ def _planned(board: Board) -> tuple[Solution | None, frozenset[str]]:
 def _wanted(
     board: Board, solution: Solution, stay: frozenset[str]
 ) -> Iterator[tuple[str, str, int]]:
-    """What a solution is made of: kind, name, and the access that a gap starts with. What is evicted
-    comes first, then what runs again, in the order of time: each needs what runs before it."""
+    """What a solution is made of: kind, name, and the access that a gap starts with. What is
+    evicted comes first, then what runs again, in the order of time: each needs what runs before."""
     posed = posed_with(board.situation, stay)
     orders = [order_in(posed, ordered.order).order for ordered in board.situation.orders]
     chosen = orders.index(solution.edited.order)

@@ -5,10 +5,10 @@ decision follows the other until enough of it is not::
 
     order ─► an argument is streamed, a gap of a temporary evicted or computed again, ... ─► finish
 
-When each transfer starts, the planner's own scheduler says, and whether the arena can be packed, its
-own prediction (`EditState.fitted`): so an action decides what the planner's search decides, and its
-price is that of the planner. Nothing is compiled, and no module is written: a step takes as long as
-its features, the end of an episode a few milliseconds.
+When each transfer starts, the planner's own scheduler says, and whether the arena can be packed,
+its own prediction (`EditState.fitted`): so an action decides what the planner's search decides,
+and its price is that of the planner. Nothing is compiled, and no module is written: a step takes
+as long as its features, the end of an episode a few milliseconds.
 
 What an action is, its row of the observation says (`FEATURES`); which are legal, the mask.
 """
@@ -37,8 +37,8 @@ INFEASIBLE = -10.0
 everything on the device is no better."""
 
 FINISH, GIVE_BACK, ORDERS = 0, 1, 2
-"""The first actions: to end the episode; to keep after all what the budget has room for, the dearest
-first; and the first of those that choose an order of the compute, XLA's."""
+"""The first actions: to end the episode; to keep after all what the budget has room for, the
+dearest first; and the first of those that choose an order of the compute, XLA's."""
 
 MOST_ORDERS = 3
 """XLA's, one with what is gathered late, one in which bytes are freed early."""
@@ -65,15 +65,15 @@ FEATURES = (
 )
 """What a row of an observation says of its action, each from −10 to 10.
 
-The first six are 1 of an action of that kind; ``fits`` where the episode could end within its budget.
-Of what is moved or made again: ``size`` in parts of the budget; ``covers`` the part of the ticks with
-too many bytes at which it would be away; ``relieves`` its bytes there in parts of all that are too
-many; in parts of the step with everything on the device ``price``, the seconds of links, or of
-compute, that it takes, ``stalls``, what of them does not fit into the time it is idle, and that time,
-``idle``; ``worth`` the logarithm to base 10 of what it relieves for its price; ``away`` where it is on
-the host already. Of the episode: ``over`` the most bytes that are too many, in parts of the budget;
-``crowded`` the part of the ticks at which that is so; ``moving`` the seconds of links so far, in parts
-of the step."""
+The first six are 1 of an action of that kind; ``fits`` where the episode could end within its
+budget. Of what is moved or made again: ``size`` in parts of the budget; ``covers`` the part of the
+ticks with too many bytes at which it would be away; ``relieves`` its bytes there in parts of all
+that are too many. In parts of the step with everything on the device: ``price``, the seconds of
+links, or of compute, that it takes; ``stalls``, what of them does not fit into the time for which
+it is idle; and that time, ``idle``. ``worth`` is the logarithm to base 10 of what it relieves for
+its price; ``away`` is 1 where it is on the host already. Of the episode: ``over`` the most bytes
+that are too many, in parts of the budget; ``crowded`` the part of the ticks at which that is so;
+``moving`` the seconds of links so far, in parts of the step."""
 
 _KIND = {name: k for k, name in enumerate(FEATURES)}
 _LIMIT = 10.0
@@ -141,8 +141,8 @@ class SchedulingEnv:
       situations: posed already, by another environment of the same pairs.
 
     Attributes:
-      action_space: `FINISH`, `GIVE_BACK`, `MOST_ORDERS` orders, then to move each candidate, then to
-        compute each again.
+      action_space: `FINISH`, `GIVE_BACK`, `MOST_ORDERS` orders, then to move each candidate, then
+        to compute each again.
       observation_space: float32[actions, features].
 
     Raises:
@@ -195,8 +195,9 @@ class SchedulingEnv:
             self.np_random = np.random.default_rng(seed)
         asked = dict(options or {})
         if unknown := asked.keys() - {"program", "machine", "variant", "share", "budget"}:
-            raise ScenarioError(f"options {sorted(unknown)}: expected program, machine, variant, "
-                                "share or budget")
+            raise ScenarioError(
+                f"options {sorted(unknown)}: expected program, machine, variant, share or budget"
+            )
         pairs = [
             k
             for k, (program, machine) in enumerate(self._situations.pairs)
@@ -213,9 +214,7 @@ class SchedulingEnv:
         self.situation = self._situations.situation(pair, variant)
         budget = int(asked.get("budget", self.situation.budget(float(asked.get("share", share)))))
         program, machine = self._situations.pairs[pair]
-        self.episode = Episode(
-            program.name, machine.name, variant, budget, self.situation.base_s
-        )
+        self.episode = Episode(program.name, machine.name, variant, budget, self.situation.base_s)
         self._board = Board(self.situation, budget, self._candidates)
         self._actions, self._is_over = 0, False
         return self._observed()
@@ -564,8 +563,8 @@ class Board:
         self._is_refused[:] = False
 
     def _look_at_all(self) -> None:
-        """Reads from the state what is taken, and where gaps end, after what may have changed others
-        than the one that was asked for."""
+        """Reads from the state what is taken, and where gaps end, after what may have changed
+        others than the one that was asked for."""
         state, gaps = self._started(), self._gaps
         self._is_taken[:] = self._is_away[:] = False
         self._ends[:] = gaps.end[: self._count]

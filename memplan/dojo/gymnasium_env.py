@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -16,10 +16,11 @@ from memplan.dojo.environment import FINISH, SchedulingEnv
 class GymnasiumEnv(gymnasium.Env[npt.NDArray[np.float32], np.int64]):
     """Episodes of a `SchedulingEnv`, for libraries that take a ``gymnasium.Env``.
 
-    What is ruled out by the mask ends the episode as `FINISH` does: many libraries know of no masks.
+    What is ruled out by the mask ends the episode as `FINISH` does: many libraries know of no
+    masks.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012: Gymnasium has it so.
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(self, env: SchedulingEnv) -> None:
         self.env = env

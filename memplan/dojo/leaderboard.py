@@ -23,8 +23,8 @@ class Played:
       program, machine, variant, budget: of the episode; the last in bytes.
       base_s: seconds of a step with everything on the device.
       reward: the environment's.
-      step_s: seconds of a step of the plan that it ended with, by the simulator; None where XLA would
-        not pack that within the budget.
+      step_s: seconds of a step of the plan that it ended with, by the simulator; None where XLA
+        would not pack that within the budget.
       actions: how many it took.
     """
 

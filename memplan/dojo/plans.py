@@ -1,10 +1,10 @@
-"""The plan that an episode ends with: its decisions, written and packed as the planner's own are."""
+"""The plan that an episode ends with: its decisions, written and packed as the planner's are."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hlo_passes import pipeline, verify
+from hlo_passes import verify
 from hlo_passes.edits.choice import Work, work_on
 from hlo_passes.edits.state import EditState
 from hlo_passes.fitting import assembling
@@ -21,8 +21,8 @@ from memplan.dojo.scenarios import Situation
 
 @collection_paused()
 def plan_of(board: Board) -> Plan | None:
-    """Returns the plan of what was decided, as the checker accepts it; None where XLA would not pack
-    it within the budget.
+    """Returns the plan of what was decided, as the checker accepts it; None where XLA would not
+    pack it within the budget.
 
     Raises:
       VerificationError: when the checker rejects it; a defect of the planner.

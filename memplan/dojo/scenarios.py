@@ -1,7 +1,7 @@
-"""What an episode is about: a program, a machine and a budget, posed once as the planner poses them.
+"""What an episode is about: a program, a machine and a budget, posed as the planner poses them.
 
-    module ─ normalized ─► Problem, on the machine as it is ─► priced anew, on machines drawn near it
-                              └► orders of the compute, each with its gaps
+module ─ normalized ─► Problem, on the machine as it is ─► priced anew, on machines near it
+                          └► orders of the compute, each with its gaps
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Ordered:
                 t.written,
             )
             for t in work.temporaries
-            if not t.obstacle and t.size >= max(1, work.smallest)
+            if not t.obstacle
+            and t.size >= max(1, work.smallest)
             # What is read behind the last tick is handed back.
             and all(r.tick != end for r in t.reads)
             for gap in pairwise(t.accesses)

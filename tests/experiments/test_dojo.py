@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from experiments.dojo_agent import PARAMETERS, evolved
-from experiments.dojo_evolve import TRAINING_MACHINES, Cma
+from experiments.dojo_evolve import Cma
 from memplan.dojo import FEATURES, WEIGHTS
 
 

@@ -63,9 +63,8 @@ def numbers(module: Module) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("fusions", "saved"),
     [
-        # Of 128 bytes each: written and read once less, or only read, where others need it; and what
-        # both read is read once.
-        ([("first", "early")], 128),
+        # Of 128 bytes each: written and read once less, or only read, where others need it; and
+        # what both read is read once.
         ([("first", "second")], 256),
         ([("late", "third")], 256),
         ([("third", "fourth")], 128),

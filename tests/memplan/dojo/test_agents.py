@@ -84,7 +84,8 @@ def test_the_command_line(run, refused, tmp_path):
     assert {s["agent"] for s in shown["agents"]} == {"greedy", "random"}
     assert shown == json.loads(run(*words, "greedy", "random", "--json"))
     table = run(*words, "greedy")
-    assert "slowdown" in table and "step" in table
+    assert "slowdown" in table
+    assert "step" in table
     said = "none of the programs was compiled for tpu: module_0001.step"
     assert said in refused("dojo", path, "--machines", "tpu-v5e")
     assert "--episodes 0: expected at least 1" in refused(*words[:4], "--episodes", "0")

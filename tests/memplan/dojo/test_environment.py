@@ -83,16 +83,15 @@ def test_what_the_mask_allows_is_possible_and_nothing_else(seed):
             assert not info["action_mask"][action]
     # What is moved or made again is away until then: no tick has more bytes than there were.
     state = of.board.selection
-    assert state is not None and state.gaps
+    assert state is not None
+    assert state.gaps
 
 
 def test_a_gap_that_is_taken_can_be_taken_no_more_in_another_way():
     of = env()
     _, info = of.reset(seed=0, options={"program": "long", "share": 0.5})
     first = next(
-        a
-        for a in np.flatnonzero(info["action_mask"])
-        if of.meaning(int(a)).kind == "recompute"
+        a for a in np.flatnonzero(info["action_mask"]) if of.meaning(int(a)).kind == "recompute"
     )
     meaning = of.meaning(int(first))
     *_, info = of.step(int(first))
