@@ -1,5 +1,8 @@
 """The environment as one of Gymnasium's, which has to be installed for this module alone."""
 
+# Gymnasium need not be installed where this is checked.
+# pyright: basic, reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
