@@ -453,6 +453,16 @@ class FusionError(MemplanError, ValueError):
         self.kind = kind
 
 
+class SplittingError(MemplanError, ValueError):
+    """A kernel that cannot be run in parts."""
+
+    def __init__(self, name: str, parts: int, why: str) -> None:
+        super().__init__(
+            f"cannot split %{name} in {parts}: {why}. Expected a kernel of the entry of which each "
+            "part by rows needs rows of what it reads, or all of it."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBuffer:
     """A buffer that is live where memory is short.

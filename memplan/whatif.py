@@ -1,6 +1,6 @@
-"""What if XLA had fused this? A step before and after, predicted by the same simulator.
+"""What if XLA had fused or split this? A step before and after, by the same simulator.
 
-    module ─► fuse ─► edited module ─► simulator: seconds   memory analysis: bytes   traffic: HBM
+    module ─► fuse, split ─► edited ─► simulator: seconds   memory analysis: bytes   traffic: HBM
 
 Nothing is compiled: that XLA would make these kernels, and as fast as their bytes allow, nobody
 says.
@@ -15,6 +15,7 @@ from typing import Any
 
 from hlo_passes.fusions.editing import fuse, refusal
 from hlo_passes.fusions.pairs import FusionPair, fusion_pairs
+from hlo_passes.fusions.splitting import split
 from hlo_passes.fusions.traffic import fusion_traffic
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Module
@@ -47,13 +48,11 @@ class Edited:
     """What became of a module by an edit, and those before it.
 
     Attributes:
-      edit: ``"fuse PRODUCER,CONSUMER"``.
-      kernel: what the edit made.
+      edit: ``"fuse PRODUCER,CONSUMER"`` or ``"split KERNEL:PARTS"``.
       result: of the module with it.
     """
 
     edit: str
-    kernel: str
     result: Measured
 
 
@@ -92,20 +91,46 @@ def measured(module: Module, machine: Machine) -> Measured:
     )
 
 
-def what_if(module: Module, machine: Machine, fusions: Sequence[tuple[str, str]]) -> WhatIf:
-    """Fuses pairs of kernels of the entry, in this order.
+@dataclass(frozen=True)
+class Fuse:
+    """Two kernels of the entry as one, which is called ``PRODUCER.CONSUMER`` then."""
 
-    Args:
-      fusions: producer and consumer; what an earlier one made is called ``PRODUCER.CONSUMER``.
+    producer: str
+    consumer: str
+
+    def __str__(self) -> str:
+        return f"fuse {self.producer},{self.consumer}"
+
+    def edited(self, module: Module) -> Module:
+        return fuse(module, self.producer, self.consumer)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A kernel of the entry in parts along its first dimension."""
+
+    kernel: str
+    parts: int
+
+    def __str__(self) -> str:
+        return f"split {self.kernel}:{self.parts}"
+
+    def edited(self, module: Module) -> Module:
+        return split(module, self.kernel, self.parts)
+
+
+def what_if(module: Module, machine: Machine, wanted: Sequence[Fuse | Split]) -> WhatIf:
+    """Edits the entry, in this order.
 
     Raises:
-      FusionError: when two of them cannot be one kernel.
+      FusionError: when two kernels cannot be one.
+      SplittingError: when one cannot be run in parts.
     """
     before, edits = measured(module, machine), list[Edited]()
     name = module.name
-    for producer, consumer in fusions:
-        module = fuse(module, producer, consumer)
-        edits.append(_edited(producer, consumer, measured(module, machine)))
+    for edit in wanted:
+        module = edit.edited(module)
+        edits.append(Edited(str(edit), measured(module, machine)))
     return WhatIf(name, machine.name, before, tuple(edits))
 
 
@@ -125,7 +150,8 @@ def best_edits(module: Module, machine: Machine, count: int) -> WhatIf:
             refused[why] += 1
         else:
             legal.append(names)
-    found = [_edited(*p, measured(fuse(module, *p), machine)) for p in legal[:_TRIED]]
+    tried = [Fuse(*pair) for pair in legal[:_TRIED]]
+    found = [Edited(str(edit), measured(edit.edited(module), machine)) for edit in tried]
     found.sort(key=lambda e: (e.result.step_s, e.result.peak_bytes))
     return WhatIf(
         module.name,
@@ -136,10 +162,6 @@ def best_edits(module: Module, machine: Machine, count: int) -> WhatIf:
         len(found),
         dict(refused.most_common()),
     )
-
-
-def _edited(producer: str, consumer: str, result: Measured) -> Edited:
-    return Edited(f"fuse {producer},{consumer}", f"{producer}.{consumer}", result)
 
 
 def summarize_what_if(found: WhatIf, version: str) -> dict[str, Any]:

@@ -35,8 +35,8 @@ _FUSIBLE = frozenset(
     transpose xor""".split()
 )
 
-# Kinds of fusions that are kernels of a library, or of a generator of their own.
-_OPAQUE_KINDS = frozenset({"kCustom"})
+OPAQUE_KINDS = frozenset({"kCustom"})
+"""Kinds of fusions that are kernels of a library, or of a generator of their own."""
 
 
 def fuse(module: Module, producer: str, consumer: str) -> Module:
@@ -90,7 +90,7 @@ class _Fusing:
         entry = next(c for c in proto.computations if c.id == proto.entry_computation_id)
         by_id = {i.id: i for i in entry.instructions}
         number = 1 + max(c.id for c in proto.computations)
-        body = _Body(number, {c.id: c for c in proto.computations})
+        body = FusedBody(number, {c.id: c for c in proto.computations})
         inside: dict[int, int] = {}
 
         def given(operand: int) -> int:
@@ -164,7 +164,7 @@ class _Fusing:
             what += f" of {i.custom_call_target}"
         if i.opcode not in _FUSIBLE:
             raise self._refused("opaque", f"{what}, which runs by itself")
-        if i.opcode == "fusion" and i.proto.fusion_kind in _OPAQUE_KINDS:
+        if i.opcode == "fusion" and i.proto.fusion_kind in OPAQUE_KINDS:
             raise self._refused("opaque", f"%{name} is a kernel of a library or a generator")
         if i.output_operand_aliasing:
             raise self._refused("in place", f"%{name} works in place")
@@ -245,7 +245,7 @@ def _element(fusion: _Proto, number: int, index: int, shape: hlo_pb2.ShapeProto)
     )
 
 
-class _Body:
+class FusedBody:
     """The fused computation, as it grows.
 
     Attributes:

@@ -162,7 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.set_defaults(run=run_simulate)
 
     whatif = commands.add_parser(
-        "whatif", help="a step if kernels were fused: how long, how many bytes, predicted"
+        "whatif", help="a step if kernels were fused or split: how long, how many bytes, predicted"
     )
     whatif.add_argument("source", help="a scheduled module, or what is compiled, as for inspect")
     whatif.add_argument(
@@ -172,11 +172,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     whatif.add_argument(
         "--fuse",
+        dest="edits",
+        type=lambda text: ("fuse", text),
         action="append",
         default=[],
         metavar="A,B",
-        help="make one kernel, A.B, of A and of B that reads what A makes; given once or more, one "
-        "after the other; without it the best fusions are looked for",
+        help="make one kernel, A.B, of A and of B that reads what A makes; edits are given once or "
+        "more, and made in their order; without any the best fusions are looked for",
+    )
+    whatif.add_argument(
+        "--split",
+        dest="edits",
+        type=lambda text: ("split", text),
+        action="append",
+        metavar="A:N",
+        help="run A in N parts, A.0 and so on, along its first dimension; A is what joins them "
+        "then, unless what reads it is split alike",
     )
     whatif.add_argument(
         "--best", type=int, default=8, metavar="N", help="how many of these are told (8)"

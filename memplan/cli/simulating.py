@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine, Platform
     from hlo_passes.ir import Module
     from hlo_passes.simulator.timeline import Jitter
+    from memplan.whatif import Fuse, Split
 
 _ALL = "all"
 _STEPS = 1000
@@ -74,15 +75,15 @@ def run_whatif(options: argparse.Namespace) -> None:
 
     if options.best < 1:
         raise UsageError(f"--best {options.best}: expected at least 1")
-    fusions = [_pair(text) for text in options.fuse]
+    edits = [_edit(*wanted) for wanted in options.edits]
     check_choice(options)
     options.machine = [options.machine]
     module_for, (name,) = _source(options)
     machine = _machine(name)
     module = module_for(name)
     with progress("Simulating"), collection_paused():
-        if fusions:
-            found = what_if(module, machine, fusions)
+        if edits:
+            found = what_if(module, machine, edits)
         else:
             found = best_edits(module, machine, options.best)
     if options.json:
@@ -91,11 +92,18 @@ def run_whatif(options: argparse.Namespace) -> None:
         print_tables(what_if_tables(found))
 
 
-def _pair(text: str) -> tuple[str, str]:
-    producer, _, consumer = text.replace("%", "").partition(",")
-    if not (producer.strip() and consumer.strip()):
-        raise UsageError(f"--fuse {text!r}: expected the names of two kernels, A,B")
-    return producer.strip(), consumer.strip()
+def _edit(kind: str, text: str) -> Fuse | Split:
+    """What ``--fuse`` or ``--split`` asks for."""
+    from memplan.whatif import Fuse, Split
+
+    between = "," if kind == "fuse" else ":"
+    first, _, second = (part.strip() for part in text.replace("%", "").rpartition(between))
+    if kind == "fuse" and first and second:
+        return Fuse(first, second)
+    if kind == "split" and first and second.isdecimal():
+        return Split(first, int(second))
+    expected = "the names of two kernels, A,B" if kind == "fuse" else "a kernel and a number, A:8"
+    raise UsageError(f"--{kind} {text!r}: expected {expected}")
 
 
 def _source(options: argparse.Namespace) -> tuple[Callable[[str], Module], Sequence[str]]:

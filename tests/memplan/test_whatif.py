@@ -30,13 +30,23 @@ def test_a_step_before_and_after(run, path):
     edited = fuse(module, "late", "third")
     for result, of in ((shown["before"], module), (edit["result"], edited)):
         assert result["step_s"] == simulated(of, H100, "h100").step_s
-    assert edit["kernel"] == "late.third"
+    assert edit["edit"] == "fuse late,third"
     assert shown["before"]["hbm_bytes"] - edit["result"]["hbm_bytes"] == 256
     # A launch less, and what is written and read.
     assert edit["result"]["step_s"] < shown["before"]["step_s"] - 0.9 * H100.launch_s
     table = run(*words, "--fuse", "late.third,fourth")
     assert "fuse late.third,fourth" in table
     assert "a prediction" in table
+
+
+def test_edits_are_made_in_their_order(run, refused, path):
+    words = "whatif", path, "--machine", "h100"
+    shown = json.loads(run(*words, "--fuse", "late,third", "--split", "late.third:4", "--json"))
+    assert [e["edit"] for e in shown["edits"]] == ["fuse late,third", "split late.third:4"]
+    # Three launches more, and what joins the parts.
+    assert shown["edits"][1]["result"]["step_s"] > shown["edits"][0]["result"]["step_s"]
+    said = refused(*words, "--split", "late.third:4", "--fuse", "late,third")
+    assert "cannot split %late.third in 4: the entry has no %late.third" in said
 
 
 def test_the_search_ranks_what_it_tried(run, path):
@@ -61,5 +71,8 @@ def test_what_is_refused(refused, path):
     )
     assert "--fuse 'third': expected the names of two kernels, A,B" in refused(
         *words, "--fuse", "third"
+    )
+    assert "--split 'third': expected a kernel and a number, A:8" in refused(
+        *words, "--split", "third"
     )
     assert "--best 0: expected at least 1" in refused(*words, "--best", "0")
