@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +148,9 @@ class Planner:
         board = env.board
         with collection_paused():
             self.solution, stay = _planned(board)
-        self._wanted = deque(_wanted(board, self.solution, stay)) if self.solution else deque()
+        self._wanted = deque[tuple[str, str, int]]()
+        if self.solution is not None:
+            self._wanted.extend(_wanted(board, self.solution, stay))
         self._board = board
 
     def act(self, observation: Observation, mask: npt.NDArray[np.bool_]) -> int:
@@ -225,4 +227,4 @@ def make_agent(name: str) -> Agent:
     agent = found()
     if not (hasattr(agent, "begin") and hasattr(agent, "act")):
         raise UnknownAgentError(name, "what it returns has no begin() and act()")
-    return agent
+    return cast("Agent", agent)

@@ -160,9 +160,10 @@ class Ordered:
             if gap[1] > gap[0] + 1
         ]
         rows.sort(key=lambda row: (-row[3] * (row[2] - row[1]), row[0], row[1]))
-        columns = [*zip(*rows, strict=True)] or [()] * 6
-        dtypes = (np.int64, np.int64, np.int64, np.int64, np.float64, np.int64)
-        return Gaps(*(np.array(c, d) for c, d in zip(columns, dtypes, strict=True)))
+        table = np.array(rows, np.float64).reshape(-1, 6)
+        n, start, end, size, maker_s, written = table.T
+        whole = (column.astype(np.int64) for column in (n, start, end, size))
+        return Gaps(*whole, maker_s=maker_s, written=written.astype(np.int64))
 
 
 # How many selections of arguments that stay have their temporaries kept ready.
