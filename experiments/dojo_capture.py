@@ -6,7 +6,7 @@ Each is scheduled by the target's own compiler at its planning size, and written
 
 from __future__ import annotations
 
-import gzip
+import lzma
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -56,7 +56,7 @@ def write(module: Module, path: Path) -> None:
     for computation in proto.computations:
         for i in computation.instructions:
             i.ClearField("metadata")
-    path.write_bytes(gzip.compress(proto.SerializeToString(), 9, mtime=0))
+    path.write_bytes(lzma.compress(proto.SerializeToString(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def main(programs: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ def main(programs: Iterable[str]) -> None:
     MODULES.mkdir(exist_ok=True)
     for target in TARGETS:
         for name in programs:
-            path = MODULES / f"{name}.{target}.pb.gz"
+            path = MODULES / f"{name}.{target}.pb.xz"
             write(captured(name, target), path)
             print(path.name, path.stat().st_size, flush=True)
 

@@ -8,6 +8,7 @@ generation play. Effort is counted: the same command writes the same file.
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import multiprocessing
 from collections.abc import Sequence
@@ -26,9 +27,9 @@ from memplan.dojo import (
     FEATURES,
     INFEASIBLE,
     WEIGHTS,
+    Agent,
     Program,
     SchedulingEnv,
-    Scoring,
     Weighted,
     make_agent,
 )
@@ -158,7 +159,7 @@ def environment(
 
 def captured_program(name: str) -> Program:
     """One of those of `experiments.dojo_capture`."""
-    module = read_module(MODULES / f"{name}.pb.gz")
+    module = read_module(lzma.decompress((MODULES / f"{name}.pb.xz").read_bytes()))
     return Program(name, module, "tpu" if name.endswith("v5e") else "gpu")
 
 
@@ -169,7 +170,7 @@ def _gains(job: tuple[int, Sequence[npt.NDArray[np.float64]]]) -> list[float]:
     return [max(_WORST, math.log(greedy / cost(Weighted(agent), seed))) for agent in agents]
 
 
-def cost(agent: Scoring, seed: int) -> float:
+def cost(agent: Agent, seed: int) -> float:
     """What the environment predicts of a step, in parts of that with everything on the device."""
     env = environment(TRAINING_PROGRAMS, TRAINING_MACHINES, VARIANTS)
     observation, info = env.reset(seed=seed)
