@@ -436,6 +436,33 @@ class ReplayError(MemplanError):
         super().__init__(f"cannot replay {where}: {problem}. {hint}")
 
 
+class FusionError(MemplanError, ValueError):
+    """Two kernels that cannot be one.
+
+    Attributes:
+      kind: of the reason: ``unknown``, ``opaque``, ``in place``, ``unrelated``, ``sums``,
+        ``cycle``, ``several results``, ``order``.
+    """
+
+    def __init__(self, producer: str, consumer: str, kind: str, why: str) -> None:
+        super().__init__(
+            f"cannot fuse %{producer} with %{consumer}: {why}. Expected two kernels of the entry, "
+            "of which the second reads what the first makes; `memplan whatif` without --fuse finds "
+            "some."
+        )
+        self.kind = kind
+
+
+class SplittingError(MemplanError, ValueError):
+    """A kernel that cannot be run in parts."""
+
+    def __init__(self, name: str, parts: int, why: str) -> None:
+        super().__init__(
+            f"cannot split %{name} in {parts}: {why}. Expected a kernel of the entry of which each "
+            "part by rows needs rows of what it reads, or all of it."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBuffer:
     """A buffer that is live where memory is short.

@@ -151,6 +151,14 @@ def choose_stay(
     return tuple((numbers | {of[n] for n in stay.names}, stay.step_time_s) for stay in stays)
 
 
+@collection_paused()
+def pose_module(module: Module, machine: Machine) -> problem.Problem:
+    """Returns a scheduled module as `plan_module` has it before there is a budget: every argument
+    that may move on the host, and its loops in their order."""
+    found = _prepared(module, machine, (), (), None)
+    return found.pose(found.bodies.streamed)
+
+
 class Room(NamedTuple):
     """What a budget has beside a plan for the least.
 

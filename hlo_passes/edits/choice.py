@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hlo_passes.edits.choice_bytes import least_bytes
 from hlo_passes.edits.choices import Choices, Gap, Weight
-from hlo_passes.edits.gaps import find_temporaries
+from hlo_passes.edits.gaps import Temporary, find_temporaries
 from hlo_passes.edits.greedy import DEAREST, Terms, select
 from hlo_passes.edits.relaxation import lower_bound_s
 from hlo_passes.edits.state import EditState, catalog
@@ -69,12 +69,19 @@ class EditChoice:
 
 
 def least_edits(posed: Problem) -> Edits:
-    """Returns the edits with which the arena's load is as low as was found, whatever they take;
-    all weights on the host are streamed."""
+    """Returns the edits of `least_selection`."""
+    taken = least_selection(posed)
+    return Edits() if taken is None else work_on(posed).edits(taken)
+
+
+@memoized
+def least_selection(posed: Problem) -> EditState | None:
+    """Returns the gaps with which the arena's load is as low as was found, whatever they take; all
+    weights on the host are streamed. None where nothing runs."""
     work = work_on(posed)
     if not work.load.size:
-        return Edits()
-    return work.edits(min(work.lowest(0), key=lambda taken: int(taken.load.max())))
+        return None
+    return min(work.lowest(0), key=lambda taken: int(taken.load.max()))
 
 
 def edited_lower_bound_s(posed: Problem, budget: int) -> float:
@@ -101,9 +108,15 @@ class Work:
       load: int64[ticks], bytes with every temporary kept and every weight fetched when read.
     """
 
-    def __init__(self, posed: Problem) -> None:
+    def __init__(self, posed: Problem, temporaries: tuple[Temporary, ...] | None = None) -> None:
+        """
+        Args:
+          temporaries: of the module, where they are known.
+        """
         self.posed = posed
-        self.temporaries = find_temporaries(posed.ranges, posed.ticks)
+        if temporaries is None:
+            temporaries = find_temporaries(posed.ranges, posed.ticks)
+        self.temporaries = temporaries
         self.load = streamed_load(posed)
         self._catalog = catalog(posed, self.temporaries)
 

@@ -23,6 +23,7 @@ from hlo_passes.analysis.dataflow import Dataflow, Value
 from hlo_passes.analysis.live_ranges import LiveRanges
 from hlo_passes.analysis.sharing import Target, can_share
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module
+from hlo_passes.memoize import memoized
 from hlo_passes.placing.ticks import EntryTicks
 from hlo_passes.plan import LogicalTime
 
@@ -116,8 +117,9 @@ def find_temporaries(ranges: LiveRanges, ticks: EntryTicks) -> tuple[Temporary, 
     return _Finder(ranges, ticks).all()
 
 
+@memoized
 def written_over(
-    dataflow: Dataflow, target: Target, temporaries: Sequence[Temporary]
+    dataflow: Dataflow, target: Target, temporaries: tuple[Temporary, ...]
 ) -> list[tuple[int, ...]]:
     """Of each temporary the numbers of those operands of its maker in whose bytes it may lie, where
     they are read there for the last time; as `allocations` has it."""

@@ -51,7 +51,7 @@ class Fitted(NamedTuple):
     starts: Sequence[tuple[tuple[int, LogicalTime], LogicalTime]]
 
 
-def catalog(posed: Problem, temporaries: Sequence[Temporary]) -> Catalog:
+def catalog(posed: Problem, temporaries: tuple[Temporary, ...]) -> Catalog:
     """What all states of the entry of a module have in common: its temporaries, and what moves
     whatever is taken."""
     makers: dict[int, int] = {}

@@ -347,7 +347,7 @@ class _Fitting:
             return _Excess(choice, self._load_of(again))
         done = replace(edits, order=self._order.order)
         decisions = self._work.decisions(chosen.selection, self.capacity)
-        return Solution(again, choice, done, self._posed, decisions)
+        return Solution(again, choice, done, self._posed, decisions, chosen.selection)
 
     def _as_predicted(self, chosen: EditChoice, again: Problem) -> placement.Choice | None:
         """With the transfers as they were scheduled when its packing was predicted, if that comes

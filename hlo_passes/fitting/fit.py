@@ -15,13 +15,14 @@ all that lowers the load, whatever it takes ──► or there is no plan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from hlo_passes.edits import choice as edit_choice
+from hlo_passes.edits.state import EditState
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
 from hlo_passes.fitting.edits import fit_with_edits
 from hlo_passes.fitting.solution import Solution, edited, placed
@@ -49,21 +50,29 @@ _STAYS = 2
 _LEAST_ROUNDS = 8
 
 
-def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
+def fit(
+    posed: Problem, budget: int, slots: int | None, orders: Iterable[Edits] | None = None
+) -> Solution | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
-    hides their transfers, else the fastest of that, another order, and other edits."""
+    hides their transfers, else the fastest of that, another order, and other edits.
+
+    Args:
+      orders: that are looked at beside XLA's; by default those that may be faster, or need less.
+    """
     plain = _streamed(posed, Edits(), budget, slots)
     if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
         return plain
-    solutions, orders = [plain], [(posed, Edits())]
-    for order in _other_orders(posed, budget, fits=plain is not None):
-        orders.append((edited(posed, order), order))
-        solutions.append(_streamed(*orders[-1], budget, slots))
+    solutions, ordered = [plain], [(posed, Edits())]
+    if orders is None:
+        orders = _other_orders(posed, budget, fits=plain is not None)
+    for order in orders:
+        ordered.append((edited(posed, order), order))
+        solutions.append(_streamed(*ordered[-1], budget, slots))
         if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
             return solutions[-1]
     fits = any(f is not None for f in solutions)
     is_possible = functools.cache(lambda: fits or _is_within_reach(posed, budget, slots))
-    solutions.append(fit_with_edits(orders, budget, slots, is_possible))
+    solutions.append(fit_with_edits(ordered, budget, slots, is_possible))
     found = (f for f in solutions if f is not None)
     best = min(found, key=lambda f: f.choice.step_time_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)
@@ -85,7 +94,7 @@ def _fit_lowest(lowest: _Lowest, budget: int, slots: int | None) -> Solution | N
     choice = placed(lowest.edited, budget, slots)
     if not isinstance(choice, placement.Choice):
         return None
-    return Solution(lowest.edited, choice, lowest.edits, lowest.ordered)
+    return Solution(lowest.edited, choice, lowest.edits, lowest.ordered, selection=lowest.selection)
 
 
 def _other_orders(posed: Problem, budget: int, *, fits: bool) -> Iterator[Edits]:
@@ -95,6 +104,11 @@ def _other_orders(posed: Problem, budget: int, *, fits: bool) -> Iterator[Edits]
         yield Edits(names)
         posed = edited(posed, Edits(names))
     yield from _early_order(posed, 0) if fits else _lower_orders(posed, budget)
+
+
+def orders_at_any_budget(posed: Problem) -> Iterator[Edits]:
+    """Yields those of the orders that `fit` looks at which are the same for every budget."""
+    yield from _other_orders(posed, 0, fits=True)
 
 
 def _early_order(posed: Problem, capacity: int) -> Iterator[Edits]:
@@ -176,11 +190,13 @@ class _Lowest:
 
     Attributes:
       edits: what was done to it; `ordered`: the module after only their order.
+      selection: what is taken in that; None where nothing is.
     """
 
     edited: Problem
     edits: Edits
     ordered: Problem
+    selection: EditState | None = None
 
 
 @memoized
@@ -188,9 +204,10 @@ def _lowest(posed: Problem) -> _Lowest:
     found: list[_Lowest] = []
     for order in (Edits(), *_other_orders(posed, 0, fits=False)):
         ordered = edited(posed, order)
-        least = edit_choice.least_edits(ordered)
+        least, taken = edit_choice.least_edits(ordered), edit_choice.least_selection(ordered)
+        done = replace(least, order=order.order)
         found.append(_Lowest(ordered, order, ordered))
-        found.append(_Lowest(edited(ordered, least), replace(least, order=order.order), ordered))
+        found.append(_Lowest(edited(ordered, least), done, ordered, taken))
     return min(found, key=lambda lowest: placement.unpacked_budget(lowest.edited))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hlo_passes.edits.state import EditState
 from hlo_passes.fitting.repacking import excess_of
 from hlo_passes.placing import placement, problem
 from hlo_passes.placing.problem import Problem
@@ -24,6 +25,7 @@ class Solution:
       edited: what was done to it.
       kept: the module with its order as it is now, and nothing evicted or recomputed.
       decisions: see `Plan`.
+      selection: the gaps of `kept` that are taken; None where none are.
     """
 
     posed: Problem
@@ -31,6 +33,7 @@ class Solution:
     edited: Edits
     kept: Problem
     decisions: tuple[Decision, ...] = ()
+    selection: EditState | None = None
 
 
 def edited(posed: Problem, what: Edits) -> Problem:

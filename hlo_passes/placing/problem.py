@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -235,8 +235,6 @@ def pose(
         for r in ticks.residents
         if r.kind in kinds and r.size and id(r) not in held
     )
-    seconds = floor_costs(module, machine, instruction_costs(module, machine))
-    costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     arena = Arena.of(temporaries, ticks.end, machine, _tables(ranges, machine), module.learned)
     evictions = _evictions(ranges, ticks, arena.smallest)
     movables = sorted(_movables(ticks, evictions), key=lambda m: (m.reads[0], m.parameter))
@@ -245,30 +243,56 @@ def pose(
     if one_memory:
         on_host |= {m.parameter for m in movables}
         on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
+    prices = _prices(module, machine, ticks)
+    return Problem(
+        module=module,
+        machine=machine,
+        ranges=ranges,
+        ticks=ticks,
+        boundary=_boundary(module, on_host),
+        arena=arena,
+        load=live_load(temporaries, ticks.end),
+        movables=tuple(movables),
+        evictions=evictions,
+        in_place=sliced,
+        on_chip=on_chip,
+        **prices,
+    )
+
+
+def on_machine(problem: Problem, machine: Machine) -> Problem:
+    """Returns the problem on a machine whose memories are the same ones, and whose bandwidths,
+    latencies and kernels are not: bytes and places stay, seconds are counted anew."""
+    return replace(problem, machine=machine, **_prices(problem.module, machine, problem.ticks))
+
+
+class _Prices(TypedDict):
+    """What of a `Problem` is in seconds."""
+
+    costs: npt.NDArray[np.float64]
+    clock: npt.NDArray[np.float64]
+    in_busy: npt.NDArray[np.float64]
+    out_busy: npt.NDArray[np.float64]
+    link: Link
+    link_floor_s: float
+
+
+def _prices(module: Module, machine: Machine, ticks: EntryTicks) -> _Prices:
+    seconds = floor_costs(module, machine, instruction_costs(module, machine))
+    costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     link = machine.host_link
     in_busy, out_busy = (
         busy_s(module, machine, queue_of(of), ticks.instructions)
         for of in (link, machine.link(link.destination, link.source))
     )
-    return Problem(
-        module,
-        machine,
-        ranges,
-        ticks,
-        _boundary(module, on_host),
-        arena,
-        live_load(temporaries, ticks.end),
-        costs,
-        np.concatenate([[0.0], np.cumsum(costs)]),
-        in_busy,
-        out_busy,
-        tuple(movables),
-        evictions,
-        link,
-        link_floor_s(module, machine).get(queue_of(link), 0.0),
-        sliced,
-        on_chip,
-    )
+    return {
+        "costs": costs,
+        "clock": np.concatenate([[0.0], np.cumsum(costs)]),
+        "in_busy": in_busy,
+        "out_busy": out_busy,
+        "link": link,
+        "link_floor_s": link_floor_s(module, machine).get(queue_of(link), 0.0),
+    }
 
 
 def resident(problem: Problem, parameters: Collection[int]) -> Problem:

@@ -16,7 +16,8 @@ from memplan.cli.planning import run_curve, run_plan
 from memplan.cli.runtime import run_as, run_chain, run_dis, run_repack
 from memplan.cli.serving import run_serve
 from memplan.cli.sidecar import run_intents
-from memplan.cli.simulating import run_simulate
+from memplan.cli.simulating import run_simulate, run_whatif
+from memplan.cli.training import run_dojo
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -159,6 +160,83 @@ def make_parser() -> argparse.ArgumentParser:
     _add_choice(simulate)
     _add_json(simulate)
     simulate.set_defaults(run=run_simulate)
+
+    whatif = commands.add_parser(
+        "whatif", help="a step if kernels were fused or split: how long, how many bytes, predicted"
+    )
+    whatif.add_argument("source", help="a scheduled module, or what is compiled, as for inspect")
+    whatif.add_argument(
+        "--machine",
+        required=True,
+        help="a machine (memplan machines); of what is compiled for it, a topology too",
+    )
+    whatif.add_argument(
+        "--fuse",
+        dest="edits",
+        type=lambda text: ("fuse", text),
+        action="append",
+        default=[],
+        metavar="A,B",
+        help="make one kernel, A.B, of A and of B that reads what A makes; edits are given once or "
+        "more, and made in their order; without any the best fusions are looked for",
+    )
+    whatif.add_argument(
+        "--split",
+        dest="edits",
+        type=lambda text: ("split", text),
+        action="append",
+        metavar="A:N",
+        help="run A in N parts, A.0 and so on, along its first dimension; A is what joins them "
+        "then, unless what reads it is split alike",
+    )
+    whatif.add_argument(
+        "--best", type=int, default=8, metavar="N", help="how many of these are told (8)"
+    )
+    _add_choice(whatif)
+    _add_json(whatif)
+    whatif.set_defaults(run=run_whatif)
+
+    dojo = commands.add_parser(
+        "dojo", help="memory schedulers side by side: the planner, baselines, and your own"
+    )
+    dojo.add_argument(
+        "sources", nargs="+", type=Path, metavar="MODULE", help="scheduled modules, as for inspect"
+    )
+    dojo.add_argument(
+        "--machines",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="machines (memplan machines); each program is scheduled for those of its platform",
+    )
+    dojo.add_argument(
+        "--agents",
+        nargs="+",
+        default=["planner", "greedy", "longest-idle", "random"],
+        metavar="NAME",
+        help="planner, greedy, longest-idle, random (the default: these), or module:name, which "
+        "returns an agent",
+    )
+    dojo.add_argument(
+        "--episodes", type=int, default=10, metavar="N", help="for each agent, the same ones (10)"
+    )
+    dojo.add_argument(
+        "--variants",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines drawn near each, with other bandwidths and latencies, instead of it",
+    )
+    dojo.add_argument(
+        "--budgets",
+        default="0.3:0.9",
+        metavar="LOW:HIGH",
+        help="between which budgets are drawn: 0 is the least that is known to be live at once, 1 "
+        "what is needed with everything on the device (0.3:0.9)",
+    )
+    dojo.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
+    _add_json(dojo)
+    dojo.set_defaults(run=run_dojo)
 
     intents = commands.add_parser(
         "intents", help="what a step will do with each buffer and page, for a runtime beside it"

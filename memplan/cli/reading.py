@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memplan.cli.console import UsageError, progress, without_devices
 
 if TYPE_CHECKING:
-    from hlo_passes.hardware.machine import Machine
+    from hlo_passes.hardware.machine import Machine, Platform
     from hlo_passes.ir import Module
     from memplan.executable import Executable
 
@@ -90,3 +90,16 @@ def check_platform(path: Path, machine: Machine | None) -> None:
             f"{path}: it was compiled for {found}, not for {machine.platform} ({machine.name}); "
             "memplan plan MODULE:FUNCTION compiles for the machine"
         )
+
+
+def platform_of_module(path: Path, module: Module) -> Platform | None:
+    """What a scheduled module was compiled for, if its file's name or its text tells."""
+    from hlo_passes.reading.dump import platform_of
+    from memplan.report.build import target_of
+
+    found = platform_of(path)
+    if found is not None:
+        return found
+    # Nothing in a module says that it is for a CPU: it only has nothing of the others.
+    target = target_of(module)
+    return None if target == "cpu" else target

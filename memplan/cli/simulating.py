@@ -1,11 +1,10 @@
-"""``memplan simulate``."""
+"""``memplan simulate`` and ``memplan whatif``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hlo_passes.errors import (
@@ -16,12 +15,20 @@ from hlo_passes.errors import (
 )
 from memplan import __version__
 from memplan.cli.console import UsageError, print_json, print_tables, progress, without_devices
-from memplan.cli.reading import check_choice, check_platform, chosen_path, compiled, read
+from memplan.cli.reading import (
+    check_choice,
+    check_platform,
+    chosen_path,
+    compiled,
+    platform_of_module,
+    read,
+)
 
 if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine, Platform
     from hlo_passes.ir import Module
     from hlo_passes.simulator.timeline import Jitter
+    from memplan.whatif import Fuse, Split
 
 _ALL = "all"
 _STEPS = 1000
@@ -62,6 +69,43 @@ def run_simulate(options: argparse.Namespace) -> None:
         print_tables(simulated_tables(views, jitter, skipped))
 
 
+def run_whatif(options: argparse.Namespace) -> None:
+    from hlo_passes.garbage import collection_paused
+    from memplan.whatif import best_edits, summarize_what_if, what_if, what_if_tables
+
+    if options.best < 1:
+        raise UsageError(f"--best {options.best}: expected at least 1")
+    edits = [_edit(*wanted) for wanted in options.edits]
+    check_choice(options)
+    options.machine = [options.machine]
+    module_for, (name,) = _source(options)
+    machine = _machine(name)
+    module = module_for(name)
+    with progress("Simulating"), collection_paused():
+        if edits:
+            found = what_if(module, machine, edits)
+        else:
+            found = best_edits(module, machine, options.best)
+    if options.json:
+        print_json(summarize_what_if(found, __version__))
+    else:
+        print_tables(what_if_tables(found))
+
+
+def _edit(kind: str, text: str) -> Fuse | Split:
+    """What ``--fuse`` or ``--split`` asks for."""
+    from memplan.whatif import Fuse, Split
+
+    between = "," if kind == "fuse" else ":"
+    first, _, second = (part.strip() for part in text.replace("%", "").rpartition(between))
+    if kind == "fuse" and first and second:
+        return Fuse(first, second)
+    if kind == "split" and first and second.isdecimal():
+        return Split(first, int(second))
+    expected = "the names of two kernels, A,B" if kind == "fuse" else "a kernel and a number, A:8"
+    raise UsageError(f"--{kind} {text!r}: expected {expected}")
+
+
 def _source(options: argparse.Namespace) -> tuple[Callable[[str], Module], Sequence[str]]:
     """Returns what gives the scheduled module for a machine, and the names of the machines."""
     from memplan.reference import is_reference, load_reference
@@ -83,7 +127,7 @@ def _source(options: argparse.Namespace) -> tuple[Callable[[str], Module], Seque
         return lambda name: compiled(lambda: compile_module(module, name))[0], _names(options)
 
     path = chosen_path(options)
-    names = _names(options, _platform(path, module))
+    names = _names(options, platform_of_module(path, module))
     for name in names:
         check_platform(path, _machine(name))
     return lambda _: module, names
@@ -108,19 +152,6 @@ def _machine(name: str) -> Machine:
     from hlo_passes.hardware.machine import load_machine
 
     return load_machine(name.partition(":")[0])
-
-
-def _platform(path: Path, module: Module) -> Platform | None:
-    """What a scheduled module was compiled for, if its file's name or its text tells."""
-    from hlo_passes.reading.dump import platform_of
-    from memplan.report.build import target_of
-
-    found = platform_of(path)
-    if found is not None:
-        return found
-    # Nothing in a module says that it is for a CPU: it only has nothing of the others.
-    target = target_of(module)
-    return None if target == "cpu" else target
 
 
 def _jitter(options: argparse.Namespace) -> Jitter | None:
