@@ -27,6 +27,7 @@ from hlo_passes.errors import TopologyError
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
+from memplan.objectives import LATENCY, Objective
 from memplan.progress import Reporter
 from memplan.signature import HOST_MEMORY_KIND, argument_paths, asks_for_host
 from memplan.streams.programs import closed_over
@@ -119,6 +120,11 @@ class Lowering:
     def report(self) -> Reporter:
         """Tells what its compilation is at."""
         return Reporter(self.traced.fun_name, self.function.options.progress)
+
+    @property
+    def objective(self) -> Objective:
+        """What plans are to be best for."""
+        return self.function.options.objective or LATENCY
 
     @property
     def budget(self) -> int:

@@ -31,7 +31,7 @@ from hlo_passes.plan import (
     Transfer,
 )
 from hlo_passes.rewrite import transfers as rewrite
-from hlo_passes.simulator import timeline
+from hlo_passes.simulator import energy, timeline
 
 
 def assemble(
@@ -271,8 +271,13 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
         timed = timeline.simulate(events, machine)
     again = {r.clone for r in plan.edits.recomputes}
     in_bodies = sum((b.executions * b.plan.prediction.recompute_s for b in plan.bodies), 0.0)
+    joules = energy.instruction_joules(posed.module, machine)
+    again_j = sum(joules[i.id] for i in posed.ticks.instructions if i.name in again)
+    in_bodies_j = sum(b.executions * b.plan.prediction.recompute_j for b in plan.bodies)
     return replace(
         plan.prediction,
+        joules=energy.step_joules(posed.module, machine, timed),
+        recompute_j=again_j + in_bodies_j,
         step_time_s=timed.step_time_s,
         compute_s=timed.compute_s,
         link_s=sum(timed.link_s.values()),

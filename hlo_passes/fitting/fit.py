@@ -53,19 +53,19 @@ def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits."""
     plain = _streamed(posed, Edits(), budget, slots)
-    if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
+    if plain is not None and _is_hidden(plain.choice.cost_s, posed):
         return plain
     solutions, orders = [plain], [(posed, Edits())]
     for order in _other_orders(posed, budget, fits=plain is not None):
         orders.append((edited(posed, order), order))
         solutions.append(_streamed(*orders[-1], budget, slots))
-        if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
+        if solutions[-1] is not None and _is_hidden(solutions[-1].choice.cost_s, posed):
             return solutions[-1]
     fits = any(f is not None for f in solutions)
     is_possible = functools.cache(lambda: fits or _is_within_reach(posed, budget, slots))
     solutions.append(fit_with_edits(orders, budget, slots, is_possible))
     found = (f for f in solutions if f is not None)
-    best = min(found, key=lambda f: f.choice.step_time_s, default=None)
+    best = min(found, key=lambda f: f.choice.cost_s, default=None)
     return best or _fit_lowest(_lowest(posed), budget, slots)
 
 
@@ -124,11 +124,11 @@ def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
 
 
 class Stay(NamedTuple):
-    """Weights on the device, by name, and what a step probably takes with them there, in seconds:
+    """Weights on the device, by name, and what a step probably costs with them there, in seconds:
     how its arena is packed is not known yet."""
 
     names: frozenset[str]
-    step_time_s: float
+    cost_s: float
 
 
 def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, ...]:
@@ -136,14 +136,14 @@ def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, .
     again where that is faster, or nothing else fits; in XLA's order, or another one. A few ways,
     the fastest first; none where no plan is known to keep to the budget."""
     found = list(_stays(posed, budget, slots))
-    if found and _is_hidden(found[-1].step_time_s, posed):
+    if found and _is_hidden(found[-1].cost_s, posed):
         return (found[-1],)
     for order in _other_orders(posed, budget, fits=bool(found)):
         found += _stays(edited(posed, order), budget, slots)
     if not found and _fit_lowest(_lowest(posed), budget, slots) is not None:
         return (Stay(frozenset(), np.inf),)
     fastest: dict[frozenset[str], Stay] = {}
-    for stay in sorted(found, key=lambda stay: stay.step_time_s):
+    for stay in sorted(found, key=lambda stay: stay.cost_s):
         fastest.setdefault(stay.names, stay)
     return tuple(fastest.values())[:_STAYS]
 
@@ -153,8 +153,8 @@ def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
     them there and edits."""
     choice = placement.choose_placement(posed, budget, slots)
     if choice is not None:
-        yield Stay(choice.stay, choice.step_time_s)
-        if _is_hidden(choice.step_time_s, posed):
+        yield Stay(choice.stay, choice.cost_s)
+        if _is_hidden(choice.cost_s, posed):
             return
     for names in placement.shares(posed):
         capacity = placement.capacity_beside(posed, budget, names)
@@ -162,12 +162,12 @@ def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
             continue
         chosen = edit_choice.work_on(posed.staying(names)).choose(capacity, slots)
         if chosen and chosen[0].selection.gaps:  # Without edits the search above has done better.
-            yield Stay(names, chosen[0].step_time_s)
+            yield Stay(names, chosen[0].cost_s)
 
 
-def _is_hidden(step_time_s: float, posed: Problem) -> bool:
-    """Whether compute hides all transfers, as far as counts."""
-    return step_time_s * _WORTH_IT <= float(posed.clock[-1])
+def _is_hidden(cost_s: float, posed: Problem) -> bool:
+    """Whether compute hides all transfers, as far as counts, and nothing is charged beside it."""
+    return cost_s * _WORTH_IT <= float(posed.clock[-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,16 +23,19 @@ import numpy.typing as npt
 from hlo_passes.analysis.async_chains import dones_of
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.hardware.machine import Link, Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape
 from hlo_passes.memory.assignment import assign_offsets
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.placing.arena import Arena, live_load
 from hlo_passes.placing.prefetch import Fetch
+from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
 from hlo_passes.simulator.events import queue_of
+from hlo_passes.simulator.energy import instruction_joules
 from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
 
 
@@ -117,6 +120,9 @@ class Problem:
       link_floor_s: seconds for which other transfers than the movables' occupy it.
       in_place: numbers of the arguments on the host that are read where they are (CPU).
       on_chip: what XLA is known to hold on the chip, and where; no bytes of the device's.
+      prices: what a plan is charged for beside seconds.
+      charges: float64[ticks], what it is to run each once more, in seconds; `charged_s`: of those
+        that do so already.
     """
 
     module: Module
@@ -136,6 +142,9 @@ class Problem:
     link_floor_s: float = 0.0
     in_place: frozenset[int] = frozenset()
     on_chip: tuple[tuple[Resident, int], ...] = ()
+    prices: Prices = FREE
+    charges: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    charged_s: float = 0.0
 
     def staying(self, stay: Collection[str]) -> Problem:
         """Returns the problem in which some arguments are on the device, and what takes their
@@ -212,6 +221,7 @@ def pose(
     machine: Machine,
     host_parameters: Collection[int],
     sliced_parameters: Collection[int] = (),
+    prices: Prices = FREE,
 ) -> Problem:
     """Analyses a scheduled module.
 
@@ -220,6 +230,7 @@ def pose(
         memory only, where the module does not say it; elsewhere the module's own copies count.
       sliced_parameters: numbers of those that live there and are read where they are, by the
         slice. Read with one memory only.
+      prices: what a plan is charged for beside seconds.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
@@ -268,7 +279,26 @@ def pose(
         link_floor_s(module, machine).get(queue_of(link), 0.0),
         sliced,
         on_chip,
+        prices,
+        *_charges(module, ticks, machine, prices),
     )
+
+
+def _charges(
+    module: Module, ticks: EntryTicks, machine: Machine, prices: Prices
+) -> tuple[npt.NDArray[np.float64], float]:
+    """See `Problem`."""
+    count = len(ticks.instructions)
+    if not prices:
+        return np.zeros(count), 0.0
+    joules = np.zeros(count)
+    if prices.joule_s:
+        of = instruction_joules(module, machine)
+        joules = np.array([of[i.id] for i in ticks.instructions])
+    again = np.array(
+        [RECOMPUTE_ATTRIBUTE in i.proto.frontend_attributes.map for i in ticks.instructions], bool
+    )
+    return prices.joule_s * joules, prices.joule_s * float(joules[again].sum())
 
 
 def resident(problem: Problem, parameters: Collection[int]) -> Problem:

@@ -81,7 +81,7 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
       NotOnMachineError: when the machine knows no peak FLOP/s at all.
     """
     moved = traffic(module)
-    return _Costs(module, machine, moved, moves(module, machine, moved)).all()
+    return Costs(module, machine, moved, moves(module, machine, moved)).all()
 
 
 def call_seconds(module: Module, machine: Machine) -> float:
@@ -109,7 +109,10 @@ def estimates(executable: Module) -> Mapping[Hashable, int]:
 
 
 @dataclass
-class _Costs:
+class Costs:
+    """Walks all computations: what each instruction costs, loops and branches with what they run.
+    What a kernel costs by itself, `kernel` says."""
+
     module: Module
     machine: Machine
     traffic: Mapping[int, Traffic]
@@ -142,10 +145,10 @@ class _Costs:
 
     def _seconds(self, instruction: Instruction) -> float:
         if instruction.id not in self._found:
-            self._found[instruction.id] = self._once(instruction)
+            self._found[instruction.id] = self.once(instruction)
         return self._found[instruction.id]
 
-    def _once(self, instruction: Instruction) -> float:
+    def once(self, instruction: Instruction) -> float:
         opcode = instruction.opcode
         if instruction.id in self.moves or opcode == "copy-start":
             return 0.0
@@ -162,6 +165,9 @@ class _Costs:
             return sum(self._called(instruction))
         if opcode in NO_TRAFFIC_OPCODES:
             return 0.0
+        return self.kernel(instruction)
+
+    def kernel(self, instruction: Instruction) -> float:
         learned, name = self.module.learned, _original_name(instruction)
         if name in learned.seconds:
             return learned.seconds[name]
@@ -189,7 +195,7 @@ class _Costs:
         work = self._works.get(instruction.id)
         if declared is None and work is not None and (rate := self._rates.get(work.kind)):
             return self._rated(work, rate)
-        size = self._device_bytes(instruction) if declared is None else declared.bytes_accessed
+        size = self.device_bytes(instruction) if declared is None else declared.bytes_accessed
         arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
         return max(arithmetic_s, size / self._bytes_per_s)
 
@@ -198,7 +204,8 @@ class _Costs:
         there_is = amounts(work.flops, work.bytes, work.slow, work.plain, self.machine.cache_bytes)
         return sum(a * s for a, s in zip(there_is, rate.coefficients, strict=True))
 
-    def _device_bytes(self, instruction: Instruction) -> int:
+    def device_bytes(self, instruction: Instruction) -> int:
+        """Those of device memory that it reads or writes."""
         moved = self.traffic.get(instruction.id)
         if moved is None:
             return 0
