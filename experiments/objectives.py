@@ -3,10 +3,10 @@
     python -m experiments.objectives [--target v5e h200] [--workload vit-train] [--budget 75 50 35]
         [--json objectives.jsonl [--resume | --show]]
 
-Programs of `models.corpus` in their middle size, within shares of the bytes that a plan has in which
-nothing moves, planned for each objective on the module that the target's own compiler schedules.
-Nothing is compiled further, or run: seconds and joules are predictions of the machine models, bytes
-are those of the plans.
+Programs of `models.corpus` in their middle size, within shares of the bytes that a plan has in
+which nothing moves, planned for each objective on the module that the target's own compiler
+schedules. Nothing is compiled further, or run: seconds and joules are predictions of the machine
+models, bytes are those of the plans.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COLUMNS = (
 
 def _define() -> None:
     flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "whose compiler")
-    flags.DEFINE_multi_enum("workload", list(CORPUS), list(WORKLOADS), "of `models.corpus`")
+    flags.DEFINE_multi_enum("workload", list(WORKLOADS), list(CORPUS), "of `models.corpus`")
     flags.DEFINE_multi_integer("budget", list(PERCENTS), "percent of what all on the device takes")
     flags.DEFINE_float("timeout", 600.0, "seconds for each program within a budget")
 

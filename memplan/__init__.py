@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from memplan.explaining import explain
     from memplan.inlined import BudgetWarning
     from memplan.kept import PlanWarning
+    from memplan.objectives import Objective
     from memplan.out_of_memory import explain_oom
     from memplan.profiles import Profile, profile
-    from memplan.objectives import Objective
     from memplan.progress import Progress
     from memplan.replaying import replay
     from memplan.sidecar.building import intents

@@ -629,8 +629,9 @@ class _Kept:
 
 
 def _has_use(candidate: Candidate, idle: int, room: int) -> bool:
-    """Whether a step that waits, or is charged for what it moves, could be better with what XLA left
-    idle of the room. Of what it plans for, the planner has no use for what it leaves itself."""
+    """Whether a step that waits, or is charged for what it moves, could be better with what XLA
+    left idle of the room. Of what it plans for, the planner has no use for what it leaves itself.
+    """
     left = candidate.plan.budget_bytes - candidate.plan.prediction.total_bytes
     waits = candidate.plan.prediction.slowdown > WAITS or candidate.charged_s > 0
     return waits and idle - left > _IDLE * room

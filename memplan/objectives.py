@@ -23,14 +23,14 @@ from hlo_passes.units import format_bytes, format_joules, format_seconds
 
 Minimised = Literal["latency", "energy", "traffic"]
 
-# How far prices are lowered for a bound, as a power of 10: then hardly a byte is worth any time. And
-# how often what lies between a strength that is too much and one that is too little is halved.
+# How far prices are lowered for a bound, as a power of 10: then hardly a byte is worth any time.
+# And how often what lies between a strength that is too much and one that is too little is halved.
 _WEAKEST = -4.0
 _HALVINGS = 3
 
 _THROUGHPUT = (
-    "steps of one program follow each other without overlap, for no transfer of a call begins before "
-    "the call before it has ended, so that the most steps a second are those of 'latency'"
+    "no transfer of a call begins before the call before it has ended, so that calls do not "
+    "overlap, and the plan with the most steps a second is that for 'latency'"
 )
 
 
@@ -110,8 +110,8 @@ class Objective:
         return {self.minimised, *(bounded[n] for n, _ in self._bounds if n in bounded)}
 
     def measure(self, plan: Plan) -> float:
-        """What is to be least of a plan. Of a step the seconds beyond its compute: what XLA has said
-        of one program's kernels, it has not said of another's."""
+        """What is to be least of a plan. Of a step the seconds beyond its compute: what XLA has
+        said of one program's kernels, it has not said of another's."""
         prediction = plan.prediction
         match self.minimised:
             case "latency":

@@ -13,17 +13,18 @@ class Catalog:
 
     Args:
       temporaries: of each size, bytes added when written, bytes of other arrays beside, numbers of
-        its maker and of its resident or -1, tick at which it is written, seconds of its maker
-        and what a run of that again is charged beside them, whether there is an obstacle, whether it can be made again, ticks at which it is read, and
-        operands of its maker: a temporary; or what is not made, and the tick until which it is
-        there: -1, or -2 less the number of a weight; and temporaries among them in whose bytes it
-        may lie where they are read there for the last time.
+        its maker and of its resident or -1, tick at which it is written, seconds of its maker and
+        what a run of that again is charged beside them, whether there is an obstacle, whether it
+        can be made again, ticks at which it is read, and operands of its maker: a temporary; or
+        what is not made, and the tick until which it is there: -1, or -2 less the number of a
+        weight; and temporaries among them in whose bytes it may lie where they are read there for
+        the last time.
       weights: int64[any], bytes of what makers read of the host.
       compute: costs, float64[ticks], seconds of each; in_busy and out_busy, those for which it
         occupies either link itself.
       links: bytes a second and latency in seconds of the link in and of that out; how much slower
-        than that a link may be; seconds that each byte that moves is charged; whether they share one queue; whether temporaries can be taken
-        away at all.
+        than that a link may be; seconds that each byte that moves is charged; whether they share
+        one queue; whether temporaries can be taken away at all.
       transfers: fetches, what comes whatever is taken, as `placing._schedule` has it;
         int64[fetches], which of the weights each brings, or -1; evictions, what leaves, likewise.
       packing: residents, int64[3 · any], bytes and ticks of what shares the arena with fetches;
@@ -77,8 +78,9 @@ class State:
         """
 
     def cost(self, capacity: int, slots: int, /) -> float:
-        """Predicts the seconds of a step and what is charged beside them; infinity where its load exceeds `capacity`, or its
-        fetches have no room (-1: any number of `slots`). O(transfers · log + ticks)."""
+        """Predicts the seconds of a step and what is charged beside them; infinity where its load
+        exceeds `capacity`, or its fetches have no room (-1: any number of `slots`).
+        O(transfers · log + ticks)."""
 
     def fitted(
         self, capacity: int, slots: int, /

@@ -3,10 +3,11 @@
     cost = seconds + byte_s · bytes moved + joule_s · joules of what is computed again
 
 A planner that compares seconds compares such costs with the same searches. All that is worth
-something beside time is a price here: energy is static watts times seconds, and joules for each byte
-and each operation, so that it is the static watts times a cost (`energy_prices`); the fewest bytes
-are those of a price that no time outweighs; and what there is in between is a bound on the one while
-the other is least (Everett, "Generalized Lagrange multiplier method", Operations Research 11, 1963).
+something beside time is a price here: energy is static watts times seconds, and joules for each
+byte and each operation, so that it is the static watts times a cost (`energy_prices`); the fewest
+bytes are those of a price that no time outweighs; and what there is in between is a bound on the
+one while the other is least (Everett, "Generalized Lagrange multiplier method for solving problems
+of optimum allocation of resources", Operations Research 11, 1963).
 """
 
 from __future__ import annotations

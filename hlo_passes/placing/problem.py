@@ -34,8 +34,8 @@ from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.events import queue_of
 from hlo_passes.simulator.energy import instruction_joules
+from hlo_passes.simulator.events import queue_of
 from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
 
 

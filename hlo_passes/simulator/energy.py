@@ -6,9 +6,9 @@
            + bytes that move · joules of one               both memories and the wires between them
            + bytes sent to other devices · joules of one
 
-Operations and bytes are those of `cost`'s roofline; element-wise work counts by its bytes. Horowitz,
-"Computing's energy problem (and what we can do about it)", ISSCC 2014, is where the form is from:
-what moves a byte takes far more than what computes on it.
+Operations and bytes are those of `cost`'s roofline; element-wise work counts by its bytes. The form
+is that of Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014: to move
+a byte takes far more than to compute on it.
 """
 
 from __future__ import annotations
