@@ -185,7 +185,7 @@ def jit(
         profile if profile is None or isinstance(profile, Profile) else Profile.load(profile),
         progress,
         _folder(tiers),
-        objective=None if objective is None else Objective.of(objective),
+        objective=_objective(objective, plan),
     )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress= is to be called with a Progress, found {progress!r}")
@@ -226,7 +226,7 @@ class _PlannedFunction:
     @property
     def objective(self) -> Objective:
         """What plans are best for from the next call on. What was compiled for another objective is
-        kept, and used again when that is set again.
+        kept, and used again when that is set again. Not that of a plan that was given.
 
         Raises:
           ObjectiveError: when it is set to what is none.
@@ -486,6 +486,14 @@ def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
         raise PlanFormatError(
             "plan=", str(plan), f"a plan, or a file that one was saved to ({problem})"
         ) from None
+
+
+def _objective(
+    objective: Objective | str | None, plan: Plan | str | os.PathLike[str] | None
+) -> Objective | None:
+    if objective is None:
+        return LATENCY if plan is None else None
+    return Objective.of(objective)
 
 
 def _folder(tiers: Sequence[str]) -> Path | None:

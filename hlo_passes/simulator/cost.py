@@ -237,8 +237,9 @@ def _estimated_cycles(instruction: Instruction) -> int:
     return cycles if cycles < _UNKNOWN_CYCLES else 0
 
 
-def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
-    flops_per_s = min(_peak(machine, dtype) for dtype in work.dtypes)
+def product_seconds(machine: Machine, work: MatrixWork) -> float:
+    """Returns what a product takes at the peak of its type, as often as it is passed through."""
+    flops_per_s = min(peak_flops(machine, dtype) for dtype in work.dtypes)
     if work.dtypes == ("f32", "f32"):
         if machine.platform == "tpu":
             flops_per_s /= _BF16_PASSES.get(work.precision, 1)
@@ -249,8 +250,8 @@ def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
     return work.flops / flops_per_s
 
 
-def _peak(machine: Machine, dtype: str) -> float:
-    """FLOP/s of a dot; of a type that the machine file leaves out, those of its slowest."""
+def peak_flops(machine: Machine, dtype: str) -> float:
+    """Returns the FLOP/s of a dot; of a type that the machine file leaves out, of its slowest."""
     known = dict(machine.peak_flops)
     return known[dtype] if dtype in known else min(known.values())
 
@@ -270,9 +271,9 @@ def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -
     runs: what its arithmetic holds it back for, at least."""
     declared = KernelCost.of(instruction)
     if declared is None:
-        return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+        return sum(product_seconds(machine, part) for part in matrix_work(module, instruction))
     # Those that come before what it multiplies (lengths, tables) are of other types.
     known = dict(machine.peak_flops)
     operands = (module.instructions[i].shape for i in instruction.operand_ids)
     dtypes = [shape.dtype for shape in operands if shape.dtype in known]
-    return declared.flops / _peak(machine, dtypes[0] if dtypes else "")
+    return declared.flops / peak_flops(machine, dtypes[0] if dtypes else "")

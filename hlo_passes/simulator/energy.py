@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hlo_passes.analysis.collectives import collectives
-from hlo_passes.analysis.flops import matrix_work
+from hlo_passes.analysis.flops import MatrixWork, matrix_work
 from hlo_passes.analysis.kernel_cost import KernelCost
 from hlo_passes.analysis.moves import moves
 from hlo_passes.analysis.traffic import traffic
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import Instruction, Module
-from hlo_passes.simulator.cost import Costs
+from hlo_passes.simulator.cost import Costs, peak_flops, product_seconds
 from hlo_passes.simulator.timeline import Timeline
 
 
@@ -92,9 +92,15 @@ class _Joules(Costs):
             dtypes = [shape.dtype for shape in operands if shape.dtype in self._flop_j]
             flop_j = self._flop(dtypes[0] if dtypes else "")
             return declared.flops * flop_j + declared.bytes_accessed * self._byte_j
-        products = matrix_work(self.module, instruction)
-        joules = sum(work.flops * max(map(self._flop, work.dtypes)) for work in products)
-        return joules + self.device_bytes(instruction) * self._byte_j
+        products = sum(map(self._product, matrix_work(self.module, instruction)))
+        return products + self.device_bytes(instruction) * self._byte_j
+
+    def _product(self, work: MatrixWork) -> float:
+        """Of two types it runs on the slower unit; in several passes it takes as many times more,
+        as it does in seconds."""
+        dtype = min(work.dtypes, key=lambda dtype: peak_flops(self.machine, dtype))
+        watts = self._flop(dtype) * peak_flops(self.machine, dtype)
+        return product_seconds(self.machine, work) * watts
 
     def _flop(self, dtype: str) -> float:
         """Of a type that the machine file leaves out, those of its dearest."""

@@ -37,13 +37,14 @@ def catalog(
     residents: Any = (8, 0, 4),
     leaves: tuple[int, ...] = (),
     holders: tuple[int, ...] = (),
+    byte_s: float = 0.0,
 ) -> Catalog:
     costs, idle = np.ones(ticks), np.zeros(ticks)
     return Catalog(
         rows,
         np.array([8], np.int64),
         (costs, idle, idle),
-        (1.0, 0.0, 1.0, 0.0, 1.5, 0.0, False, True),
+        (1.0, 0.0, 1.0, 0.0, 1.5, byte_s, False, True),
         (NOTHING, NOTHING, np.array(leaves, np.int64)),
         (np.array(residents, np.int64), np.array(holders, np.int64), NOTHING, 1, True, 0, 0),
     )
