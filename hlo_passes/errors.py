@@ -45,6 +45,17 @@ class ObjectiveError(MemplanError, ValueError):
         super().__init__(f"objective={objective!r}: {problem}")
 
 
+class JitterError(MemplanError, ValueError):
+    """What is said of how steps vary is no variation."""
+
+    def __init__(self, jitter: object, problem: str) -> None:
+        super().__init__(
+            f"jitter={jitter!r}: {problem}. Expected the standard deviation of a kernel's seconds "
+            "over their mean, 0.05 for 5 %; 'measured' on a machine that was measured (`memplan "
+            "calibrate`); or None for steps that do not vary."
+        )
+
+
 class LayoutsError(MemplanError, ValueError):
     """Layouts are asked for in a way that cannot be."""
 

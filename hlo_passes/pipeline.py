@@ -217,6 +217,7 @@ def plan_module(
     slots: int | None = None,
     labels: Mapping[str, str] | None = None,
     prices: Prices = FREE,
+    jitter: timeline.Jitter | None = None,
 ) -> Plan:
     """Plans a scheduled module whose host arguments are decided.
 
@@ -228,6 +229,8 @@ def plan_module(
       labels: HLO parameter name to the user's name.
       prices: what a plan is charged for beside the seconds of a step, of which it has the fewest by
         default.
+      jitter: by how much kernels and transfers vary from step to step: what 99 of 100 steps take
+        counts then; loops' bodies are planned without.
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
@@ -246,11 +249,11 @@ def plan_module(
     )
     planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
-        found = fit.fit(posed, budget, slots)
+        found = fit.fit(posed, budget, slots, jitter)
         if found is not None:
             bounding = in_loops.bounding(found.kept, plans)
             plans = tuple(body_plans.labelled(module, p, labels or {}) for p in plans)
-            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
+            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding, jitter)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
     raise in_loops.budget_error(budget)

@@ -179,6 +179,8 @@ class Prediction:
       lower_bound_s: no plan within this budget can be faster on this machine model.
       joules: of one step; `recompute_j` of it for what is computed again (below 0 where that takes
         less). None, and 0, where the machine's file says nothing of energy.
+      p99_s: what 99 of 100 steps take at most where kernels and transfers vary; None where it is
+        not said by how much.
     """
 
     arguments_bytes: int
@@ -194,6 +196,7 @@ class Prediction:
     recompute_s: float = 0.0
     joules: float | None = None
     recompute_j: float = 0.0
+    p99_s: float | None = None
 
     @property
     def gap(self) -> float:
@@ -451,6 +454,7 @@ class Preparation:
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
       objective: what it is best for, as `memplan.Objective` writes it.
+      jitter: by how much kernels and transfers were taken to vary; None for not at all.
       forms: how products take their operands, by their number in the program: which dimensions
         of the left and of the right one are the innermost, and whether the result is in rows.
     """
@@ -477,6 +481,7 @@ class Preparation:
     donors: tuple[tuple[int, int], ...] = ()
     forms: tuple[tuple[int, str | None, str | None, bool], ...] = ()
     objective: str = "latency"
+    jitter: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +597,8 @@ class Plan:
     def predicted(self) -> str:
         """What it moves, and what a step is predicted to take, for a person."""
         step = format_seconds(self.prediction.step_time_s)
+        if self.prediction.p99_s is not None:
+            step += f" (99 of 100: {format_seconds(self.prediction.p99_s)})"
         if self.prediction.joules is not None:
             step += f" and {format_joules(self.prediction.joules)}"
         return (

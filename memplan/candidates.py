@@ -173,8 +173,10 @@ class Candidate(Step):
     @property
     @override
     def charged_s(self) -> float:
-        again_j = self.plan.prediction.recompute_j
-        return self.prices.byte_s * self.plan.moved_bytes + self.prices.joule_s * again_j
+        known, moved = self.plan.prediction, self.plan.moved_bytes
+        # Where seconds vary, one step of 100 counts.
+        varied_s = 0.0 if known.p99_s is None else known.p99_s - known.step_time_s
+        return varied_s + self.prices.byte_s * moved + self.prices.joule_s * known.recompute_j
 
     def priced(self, prices: Prices) -> Candidate:
         """The same, compared with others by such prices from now on."""

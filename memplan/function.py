@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
@@ -39,6 +39,8 @@ class Options:
         plan has there.
       objective: what plans are to be best for; None for the fastest, or what a plan that is given
         is best for.
+      jitter: by how much kernels and transfers vary from step to step, or that this is what the
+        machine's file has of it; None for not at all.
       in_runtime: the transfers are a runtime's, and not written into the program (CPU).
     """
 
@@ -54,6 +56,7 @@ class Options:
     disk: Path | None = None
     hosted: frozenset[str] | None = None
     objective: Objective | None = None
+    jitter: float | Literal["measured"] | None = None
     in_runtime: bool = False
 
 

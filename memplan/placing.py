@@ -257,6 +257,7 @@ class Placing:
             donors=tuple(self._donors_beside(hosting).items()),
             forms=tuple((numbers[k], f.left, f.right, f.in_rows) for k, f in self.forms.items()),
             objective=str(lowering.objective),
+            jitter=None if lowering.jitter is None else lowering.jitter.variation,
         )
 
     @property

@@ -495,6 +495,7 @@ class Written:
             self._lowering.target.machine,
             budget,
             **self._asked(program, hosting),
+            jitter=self._lowering.jitter,
             labels={
                 p.name: named[p.parameter_number]
                 for p in module.entry.parameters

@@ -23,6 +23,7 @@ import numpy as np
 
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.fitting import steady
 from hlo_passes.fitting.edits import fit_with_edits
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.ir import Instruction
@@ -32,6 +33,7 @@ from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import Edits
 from hlo_passes.reading.origins import Origins
+from hlo_passes.simulator.timeline import Jitter
 
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
@@ -49,24 +51,38 @@ _STAYS = 2
 _LEAST_ROUNDS = 8
 
 
-def fit(posed: Problem, budget: int, slots: int | None) -> Solution | None:
+def fit(
+    posed: Problem, budget: int, slots: int | None, jitter: Jitter | None = None
+) -> Solution | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
-    hides their transfers, else the fastest of that, another order, and other edits."""
+    hides their transfers, else the fastest of that, another order, and other edits.
+
+    Args:
+      jitter: by how much seconds vary from step to step: what is best of 99 steps of 100 is taken.
+    """
+    found = _fits(posed, budget, slots)
+    if found and jitter is not None:
+        return steady.steadiest(found, budget, slots, jitter)
+    return min(found, key=lambda f: f.choice.cost_s, default=None)
+
+
+def _fits(posed: Problem, budget: int, slots: int | None) -> list[Solution]:
+    """Those that there are; one that is good enough alone."""
     plain = _streamed(posed, Edits(), budget, slots)
     if plain is not None and _is_hidden(plain.choice.cost_s, posed):
-        return plain
+        return [plain]
     solutions, orders = [plain], [(posed, Edits())]
     for order in _other_orders(posed, budget, fits=plain is not None):
         orders.append((edited(posed, order), order))
-        solutions.append(_streamed(*orders[-1], budget, slots))
-        if solutions[-1] is not None and _is_hidden(solutions[-1].choice.cost_s, posed):
-            return solutions[-1]
+        solutions.append(found := _streamed(*orders[-1], budget, slots))
+        if found is not None and _is_hidden(found.choice.cost_s, posed):
+            return [found]
     fits = any(f is not None for f in solutions)
     is_possible = functools.cache(lambda: fits or _is_within_reach(posed, budget, slots))
     solutions.append(fit_with_edits(orders, budget, slots, is_possible))
-    found = (f for f in solutions if f is not None)
-    best = min(found, key=lambda f: f.choice.cost_s, default=None)
-    return best or _fit_lowest(_lowest(posed), budget, slots)
+    if not any(solutions):
+        solutions.append(_fit_lowest(_lowest(posed), budget, slots))
+    return [f for f in solutions if f is not None]
 
 
 def _is_within_reach(posed: Problem, budget: int, slots: int | None) -> bool:

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
@@ -319,6 +320,14 @@ class Machine:
         each = [*memories, link.j_per_byte]
         known = [joules for joules in each if joules is not None]
         return size_bytes * sum(known) if len(known) == len(each) else None
+
+    @property
+    def variation(self) -> float | None:
+        """By how much kernels vary around what the file says of them, as a standard deviation over
+        a mean, by the spreads of those that were measured; None where none was. Half of them are
+        within a spread: of a normal number that is 0.6745 standard deviations."""
+        spreads = [rate.spread for rate in self.kernels if rate.spread]
+        return median(spreads) / 0.6745 if spreads else None
 
     @property
     def has_energy(self) -> bool:

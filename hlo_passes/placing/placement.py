@@ -366,6 +366,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             problem.costs,
             problem.out_busy,
             problem.link_out,
+            problem.margin,
         )
         fetched = problem.fetched_until(fetched, departures)
     load = problem.arena_until(departures).load
@@ -383,6 +384,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             slots,
             departures=departures,
             ring_alignment=arena.alignment if is_ring else None,
+            margin=problem.margin,
         )
     except DoesNotFit:
         return None

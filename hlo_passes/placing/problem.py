@@ -29,7 +29,7 @@ from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape
 from hlo_passes.memory.assignment import assign_offsets
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.placing.arena import Arena, live_load
-from hlo_passes.placing.prefetch import Fetch
+from hlo_passes.placing.prefetch import LINK_MARGIN, Fetch
 from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
@@ -123,6 +123,7 @@ class Problem:
       prices: what a plan is charged for beside seconds.
       charges: float64[ticks], what it is to run each once more, in seconds; `charged_s`: of those
         that do so already.
+      margin: how much slower than it says a link may be before a transfer is late.
     """
 
     module: Module
@@ -145,6 +146,7 @@ class Problem:
     prices: Prices = FREE
     charges: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     charged_s: float = 0.0
+    margin: float = LINK_MARGIN
 
     def staying(self, stay: Collection[str]) -> Problem:
         """Returns the problem in which some arguments are on the device, and what takes their
