@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import memplan
-from hlo_passes.errors import NoEnergyError, ObjectiveError, StalePlanError
+from hlo_passes.errors import JitterError, NoEnergyError, ObjectiveError, StalePlanError
+from hlo_passes.hardware.machine import load_machine
+from hlo_passes.hardware.rates import KernelRate
 from hlo_passes.placing.prices import FREE, Prices, traffic_prices
 from hlo_passes.plan import Plan, Transfer
 from hlo_passes.rewrite import inject
@@ -221,3 +223,36 @@ def test_candidates_are_compared_by_what_they_are_charged(monkeypatch: pytest.Mo
     assert dear.cost_s == pytest.approx(candidate.step_time_s + dear.charged_s)
     assert candidate.is_faster_than(dear)
     assert not dear.is_faster_than(candidate)
+
+
+def test_how_steps_vary_is_part_of_a_plan_that_is_kept(tmp_path: Path):
+    args = weights(), activations()
+    path = tmp_path / "step.plan"
+    made = memplan.jit(chain, hbm=HALF, jitter=0.1).plan(*args)
+    assert made.preparation is not None
+    assert made.preparation.jitter == 0.1
+    assert made.prediction.p99_s is not None
+    made.save(path)
+    assert memplan.jit(chain, plan=path).plan(*args) == made
+    with pytest.raises(StalePlanError, match=r"made for jitter=0\.1, asked for is 0\.2"):
+        memplan.jit(chain, plan=path, jitter=0.2).plan(*args)
+
+
+@pytest.mark.parametrize("jitter", [-0.1, "5 %", True, float("nan")])
+def test_what_is_no_variation_is_refused(jitter: Any):
+    with pytest.raises(JitterError, match=r"jitter=.*no variation\. Expected the standard dev"):
+        memplan.jit(chain, jitter=jitter)
+
+
+def test_variation_is_that_of_a_machine_that_was_measured():
+    measured = replace(
+        load_machine("cpu-cxl"),
+        kernels=tuple(KernelRate(f"dot {n}", byte_s=1e-9, spread=n / 100) for n in (1, 5, 20)),
+    )
+    assert measured.variation == pytest.approx(0.05 / 0.6745)
+    step = memplan.jit(chain, hbm=HALF, machine=measured, jitter="measured")
+    preparation = step.plan(weights(), activations()).preparation
+    assert preparation is not None
+    assert preparation.jitter == measured.variation
+    with pytest.raises(JitterError, match=r"the file of cpu-cxl has no spreads.*calibrate"):
+        memplan.jit(chain, hbm=HALF, jitter="measured").lower(weights(), activations())
