@@ -494,7 +494,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     flop_j: tuple[tuple[str, float], ...] = ()
     if "flop_j" in root.unread:
         joules = root.table("flop_j")
-        flop_j = tuple((dtype, joules.number(dtype)) for dtype in tuple(joules.unread))
+        flop_j = tuple((dtype, joules.number(dtype, zero=True)) for dtype in tuple(joules.unread))
     further: dict[str, Any] = {
         key: root.number(key) for key in ("static_w", *_HOST_SECONDS) if key in root.unread
     }
@@ -556,7 +556,7 @@ def _normalized(name: str) -> str:
 
 def _known(table: FileTable, key: str) -> float | None:
     """A number that a file may leave out."""
-    return table.number(key) if key in table.unread else None
+    return table.number(key, zero=key == "j_per_byte") if key in table.unread else None
 
 
 def _tier(table: FileTable) -> Tier:

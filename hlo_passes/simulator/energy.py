@@ -104,4 +104,4 @@ class _Joules(Costs):
 
     def _flop(self, dtype: str) -> float:
         """Of a type that the machine file leaves out, those of its dearest."""
-        return self._flop_j.get(dtype) or max(self._flop_j.values())
+        return self._flop_j.get(dtype, max(self._flop_j.values()))
