@@ -1,130 +1,180 @@
-"""What is gained by plans that are chosen by what 99 of 100 steps take, where seconds vary?
+"""Does a step that reads its weights from the disk always take as long? 1,000 steps by each way.
 
-    python -m experiments.steady [--target v5e h200] [--workload llama-decode] [--budget 75 50 35]
-        [--jitter 0.1] [--json steady_plans.jsonl [--resume | --show]]
+    python -m experiments.steady --path FOLDER [--steps 1000]
 
-Programs of `models.corpus` in their middle size, compiled by the target's own compiler within
-shares of the bytes that a plan has in which nothing moves, with ``jitter=`` and without. Steps of
-both executables are drawn by the machine model with another seed than the planner's, so that what
-it had chosen by is not what judges it. Nothing is run.
+A network of 16 layers, 64 MiB, in a pool of 24 MiB, alone, and beside a neighbour that burns one
+core and reads the same disk. Each way has a process of its own, held to the pool and 16 MiB as in
+`disk_tier`; ways take turns of 50 steps, and the raw reader reads as many bytes as a step of the
+runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import mmap
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
-from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
-from hlo_passes.errors import MemoryBudgetError
-from hlo_passes.fitting.steady import percentile_99
-from hlo_passes.hardware.machine import Machine
-from hlo_passes.ir import Module
-from hlo_passes.simulator.cost import instruction_costs
-from hlo_passes.simulator.timeline import UNDISTURBED, Jitter, drawn_step_times, schedule_events
-from hlo_passes.simulator.work import instruction_work
-from hlo_passes.units import format_bytes, format_seconds
+from custom_calls import library
+from experiments.disk_tier import advise, drop_pages, limited
+from experiments.isolated import Failure, Worker
+from experiments.running import FLAGS, Experiment, Row, Rows
+from hlo_passes.units import format_seconds
+from memplan import disk
 from memplan.api import jit
 from memplan.report.tables import Column, Table
-from memplan.topologies import topology
-from models.corpus import CORPUS
 
-TARGETS = ("v5e", "h200")
-PERCENTS = (75, 50, 35)
-WORKLOADS = ("adam", "llama-train", "llama-decode")
-
-# Of the planner's 1,000 draws by seed 0 none is among these.
-_JUDGE_STEPS, _JUDGE_SEED = 4000, 1
+_LAYERS, _WIDTH, _POOL = 16, 1024, 24 << 20
+_SLACK = 16 << 20  # Bytes for what Python does meanwhile.
+_TURN = 50
+_WAYS = ("raw", "runtime", "mmap")
 
 _COLUMNS = (
-    Column("workload"),
-    Column("target"),
-    Column("budget", right=True),
-    Column("step", right=True),
+    Column("beside"),
+    Column("way"),
+    Column("steps", right=True),
+    Column("p50", right=True),
     Column("p99", right=True),
-    Column("step, with jitter=", right=True),
-    Column("p99, with it", right=True),
-    Column("p99 beside it", right=True),
-    Column("bytes, of the budget", right=True),
+    Column("p99 / p50", right=True),
+    Column("slowest", right=True),
 )
 
 
 def _define() -> None:
-    flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "whose compiler")
-    flags.DEFINE_multi_enum("workload", list(WORKLOADS), list(CORPUS), "of `models.corpus`")
-    flags.DEFINE_multi_integer("budget", list(PERCENTS), "percent of what all on the device takes")
-    flags.DEFINE_float("jitter", 0.1, "standard deviation over mean of a kernel's seconds")
-    flags.DEFINE_float("timeout", 600.0, "seconds for each program within a budget")
+    flags.DEFINE_string("path", None, "folder on the disk to measure", required=True)
+    flags.DEFINE_integer("steps", 1000, "of each way")
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
-    for workload in FLAGS.workload:
-        for target in FLAGS.target:
-            for percent in FLAGS.budget:
-                case = {
-                    "workload": workload,
-                    "target": target,
-                    "percent": percent,
-                    "jitter": FLAGS.jitter,
-                }
-                yield rows.of(
-                    case,
-                    lambda c=case: found_apart(measure, *c.values(), timeout_s=FLAGS.timeout),
-                )
+    path = Path(FLAGS.path) / "steady.safetensors"
+    rng = np.random.default_rng(0)
+    shape = _WIDTH, _WIDTH
+    disk.save(path, [rng.standard_normal(shape, np.float32) / 32 for _ in range(_LAYERS)])
+    for beside in ("nothing", "a neighbour"):
+        found = measure(path, FLAGS.steps, beside != "nothing")
+        for way, row in found.items():
+            yield rows.of({"beside": beside, "way": way}, functools.partial(dict, row))
 
 
-def measure(workload: str, target: str, percent: int, jitter: float) -> Row:
-    """Compiles a program within a budget with and without `jitter`, and draws steps of both."""
+def measure(path: Path, steps: int, has_neighbour: bool) -> dict[str, Row]:
+    """Seconds of steps of each way."""
+    neighbour = None
+    if has_neighbour:
+        neighbour = multiprocessing.get_context("spawn").Process(
+            target=_disturb, args=(str(path),), daemon=True
+        )
+        neighbour.start()
+    os.environ["MALLOC_ARENA_MAX"] = "1"  # As in `disk_tier`.
+    workers = {way: Worker(600) for way in _WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
+    try:
+        for way, worker in workers.items():
+            opened = worker.call(_open, way, str(path))
+            if isinstance(opened, Failure):
+                raise RuntimeError(f"{way}: {opened.reason}")
+        for _ in range(-(-steps // _TURN)):
+            for way, worker in workers.items():
+                drop_pages(path)
+                turn = worker.call(_turn, _TURN)
+                if isinstance(turn, Failure):
+                    raise RuntimeError(f"{way}: {turn.reason}")
+                seconds[way] += turn
+    finally:
+        for worker in workers.values():
+            worker.__exit__()
+        if neighbour is not None:
+            neighbour.kill()
+    return {way: {"seconds": own} for way, own in seconds.items()}
+
+
+def _disturb(path: str) -> None:
+    """Burns a core, and reads the file again and again."""
+    buffer = np.ones(8 << 20, np.uint8)
+    while True:
+        library.load().read_file(path, buffer, 0, depth=2)
+        end = time.monotonic() + 0.02
+        while time.monotonic() < end:
+            pass
+
+
+# --- in a child ----------------------------------------------------------------------------
+
+_step: Callable[[], Any] | None = None
+_mapped: Sequence[jax.Array] = ()
+
+
+def forward(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def _open(way: str, path: str) -> None:
+    global _step, _mapped
     jax.config.update("jax_platforms", "cpu")
-    entry, where = CORPUS[workload], topology(target)
-    fun, args = entry.middle()
-    free = jit(fun, machine=where, donate_argnames=entry.donate).lower(*args)
-    budget = free.resident().prediction.total_bytes * percent // 100
-    found: Row = {"budget": budget}
-    for name, asked in (("without", None), ("with", jitter)):
-        step = jit(fun, hbm=budget, machine=where, donate_argnames=entry.donate, jitter=asked)
-        try:
-            compiled = step.lower(*args).compile()
-        except MemoryBudgetError as error:
-            return {"budget": budget, "least": error.least}
-        found[name] = {
-            **_drawn(compiled.module, where.machine, jitter),
-            "total": compiled.device_bytes,
-        }
-    return found
+    shapes = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.float32)] * _LAYERS
+    weights, x = disk.load(path, like=shapes), jnp.ones((1, _WIDTH))
+    step = jit(forward, hbm=_POOL)
+    if way == "runtime":
+        step.runtime(weights, x).close()
+        limited(_POOL + _SLACK)
+        _step = functools.partial(step.runtime(weights, x), weights, x)
+    elif way == "mmap":
+        _mapped = [jax.device_put(np.asarray(w), may_alias=True) for w in weights]
+        compiled = jax.jit(forward).lower(shapes, x).compile()
+        limited(_POOL + _SLACK)
+        _step = functools.partial(compiled, _mapped, x)
+    else:
+        with step.runtime(weights, x) as run:
+            plan = run.compiled.plan
+            assert plan is not None
+            size = sum(t.size for t in plan.transfers)
+        buffer = np.ones(size + 4096, np.uint8)
+        own = buffer[-buffer.ctypes.data % 4096 :][: size // 4096 * 4096]
+        _step = functools.partial(library.load().read_file, path, own, 0)
+    jax.block_until_ready(_step())
 
 
-def _drawn(module: Module, machine: Machine, variation: float) -> Row:
-    costs = instruction_costs(module, machine)
-    work = instruction_work(module, machine, costs)
-    events = [*schedule_events(module, costs, machine, work=work)]
-    still = Jitter(0.0, steps=1)
-    jitter = Jitter(variation, _JUDGE_STEPS, _JUDGE_SEED)
-    steps, drawn = (drawn_step_times(events, machine, UNDISTURBED, j) for j in (still, jitter))
-    return {"step_s": float(steps[0]), "p99_s": percentile_99(drawn)}
+def _turn(steps: int) -> list[float]:
+    assert _step is not None
+    jax.block_until_ready(_step())  # What waited since the last turn was ready.
+    seconds = list[float]()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        jax.block_until_ready(_step())
+        seconds.append(round(time.perf_counter() - begin, 6))
+    advise(_mapped, mmap.MADV_DONTNEED)  # So that the pages can be dropped before the next one.
+    return seconds
+
+
+# --- tables --------------------------------------------------------------------------------
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    return [Table("Plans for steps that vary", _COLUMNS, tuple(map(_cells, rows)))]
+    return [Table("Steps, one after the other", _COLUMNS, tuple(map(_cells, rows)))]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    named = row["workload"], row["target"], f"{row['percent']} %"
-    rest = ("–",) * (len(_COLUMNS) - 4)
-    if "failure" in row:
-        return *named, row["failure"], *rest
-    if "least" in row:
-        return *named, f"no plan: {format_bytes(row['least'])} would do", *rest
-    without, steady = row["without"], row["with"]
+    cuts = statistics.quantiles(row["seconds"], n=100)
+    p50, p99 = cuts[49], cuts[98]
     return (
-        *named,
-        format_seconds(without["step_s"]),
-        format_seconds(without["p99_s"]),
-        format_seconds(steady["step_s"]),
-        format_seconds(steady["p99_s"]),
-        f"{steady['p99_s'] / without['p99_s'] - 1:+.2%}",
-        f"{steady['total'] / row['budget']:.1%}",
+        row["beside"],
+        row["way"],
+        f"{len(row['seconds']):,}",
+        format_seconds(p50),
+        format_seconds(p99),
+        f"{p99 / p50:.2f}",
+        format_seconds(max(row["seconds"])),
     )
 
 

@@ -246,7 +246,7 @@ class _Fitting:
             if best is not None:
                 return best
         lowest = [
-            EditChoice(taken, taken.step_seconds(self.capacity, self._slots))
+            EditChoice(taken, taken.cost_s(self.capacity, self._slots))
             for taken in self._work.lowest(self._uncounted)
         ]
         found = [*map(self.searched, lowest), *map(self.candidate, lowest)]

@@ -31,9 +31,9 @@ memory reach together (`bytes_per_s`, of a host's memory the share of one device
 takes to launch a kernel by itself (`launch_s`) or in a graph (`captured_launch_s`).
 
 Where a file says what a machine takes in joules, plans can have the fewest of them
-(`objective="energy"`): static watts (`static_w`), one operation of a product (`flop_j`), a byte that is
-read or written in a memory, and one on the wires of a link (`j_per_byte`). Few of these are published:
-what a product takes is what the power limit leaves it.
+(`objective="energy"`): static watts (`static_w`), one operation of a product (`flop_j`), a byte
+that is read or written in a memory, and one on the wires of a link (`j_per_byte`). Few of these are
+published: what a product takes is what the power limit leaves it.
 """
 
 
