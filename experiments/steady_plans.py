@@ -1,7 +1,7 @@
 """What is gained by plans that are chosen by what 99 of 100 steps take, where seconds vary?
 
-    python -m experiments.steady_plans [--target v5e h200] [--workload llama-decode] [--budget 75 50 35]
-        [--jitter 0.1] [--json steady_plans.jsonl [--resume | --show]]
+    python -m experiments.steady_plans [--target v5e h200] [--workload llama-decode]
+        [--budget 75 50 35] [--jitter 0.1] [--json steady_plans.jsonl [--resume | --show]]
 
 Programs of `models.corpus` in their middle size, compiled by the target's own compiler within
 shares of the bytes that a plan has in which nothing moves, with ``jitter=`` and without. Steps of
