@@ -38,6 +38,24 @@ class SlotsError(MemplanError, ValueError):
         )
 
 
+class ObjectiveError(MemplanError, ValueError):
+    """An objective that is none, or one whose bounds no plan keeps."""
+
+    def __init__(self, objective: object, problem: str) -> None:
+        super().__init__(f"objective={objective!r}: {problem}")
+
+
+class JitterError(MemplanError, ValueError):
+    """What is said of how steps vary is no variation."""
+
+    def __init__(self, jitter: object, problem: str) -> None:
+        super().__init__(
+            f"jitter={jitter!r}: {problem}. Expected the standard deviation of a kernel's seconds "
+            "over their mean, 0.05 for 5 %; 'measured' on a machine that was measured (`memplan "
+            "calibrate`); or None for steps that do not vary."
+        )
+
+
 class LayoutsError(MemplanError, ValueError):
     """Layouts are asked for in a way that cannot be."""
 
@@ -251,6 +269,17 @@ class NotOnMachineError(MemplanError, LookupError):
     def __init__(self, machine: str, kind: str, found: str, known: Sequence[str]) -> None:
         has = ", ".join(known) if known else "none"
         super().__init__(f"machine {machine}: no {kind} {found!r}. It has {has}.")
+
+
+class NoEnergyError(MemplanError, LookupError):
+    """Joules are asked for of a machine whose file says nothing of energy."""
+
+    def __init__(self, machine: str) -> None:
+        super().__init__(
+            f"machine {machine}: expected static_w, flop_j, and j_per_byte of device memory and of "
+            "the way from the host, found nothing of energy there. Add them to a copy of its file, "
+            "or measure them here with `memplan calibrate`."
+        )
 
 
 class MachineFileError(MemplanError, ValueError):

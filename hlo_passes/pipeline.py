@@ -40,11 +40,12 @@ from hlo_passes.placing import (
     ticks,
     tiers,
 )
+from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.plan import LoopSchedule, Plan
 from hlo_passes.reading import reader
 from hlo_passes.rewrite import edits
 from hlo_passes.rewrite import transfers as rewrite
-from hlo_passes.simulator import cost, timeline
+from hlo_passes.simulator import cost, loop_floor, timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def choose_stay(
     host_parameters: Collection[int] = (),
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
+    prices: Prices = FREE,
 ) -> tuple[tuple[frozenset[int], float], ...]:
     """Chooses which host arguments of `module` should live on the device instead.
 
@@ -124,15 +126,18 @@ def choose_stay(
       sliced_parameters: further arguments on the host, which loops read by the slice; needed
         on CPU only.
       slots: at most so many streamed weights on the device at once.
+      prices: what a plan is charged for beside the seconds of a step.
 
     Returns:
-      Parameter numbers, and the seconds that a step probably takes with those there; a few choices,
-      the fastest first.
+      Parameter numbers, and what a step probably costs with those there, in seconds; a few choices,
+      the cheapest first.
 
     Raises:
       MemoryBudgetError: when no choice keeps to the budget.
     """
-    pose, found, _ = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
+    pose, found, _ = _within(
+        budget, module, machine, host_parameters, sliced_parameters, slots, prices
+    )
     choices = chain(
         ((pose(found.streamed), *chosen) for chosen in found.stay(budget)),
         ((posed, frozenset[int](), 0) for posed, _ in found.edited_within(budget)),
@@ -148,7 +153,8 @@ def choose_stay(
         steady = {p.parameter_number for p in steady_parameters(found.streamed)}
         numbers |= frozenset(host_parameters) - steady
     of = {m.buffer: m.parameter for m in posed.movables}
-    return tuple((numbers | {of[n] for n in stay.names}, stay.step_time_s) for stay in stays)
+    inside_s = prices.byte_s * loop_floor.moved_inside(found.streamed, machine) if prices else 0.0
+    return tuple((numbers | {of[n] for n in s.names}, s.cost_s + inside_s) for s in stays)
 
 
 @collection_paused()
@@ -181,18 +187,21 @@ def room_within(
     host_parameters: Collection[int] = (),
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
+    prices: Prices = FREE,
 ) -> Room:
     """Returns what a budget has beyond the least for which `plan_module` finds a plan, without a
     search for one.
 
     Args:
       module: scheduled; its loops get their schedule first.
-      host_parameters, sliced_parameters, slots: as for `plan_module`.
+      host_parameters, sliced_parameters, slots, prices: as for `plan_module`.
 
     Raises:
       MemoryBudgetError: when that is more than the budget, so that no plan keeps to it.
     """
-    pose, found, _ = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
+    pose, found, _ = _within(
+        budget, module, machine, host_parameters, sliced_parameters, slots, prices
+    )
     least, _, posed = fit.least_budget(pose(found.lowest), slots)
     if least > budget:
         raise found.budget_error(budget)
@@ -215,6 +224,8 @@ def plan_module(
     sliced_parameters: Collection[int] = (),
     slots: int | None = None,
     labels: Mapping[str, str] | None = None,
+    prices: Prices = FREE,
+    jitter: timeline.Jitter | None = None,
 ) -> Plan:
     """Plans a scheduled module whose host arguments are decided.
 
@@ -224,6 +235,10 @@ def plan_module(
         there that loops read by the slice; needed on CPU only.
       slots: at most so many streamed weights on the device at once.
       labels: HLO parameter name to the user's name.
+      prices: what a plan is charged for beside the seconds of a step, of which it has the fewest by
+        default.
+      jitter: by how much kernels and transfers vary from step to step: what 99 of 100 steps take
+        counts then; loops' bodies are planned without.
 
     Returns:
       A verified plan; its ticks are those of the module after `barriers.remove_barriers`,
@@ -237,14 +252,16 @@ def plan_module(
       TierCapacityError: when what is off the device does not fit where it is put.
       VerificationError: when the checker rejects the plan; a defect of the planner.
     """
-    _, in_loops, loops = _within(budget, module, machine, host_parameters, sliced_parameters, slots)
+    _, in_loops, loops = _within(
+        budget, module, machine, host_parameters, sliced_parameters, slots, prices
+    )
     planned = chain(in_loops.fetching_within(budget), in_loops.edited_within(budget))
     for posed, plans in planned:
-        found = fit.fit(posed, budget, slots)
+        found = fit.fit(posed, budget, slots, jitter=jitter)
         if found is not None:
             bounding = in_loops.bounding(found.kept, plans)
             plans = tuple(body_plans.labelled(module, p, labels or {}) for p in plans)
-            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding)
+            plan = assembling.assemble(found, budget, labels or {}, loops, plans, bounding, jitter)
             verify.verify_plan(found.posed.module, plan, machine)
             return plan
     raise in_loops.budget_error(budget)
@@ -320,6 +337,7 @@ def _within(
     host_parameters: Collection[int],
     sliced_parameters: Collection[int],
     slots: int | None,
+    prices: Prices,
 ) -> _Prepared:
     """The module prepared; refuses, before anything is searched for, what no search can find.
 
@@ -328,9 +346,9 @@ def _within(
     """
     on_host, sliced = tuple(host_parameters), tuple(sliced_parameters)
     try:
-        found = _prepared(module, machine, on_host, sliced, slots)
+        found = _prepared(module, machine, on_host, sliced, slots, prices)
     except MemoryBudgetError as error:
-        without = _prepared(module, machine, on_host, sliced, None)
+        without = _prepared(module, machine, on_host, sliced, None, prices)
         least, *_ = fit.least_budget(without.pose(without.bodies.lowest), None)
         raise error.asked_for(budget, least) from None
     forms = (lambda: found.bodies.streamed, lambda: found.bodies.lowest)
@@ -346,20 +364,25 @@ def _prepared(
     on_host: tuple[int, ...],
     sliced: tuple[int, ...],
     slots: int | None,
+    prices: Prices,
 ) -> _Prepared:
     """The least budget, what stays, and the plan are asked for of one module, one after the other,
     and again for each budget."""
     ordered, loops = _order_loops(normalized(module), machine)
     verify.verify_loops(ordered, loops)
-    pose = partial(_posed, machine=machine, on_host=on_host, sliced=sliced)
-    return _Prepared(pose, body_plans.Bodies(ordered, machine, slots, pose), loops)
+    pose = partial(_posed, machine=machine, on_host=on_host, sliced=sliced, prices=prices)
+    return _Prepared(pose, body_plans.Bodies(ordered, machine, slots, pose, prices), loops)
 
 
 @memoized
 def _posed(
-    module: Module, machine: Machine, on_host: tuple[int, ...], sliced: tuple[int, ...]
+    module: Module,
+    machine: Machine,
+    on_host: tuple[int, ...],
+    sliced: tuple[int, ...],
+    prices: Prices,
 ) -> problem.Problem:
-    return problem.pose(module, machine, on_host, sliced)
+    return problem.pose(module, machine, on_host, sliced, prices)
 
 
 def _order_loops(module: Module, machine: Machine) -> tuple[Module, tuple[LoopSchedule, ...]]:

@@ -42,9 +42,9 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from hlo_passes.errors import PlanFormatError
-from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.units import format_bytes, format_joules, format_seconds
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 LogicalTime = int
 
@@ -177,6 +177,10 @@ class Prediction:
         computed again (below 0 where that takes less than to write and read it); `link_s` the
         time the links are busy.
       lower_bound_s: no plan within this budget can be faster on this machine model.
+      joules: of one step; `recompute_j` of it for what is computed again (below 0 where that takes
+        less). None, and 0, where the machine's file says nothing of energy.
+      p99_s: what 99 of 100 steps take at most where kernels and transfers vary; None where it is
+        not said by how much.
     """
 
     arguments_bytes: int
@@ -190,6 +194,9 @@ class Prediction:
     stall_s: float
     lower_bound_s: float
     recompute_s: float = 0.0
+    joules: float | None = None
+    recompute_j: float = 0.0
+    p99_s: float | None = None
 
     @property
     def gap(self) -> float:
@@ -446,6 +453,8 @@ class Preparation:
       argument_layouts, result_layouts: flat numbers of those that are not as jax has them, and
         their dimensions, minor to major; None is left to XLA.
       donors: flat numbers of results that are laid out, and of the arguments whose place they take.
+      objective: what it is best for, as `memplan.Objective` writes it.
+      jitter: by how much kernels and transfers were taken to vary; None for not at all.
       forms: how products take their operands, by their number in the program: which dimensions
         of the left and of the right one are the innermost, and whether the result is in rows.
     """
@@ -471,6 +480,8 @@ class Preparation:
     result_layouts: tuple[tuple[int, tuple[int, ...] | None], ...] = ()
     donors: tuple[tuple[int, int], ...] = ()
     forms: tuple[tuple[int, str | None, str | None, bool], ...] = ()
+    objective: str = "latency"
+    jitter: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,6 +597,10 @@ class Plan:
     def predicted(self) -> str:
         """What it moves, and what a step is predicted to take, for a person."""
         step = format_seconds(self.prediction.step_time_s)
+        if self.prediction.p99_s is not None:
+            step += f" (99 of 100: {format_seconds(self.prediction.p99_s)})"
+        if self.prediction.joules is not None:
+            step += f" and {format_joules(self.prediction.joules)}"
         return (
             f"{format_bytes(self.moved_bytes)} moved in a step of {step} (predicted), "
             f"{self.prediction.slowdown:.2f}x that with everything on the device"

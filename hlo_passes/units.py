@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and joules as people read them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,21 @@ def format_seconds(t: float) -> str:
     >>> format_seconds(0.00125), format_seconds(0.9999)
     ('1.25 ms', '1 s')
     """
-    t = float(f"{t:.3g}")  # Rounded first: 0.9999 s is 1 s, not 1e+03 ms.
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(t) >= factor:
-            return f"{t / factor:.3g} {unit}"
-    return f"{t / 1e-9:.3g} ns"
+    return _format_scaled(t, "s")
+
+
+def format_joules(energy: float) -> str:
+    """Writes an energy for a person.
+
+    >>> format_joules(0.0125)
+    '12.5 mJ'
+    """
+    return _format_scaled(energy, "J")
+
+
+def _format_scaled(value: float, unit: str) -> str:
+    value = float(f"{value:.3g}")  # Rounded first: 0.9999 s is 1 s, not 1e+03 ms.
+    for factor, prefix in ((1.0, ""), (1e-3, "m"), (1e-6, "µ")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value / 1e-9:.3g} n{unit}"

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memplan.explaining import explain
     from memplan.inlined import BudgetWarning
     from memplan.kept import PlanWarning
+    from memplan.objectives import Objective
     from memplan.out_of_memory import explain_oom
     from memplan.profiles import Profile, profile
     from memplan.progress import Progress
@@ -65,6 +66,7 @@ _HOME = {
     "PlanWarning": "memplan.kept",
     "Profile": "memplan.profiles",
     "ProfileFileError": "hlo_passes.errors",
+    "Objective": "memplan.objectives",
     "Progress": "memplan.progress",
     "StalePlanError": "hlo_passes.errors",
     "Topology": "memplan.topologies",
@@ -93,6 +95,7 @@ __all__ = [
     "Machine",
     "MemoryBudgetError",
     "MemplanError",
+    "Objective",
     "PlacementWarning",
     "Plan",
     "PlanMismatchError",

@@ -35,7 +35,7 @@ def lead[T](lowering: Lowering, make: Callable[[], T], plan_of: Callable[[T], Pl
 
     Raises: what `make` does.
     """
-    key, said = _key(), {"program": lowering.fingerprint, "plan": None, "reason": None}
+    key, said = _key(), {"program": _asked(lowering), "plan": None, "reason": None}
     try:
         made = make()
         plan = plan_of(made)
@@ -58,11 +58,16 @@ def follow(lowering: Lowering) -> Plan | None:
     name = lowering.traced.fun_name
     _log.info("%s: waiting for the plan of process 0", name)
     said = json.loads(xla.told_by_process(_key()))
-    if said["program"] != lowering.fingerprint:
-        raise ProcessesDifferError(name, jax.process_index(), lowering.fingerprint, said["program"])
+    if said["program"] != _asked(lowering):
+        raise ProcessesDifferError(name, jax.process_index(), _asked(lowering), said["program"])
     if said["reason"] is not None:
         raise LeadingProcessError(name, said["reason"])
     return None if said["plan"] is None else Plan.from_json(said["plan"])
+
+
+def _asked(lowering: Lowering) -> str:
+    """The program, and what its plan is to be best for."""
+    return f"{lowering.fingerprint} for {lowering.objective}"
 
 
 def _key() -> str:

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental.layout import Format
@@ -25,6 +25,7 @@ from jax.experimental.layout import Format
 from hlo_passes import xla
 from hlo_passes.budget import parse_bytes, whole_number
 from hlo_passes.errors import (
+    JitterError,
     LayoutsError,
     OffloadSyntaxError,
     PlanFormatError,
@@ -46,6 +47,7 @@ from memplan.executable import Target, check_machine, find_target
 from memplan.function import Function, Options
 from memplan.inlined import BudgetWarning, to_device, warn_of_dropped_budget, within_budget
 from memplan.layouts import Relaid
+from memplan.objectives import LATENCY, Objective
 from memplan.out_of_memory import is_exhausted, note
 from memplan.profiles import Profile
 from memplan.progress import Progress
@@ -73,6 +75,8 @@ def jit(
     buckets: Mapping[str, int | Sequence[int]] | None = None,
     dims: Mapping[str, str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    objective: Objective | str | None = None,
+    jitter: float | Literal["measured"] | None = None,
     **jit_options: Any,
 ) -> Any:
     """Compiles `fun` so that it keeps to `hbm` bytes of device memory.
@@ -124,6 +128,16 @@ def jit(
       progress: called with a `Progress` as each step of a compilation begins: a way to plan, or an
         executable to be made. An exception that it raises ends the compilation, and is what the
         call raises; the next call begins anew.
+      objective: what a plan is to be best for: ``"latency"``, the fastest step; ``"energy"``, the
+        fewest joules a step, on machines whose files say what these are; ``"traffic"``, the fewest
+        bytes moved between the device and the host; or an `Objective`, with bounds. The function
+        that is returned has it as an attribute, which may be set at any time: each objective has
+        programs of its own. A program that keeps to the budget without a plan is the best for each.
+        None for ``"latency"``, or what the plan that is given is best for.
+      jitter: by how much each kernel and each transfer varies from step to step, as a standard
+        deviation over a mean: 0.05. A plan is then chosen by what 99 of 100 steps take at most, and
+        transfers start as early as that is worth it. ``"measured"`` for what the machine's file has
+        (`memplan calibrate`). None for steps that do not vary.
       **jit_options: everything else that ``jax.jit`` takes, with the same meaning. What
         ``in_shardings`` have in ``pinned_host`` memory is there in every plan, and so is what
         ``out_shardings`` have there, with the donated argument whose place it takes; in which
@@ -136,9 +150,13 @@ def jit(
     Raises:
       BucketsError: when `buckets` or `dims` are something else.
       BudgetSyntaxError: when `hbm` cannot be read.
+      JitterError: when `jitter` is something else.
       LayoutsError: when `layouts` is something else, or shardings say layouts as well.
       PlanFormatError: when `plan` cannot be read.
       ProfileFileError: when `profile` cannot be read.
+      NoEnergyError: at the first call, when joules count on a machine that does not know them.
+      ObjectiveError: when `objective` is something else, or, at the first call, when no plan was
+        found that keeps its bounds.
       OffloadSyntaxError: when `offload` is neither a pattern nor several.
       SlotsError: when `slots` is no positive integer.
       SplitError: when `split` is something else, or, at the first call, matches no line.
@@ -174,6 +192,8 @@ def jit(
         profile if profile is None or isinstance(profile, Profile) else Profile.load(profile),
         progress,
         _folder(tiers),
+        objective=_objective(objective, plan),
+        jitter=_jitter(jitter),
     )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress= is to be called with a Progress, found {progress!r}")
@@ -202,13 +222,40 @@ class _PlannedFunction:
         self._jitted: Any = jax.jit(fun, **traced)
         functools.update_wrapper(self, fun)
         self._function = _function(fun, options, jit_options)
-        self._dispatch = xla.dispatcher(self._jitted, self._miss)
+        self._dispatches: dict[Objective | None, Any] = {}
         self._programs: dict[Any, Lowered] = {}
         self._lock = threading.Lock()
-        self._in_runtime: _PlannedFunction | None = None
+        self._in_runtime: dict[Objective | None, _PlannedFunction] = {}
         self._warns = options.budget is not None
         # Of arguments of such a tree, which flat ones a program deletes; see `Compiled.consumed`.
         self._consumed: dict[Any, tuple[int, ...]] = {}
+        self._dispatch = self._dispatcher()
+
+    @property
+    def objective(self) -> Objective:
+        """What plans are best for from the next call on. What was compiled for another objective is
+        kept, and used again when that is set again. Not that of a plan that was given.
+
+        Raises:
+          ObjectiveError: when it is set to what is none.
+        """
+        return self._function.options.objective or LATENCY
+
+    @objective.setter
+    def objective(self, given: Objective | str) -> None:
+        options = replace(self._function.options, objective=Objective.of(given))
+        with self._lock:
+            self._function = replace(self._function, options=options)
+            self._dispatch = self._dispatcher()
+
+    def _dispatcher(self) -> Any:
+        """Calls programs for the objective that is set now."""
+        function = self._function
+        key = function.options.objective
+        if key not in self._dispatches:
+            miss = functools.partial(self._miss, function)
+            self._dispatches[key] = xla.dispatcher(self._jitted, miss)
+        return self._dispatches[key]
 
     def __repr__(self) -> str:
         asked = self._function.options.budget
@@ -243,9 +290,11 @@ class _PlannedFunction:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As ``jax.jit(...).trace``."""
-        given = self._function.jit_options
+        return self._traced(self._function, args, kwargs)
+
+    def _traced(self, function: Function, args: Any, kwargs: Any) -> Traced:
+        given, static = function.jit_options, function.static
         bound = any(given.get(k) is not None for k in ("in_shardings", "out_shardings"))
-        static = self._function.static
         leaves, tree = jax.tree.flatten(static.dynamic(args, kwargs))
         target = self._target(leaves)
         try:
@@ -255,14 +304,14 @@ class _PlannedFunction:
             raise
         args, kwargs = static.with_dynamic(args, kwargs, seen)
         with target.seen_by_kernels(), within_budget():
-            return Traced(self._jitted.trace(*args, **kwargs), self._function, target)
+            return Traced(self._jitted.trace(*args, **kwargs), function, target)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As ``jax.jit(...).lower``; ``.compile()`` keeps to the budget.
 
         What was lowered, planned or compiled for such arguments before is not again.
         """
-        return self._program(args, kwargs)[2]
+        return self._program(self._function, args, kwargs)[2]
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(...).eval_shape``."""
@@ -290,7 +339,7 @@ class _PlannedFunction:
           TypeError: when there are shapes among them.
           NotExecutableError: when the devices of `machine` are not here.
         """
-        dynamic, leaves, lowered = self._program(args, kwargs)
+        dynamic, leaves, lowered = self._program(self._function, args, kwargs)
         moved = lowered.compile().place(leaves)
         placed = jax.tree.unflatten(jax.tree.structure(dynamic), moved)
         args, kwargs = self._function.static.with_dynamic(args, kwargs, placed)
@@ -321,23 +370,25 @@ class _PlannedFunction:
         stored, function = (None, None) if found is None else found
         if function is not None:
             inner = _planned(function.fun, function.options, function.jit_options)
-        elif self._in_runtime is not None:
-            inner = self._in_runtime
         else:
             own = self._function
             options = replace(own.options, in_runtime=True)
-            inner = self._in_runtime = _planned(own.fun, options, own.jit_options)
-        _, leaves, lowered = inner._program(args, kwargs)
+            inner = self._in_runtime.get(options.objective)
+            if inner is None:
+                inner = _planned(own.fun, options, own.jit_options)
+                self._in_runtime[options.objective] = inner
+        _, leaves, lowered = inner._program(inner._function, args, kwargs)
         return StepRuntime(lowered.compile(), leaves, log=log, within_s=within_s, stored=stored)
 
     def clear_cache(self) -> None:
         """Forgets every compiled program."""
-        self._in_runtime = None
+        self._jitted.clear_cache()
         with self._lock:
+            self._in_runtime.clear()
             self._programs.clear()
             self._consumed.clear()
-        self._jitted.clear_cache()
-        self._dispatch = xla.dispatcher(self._jitted, self._miss)
+            self._dispatches.clear()
+            self._dispatch = self._dispatcher()
 
     def _inlined(self, args: Any, kwargs: Any) -> Any:
         """Runs or traces the function as jax does: where a transformation is under way (grad,
@@ -349,9 +400,9 @@ class _PlannedFunction:
         args, kwargs = static.with_dynamic(args, kwargs, moved)
         return self._jitted(*args, **kwargs)
 
-    def _miss(self, *args: Any, **kwargs: Any) -> xla.Called:
+    def _miss(self, function: Function, /, *args: Any, **kwargs: Any) -> xla.Called:
         """Calls it with arguments of types that are new, or at places that are."""
-        dynamic, leaves, lowered = self._program(args, kwargs)
+        dynamic, leaves, lowered = self._program(function, args, kwargs)
         compiled = lowered.compile()
         if compiled.is_jax_own and not compiled.displaced(leaves):
             return xla.call_jitted(self._jitted, *args, **kwargs)
@@ -382,13 +433,16 @@ class _PlannedFunction:
             target = replace(target, machine=replace(target.machine, is_fed_outside=True))
         return disk.fed(target, leaves, all_of_them=folder is not None)
 
-    def _program(self, args: Any, kwargs: Any) -> tuple[Any, list[Any], Lowered]:
+    def _program(
+        self, function: Function, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Any], Lowered]:
         """Returns the dynamic arguments, the same flat, and the program for them."""
-        static = self._function.static
+        static, objective = function.static, function.options.objective
         dynamic = static.dynamic(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         try:
-            key = (xla.trace_context(), static.key(args, kwargs), tree, *map(leaf_key, leaves))
+            types = map(leaf_key, leaves)
+            key = (objective, xla.trace_context(), static.key(args, kwargs), tree, *types)
             hash(key)
         except TypeError:
             self._jitted.trace(*args, **kwargs)  # jax says best what is wrong with an argument.
@@ -396,7 +450,7 @@ class _PlannedFunction:
         with self._lock:
             lowered = self._programs.get(key)
         if lowered is None:
-            lowered = self.trace(*args, **kwargs).lower()
+            lowered = self._traced(function, args, kwargs).lower()
             with self._lock:  # Of threads that lowered it at once, the first one's counts.
                 lowered = self._programs.setdefault(key, lowered)
         return dynamic, leaves, lowered
@@ -440,6 +494,22 @@ def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
         raise PlanFormatError(
             "plan=", str(plan), f"a plan, or a file that one was saved to ({problem})"
         ) from None
+
+
+def _objective(
+    objective: Objective | str | None, plan: Plan | str | os.PathLike[str] | None
+) -> Objective | None:
+    if objective is None:
+        return LATENCY if plan is None else None
+    return Objective.of(objective)
+
+
+def _jitter(jitter: object) -> float | Literal["measured"] | None:
+    if jitter is None or jitter == "measured":
+        return jitter  # pyright: ignore[reportReturnType]
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter < 10:
+        raise JitterError(jitter, "no variation")
+    return float(jitter)
 
 
 def _folder(tiers: Sequence[str]) -> Path | None:

@@ -40,6 +40,7 @@ from memplan.candidates import Candidate
 from memplan.compiled import Compiled
 from memplan.executable import Executable, device_bytes
 from memplan.kept import other_versions
+from memplan.objectives import LATENCY
 from memplan.out_of_memory import is_exhausted, note
 from memplan.paths import dotted
 from memplan.placing import Placing
@@ -357,7 +358,8 @@ class Budgeted:
 
         def faster() -> Candidate | None:
             found, *_ = self._rounds(room, options).first()
-            return found if found.step_time_s <= step_s / WAITS else None
+            is_no_dearer = found.charged_s <= candidate.charged_s
+            return found if is_no_dearer and found.step_time_s <= step_s / WAITS else None
 
         tried = self._try_beside(faster, options)
         if tried is None:
@@ -448,7 +450,7 @@ class Budgeted:
                 kept = replace(kept, seen=(*kept.seen, tried.seen))
                 continue
             kept = better
-            if slower.step_time_s <= WAITS * tried.candidate.step_time_s:
+            if slower.cost_s <= WAITS * tried.candidate.cost_s:
                 break  # Nor would another one gain much.
         return kept
 
@@ -566,7 +568,7 @@ class Budgeted:
         for _ in range(_HALVINGS):
             middle = (too_little + least) // 2
             try:
-                self.planner.plan(middle, options)
+                self.planner.plan(middle, options, objective=LATENCY)
             except MemoryBudgetError:
                 too_little = middle
             else:
@@ -576,7 +578,7 @@ class Budgeted:
     def _shortage(self, options: Mapping[str, Any]) -> MemoryBudgetError:
         """Where memory is shortest: what the planner says of a budget that nothing keeps."""
         try:
-            self.planner.plan(1, options)
+            self.planner.plan(1, options, objective=LATENCY)
         except MemoryBudgetError as error:
             return error
         raise AssertionError("a plan in one byte")
@@ -627,7 +629,9 @@ class _Kept:
 
 
 def _has_use(candidate: Candidate, idle: int, room: int) -> bool:
-    """Whether a step that waits could be faster with what XLA left idle of the room. Of what it
-    plans for, the planner has no use for what it leaves itself."""
+    """Whether a step that waits, or is charged for what it moves, could be better with what XLA
+    left idle of the room. Of what it plans for, the planner has no use for what it leaves itself.
+    """
     left = candidate.plan.budget_bytes - candidate.plan.prediction.total_bytes
-    return candidate.plan.prediction.slowdown > WAITS and idle - left > _IDLE * room
+    waits = candidate.plan.prediction.slowdown > WAITS or candidate.charged_s > 0
+    return waits and idle - left > _IDLE * room

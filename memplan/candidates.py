@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import NamedTuple, override
 
+from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.plan import Plan
 from memplan.executable import Program
 from memplan.placing import Placing
@@ -40,33 +41,43 @@ class Step(ABC):
 
     @property
     @abstractmethod
+    def charged_s(self) -> float:
+        """What is charged beside the seconds of a step (`placing.prices`)."""
+
+    @property
+    @abstractmethod
     def has_edits(self) -> bool:
         """Whether anything is moved or computed again, so that less of it may be faster."""
 
     @property
+    def cost_s(self) -> float:
+        """Seconds of a step, and what is charged beside them."""
+        return self.step_time_s + self.charged_s
+
+    @property
     def waits_s(self) -> float:
-        """Seconds of a step beyond its compute. What rings compute is the same; what XLA has
+        """What a step costs beyond its compute. What rings compute is the same; what XLA has
         said of the kernels of one, it has not said of those of another."""
-        return self.step_time_s - self.compute_s
+        return self.cost_s - self.compute_s
 
     def is_faster_than(self, other: Step) -> bool:
-        """Whether its step waits less, as far as counts."""
-        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.step_time_s
+        """Whether its step waits less, as far as counts; or costs less, where more is charged."""
+        return self.waits_s < other.waits_s - (1 - _WORTH_IT) * other.cost_s
 
     @property
     def is_slow(self) -> bool:
         """Whether a step takes so much longer than its compute that another way may be faster."""
-        return self.step_time_s > _SLOW * self.compute_s
+        return self.cost_s > _SLOW * self.compute_s
 
     @property
     def is_good(self) -> bool:
         """Whether a step takes hardly longer than its compute."""
-        return self.step_time_s <= _GOOD * self.compute_s
+        return self.cost_s <= _GOOD * self.compute_s
 
     @property
     def is_hidden(self) -> bool:
         """Whether a step takes no longer than its compute, as far as counts."""
-        return self.step_time_s * _WORTH_IT <= self.compute_s
+        return self.cost_s * _WORTH_IT <= self.compute_s
 
 
 @dataclass(frozen=True)
@@ -75,12 +86,17 @@ class Promise(Step):
     not known yet.
 
     Attributes:
-      promised_s: of a step.
+      promised_s: of a step, and what is charged beside that.
       computing_s: of its compute.
     """
 
     promised_s: float
     computing_s: float
+
+    @property
+    @override
+    def charged_s(self) -> float:
+        return 0.0  # It is among what is promised.
 
     @property
     @override
@@ -97,9 +113,11 @@ class Promise(Step):
     def has_edits(self) -> bool:
         return True
 
-    def with_again(self, seconds: float) -> Promise:
-        """The same where so much of the compute is not in the program as it is written."""
-        return replace(self, computing_s=self.computing_s - seconds)
+    def with_again(self, seconds: float, charged_s: float = 0.0) -> Promise:
+        """The same where so much of the compute is not in the program as it is written, and that is
+        charged so."""
+        promised_s = self.promised_s + charged_s
+        return replace(self, promised_s=promised_s, computing_s=self.computing_s - seconds)
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,8 @@ class Candidate(Step):
       counts_chip: whether it counts what XLA was seen to hold on the chip.
       again_s: seconds of its compute that are not in the program as it is written; fewer than none
         where to compute again takes less than to write and read.
+      again_j: joules of that.
+      prices: what it is charged for beside seconds.
     """
 
     placing: Placing
@@ -133,6 +153,8 @@ class Candidate(Step):
     hosted_bytes: int
     counts_chip: bool
     again_s: float = 0.0
+    again_j: float = 0.0
+    prices: Prices = FREE
 
     @property
     def predicted_bytes(self) -> int:
@@ -148,11 +170,27 @@ class Candidate(Step):
     def compute_s(self) -> float:
         return self.plan.prediction.compute_s - self.plan.prediction.recompute_s
 
-    def with_again(self, seconds: float) -> Candidate:
-        """The same, its prediction too, with another `again_s`."""
+    @property
+    @override
+    def charged_s(self) -> float:
+        known, moved = self.plan.prediction, self.plan.moved_bytes
+        # Where seconds vary, one step of 100 counts.
+        varied_s = 0.0 if known.p99_s is None else known.p99_s - known.step_time_s
+        return varied_s + self.prices.byte_s * moved + self.prices.joule_s * known.recompute_j
+
+    def priced(self, prices: Prices) -> Candidate:
+        """The same, compared with others by such prices from now on."""
+        return replace(self, prices=prices)
+
+    def with_again(self, seconds: float, joules: float) -> Candidate:
+        """The same, its prediction too, where so much more of its compute, in seconds and in
+        joules, is not in the program as it is written."""
         known = self.plan.prediction
-        prediction = replace(known, recompute_s=known.recompute_s + seconds - self.again_s)
-        return replace(self, plan=replace(self.plan, prediction=prediction), again_s=seconds)
+        prediction = replace(
+            known, recompute_s=known.recompute_s + seconds, recompute_j=known.recompute_j + joules
+        )
+        plan, again_s = replace(self.plan, prediction=prediction), self.again_s + seconds
+        return replace(self, plan=plan, again_s=again_s, again_j=self.again_j + joules)
 
     @property
     @override
@@ -167,10 +205,12 @@ class Against(NamedTuple):
       again_s: seconds of its compute that the other does not have.
       more_bytes: bytes besides its arguments that the other does not need; fewer than none where it
         needs less.
+      again_j: joules of `again_s`.
     """
 
     again_s: float = 0.0
     more_bytes: int = 0
+    again_j: float = 0.0
 
 
 @dataclass

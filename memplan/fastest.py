@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from hlo_passes.errors import MemoryBudgetError, MemplanError
+from hlo_passes.placing.prices import FREE, Prices
 from memplan.candidates import (
     PATIENCE,
     Against,
@@ -40,12 +41,11 @@ _log = logging.getLogger("memplan")
 
 
 class _PutOff(NamedTuple):
-    """A program that was not planned yet, and the seconds of its compute that are not in the
-    program as it is written."""
+    """A program that was not planned yet, and what it comes to against that as it is written."""
 
     promise: Promise
     way: Written
-    again_s: float
+    against: Against
 
 
 class Fastest:
@@ -55,6 +55,7 @@ class Fastest:
       budget: bytes.
       options: XLA's, beside those given to ``jit``.
       against: what a program comes to against that as it is written.
+      prices: what plans are charged for beside seconds.
     """
 
     def __init__(
@@ -62,16 +63,18 @@ class Fastest:
         budget: int,
         options: Mapping[str, Any] | None,
         against: Callable[[Written], Against],
+        prices: Prices = FREE,
     ) -> None:
-        self._budget, self._options, self._against = budget, options, against
+        self._budget, self._options, self._prices = budget, options, prices
+        self._against = against
         self._best: Candidate | None = None
         self._rest: Iterator[Candidate] = iter(())  # With other rings than the best has.
         self._found: list[Candidate] = []
         self._failed: list[Exception] = []
         self._finer = FinerChunks()
         self._put_off: list[_PutOff] = []
-        # Bytes that are needed, and seconds of compute that are not in the program as written.
-        self._refused: list[tuple[float, Written, float]] = []
+        # And the bytes that are needed.
+        self._refused: list[tuple[float, Written, Against]] = []
 
     def of(self, ways: Iterable[Written]) -> Candidate:
         """The fastest plan for any of these programs: as they are written first, then in ever
@@ -105,42 +108,42 @@ class Fastest:
             if splits and best is not None and not best.placing.splits:
                 if not best.has_edits or best.is_good:
                     break
-            way.plan_for(self._budget, self._options)
+            way.plan_for(self._budget, self._options, self._prices)
             try:
-                again_s, more_bytes = self._against(way)
+                against = self._against(way)
             except (MemplanError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("%s was dropped: %s", way.named(None), error)
                 self._failed.append(error)
                 continue
-            if splits and more_bytes >= 0:
+            if splits and against.more_bytes >= 0:
                 # As XLA has them, loops over chunks may keep more than they save.
                 step, needs = None, math.inf
             else:
-                step, needs = self._comes_to(way, again_s)
+                step, needs = self._comes_to(way, against)
             if splits:
                 if self._finer.is_over(way.placing.aim or 0, step, needs):
                     break
                 continue
             self._finer.without = min(self._finer.without, needs)
             if self._best is not None and (
-                self._best.step_time_s <= _SOON_ENOUGH * self._best.compute_s
+                self._best.cost_s <= _SOON_ENOUGH * self._best.compute_s
             ):
                 break
 
-    def _comes_to(self, way: Written, again_s: float) -> tuple[Step | None, float]:
+    def _comes_to(self, way: Written, against: Against) -> tuple[Step | None, float]:
         """What a program promises, or its plan where that is not put off; and the fewest bytes that
         were needed where it was refused."""
         promise = way.promise(self._budget, self._options)
         if isinstance(promise, Refused) and way.placing.splits:
             # It may be planned with other rings, which takes long, and smaller chunks need less.
-            self._refused.append((promise.least, way, again_s))
+            self._refused.append((promise.least, way, against))
             return None, promise.least
         if isinstance(promise, Promise):
-            promise = promise.with_again(again_s)
+            promise = promise.with_again(against.again_s, self._prices.joule_s * against.again_j)
             if not self._is_good(promise):
-                self._put_off.append(_PutOff(promise, way, again_s))
+                self._put_off.append(_PutOff(promise, way, against))
                 return promise, math.inf
-        return self._planned(way, again_s)
+        return self._planned(way, against)
 
     def _is_good(self, promise: Promise) -> bool:
         return promise.is_good and (self._best is None or promise.is_faster_than(self._best))
@@ -149,27 +152,27 @@ class Fastest:
         """Plans what was put off, as long as it promises more than there is; and what was refused
         only where that leads to no plan, which says what it needs."""
         vain = 0
-        for promise, way, again_s in sorted(self._put_off, key=lambda p: p.promise.waits_s):
+        for promise, way, against in sorted(self._put_off, key=lambda p: p.promise.waits_s):
             best = self._best
             if best is not None and (vain == PATIENCE or not promise.is_faster_than(best)):
                 break
-            self._planned(way, again_s)
+            self._planned(way, against)
             vain += best is not None and self._best is best
-        for _, way, again_s in sorted(self._refused, key=lambda r: r[0]):
+        for _, way, against in sorted(self._refused, key=lambda r: r[0]):
             if self._best is not None:
                 break
-            self._planned(way, again_s)
+            self._planned(way, against)
         self._put_off.clear()
         self._refused.clear()
 
-    def _planned(self, way: Written, again_s: float) -> tuple[Candidate | None, float]:
+    def _planned(self, way: Written, against: Against) -> tuple[Candidate | None, float]:
         """A plan for a program, and the fewest bytes that were needed where it was refused."""
         candidate, before = None, len(self._failed)
         # A loop over chunks that brings what it reads, brings it for each of them.
         ways_inside = itertools.islice(way.inside(self._budget), 1 if way.placing.splits else None)
         for inside, nested in ways_inside:
             in_turn = way.in_turn(
-                inside, nested, self._budget, self._options, again_s, self._found, self._failed
+                inside, nested, self._budget, self._options, against, self._found, self._failed
             )
             # Which slots are best is asked of the best of the programs only.
             candidate = next(in_turn, None)

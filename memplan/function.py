@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.plan import Plan
 from memplan.layouts import Relaid
+from memplan.objectives import Objective
 from memplan.profiles import Profile
 from memplan.progress import Progress
 from memplan.signature import StaticArguments, dynamic_signature
@@ -36,6 +37,10 @@ class Options:
       disk: folder that `place` writes what is not on the device into; None for the host's memory.
       hosted: the paths of the arguments that are on the host, in every plan; None for those that a
         plan has there.
+      objective: what plans are to be best for; None for the fastest, or what a plan that is given
+        is best for.
+      jitter: by how much kernels and transfers vary from step to step, or that this is what the
+        machine's file has of it; None for not at all.
       in_runtime: the transfers are a runtime's, and not written into the program (CPU).
     """
 
@@ -50,6 +55,8 @@ class Options:
     progress: Callable[[Progress], None] | None = None
     disk: Path | None = None
     hosted: frozenset[str] | None = None
+    objective: Objective | None = None
+    jitter: float | Literal["measured"] | None = None
     in_runtime: bool = False
 
 

@@ -29,6 +29,12 @@ def changes(plan: Plan, lowering: Lowering) -> tuple[str, ...]:
     if made.devices != count:
         found.append(f"made for {made.devices} devices, here are {count}")
     found += islice(_arguments(made.signature, lowering.signature), _NAMED)
+    asked = lowering.function.options.objective
+    if asked is not None and made.objective != str(asked):
+        found.append(f"made for objective={made.objective}, asked for is {asked}")
+    if lowering.jitter is not None and made.jitter != lowering.jitter.variation:
+        here = lowering.jitter.variation
+        found.append(f"made for jitter={made.jitter}, asked for is {here}")
     if not found and made.fingerprint != lowering.fingerprint:
         found.append(f"its program is not that of {made.function} when the plan was made")
         found += other_versions(made.versions, target.versions)

@@ -23,10 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hlo_passes import xla
 from hlo_passes.equations import programs, says_where
-from hlo_passes.errors import TopologyError
+from hlo_passes.errors import JitterError, TopologyError
+from hlo_passes.simulator.timeline import Jitter
 from memplan.executable import Program, Target
 from memplan.function import Function
 from memplan.layouts import Layouts, as_jax_has_it, tell_xla
+from memplan.objectives import LATENCY, Objective
 from memplan.progress import Reporter
 from memplan.signature import HOST_MEMORY_KIND, argument_paths, asks_for_host
 from memplan.streams.programs import closed_over
@@ -119,6 +121,25 @@ class Lowering:
     def report(self) -> Reporter:
         """Tells what its compilation is at."""
         return Reporter(self.traced.fun_name, self.function.options.progress)
+
+    @property
+    def objective(self) -> Objective:
+        """What plans are to be best for."""
+        return self.function.options.objective or LATENCY
+
+    @functools.cached_property
+    def jitter(self) -> Jitter | None:
+        """By how much kernels and transfers vary from step to step.
+
+        Raises:
+          JitterError: when the machine's file is to say it, and does not.
+        """
+        asked = self.function.options.jitter
+        if asked == "measured":
+            if self.target.machine.variation is None:
+                raise JitterError(asked, f"the file of {self.target.machine.name} has no spreads")
+            asked = self.target.machine.variation
+        return None if asked is None else Jitter(asked)
 
     @property
     def budget(self) -> int:

@@ -256,6 +256,8 @@ class Placing:
             result_layouts=tuple(layouts.results.items()),
             donors=tuple(self._donors_beside(hosting).items()),
             forms=tuple((numbers[k], f.left, f.right, f.in_rows) for k, f in self.forms.items()),
+            objective=str(lowering.objective),
+            jitter=None if lowering.jitter is None else lowering.jitter.variation,
         )
 
     @property

@@ -27,6 +27,7 @@ from hlo_passes.errors import (
 from hlo_passes.ir import Learned, Module
 from hlo_passes.memory.spread import drawn_heaps
 from hlo_passes.memory.usage import memory_usage
+from hlo_passes.placing.prices import Prices
 from hlo_passes.plan import Plan
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator import timeline
@@ -34,6 +35,7 @@ from memplan.candidates import Against, Candidate
 from memplan.executable import Executable
 from memplan.fastest import Fastest
 from memplan.known import Known
+from memplan.objectives import LATENCY, Objective
 from memplan.placing import Placing
 from memplan.streams.hosting import Hosting
 from memplan.written import Written
@@ -132,7 +134,8 @@ class Planner:
         for placing in self._in_chunks(live):
             if (placing.aim or 0) <= most:
                 self._known.counts_chip = candidate.counts_chip
-                return self._fastest((self._of(placing),), budget, options)
+                objective, ways = self._lowering.objective, (self._of(placing),)
+                return self._best(objective, ways, budget, options)
         return None
 
     def plan(
@@ -142,8 +145,10 @@ class Planner:
         *,
         counts_chip: bool = False,
         near: Candidate | None = None,
+        objective: Objective | None = None,
     ) -> Candidate:
-        """Returns the fastest plan found for `budget` bytes, or for all that the device has.
+        """Returns the best plan found for `budget` bytes, or for all that the device has: the
+        fastest, or what else is asked for (`objectives`).
 
         A ring that fails is dropped: where the checker or XLA refuses what was made of it, the log
         says so, and the others are tried.
@@ -153,11 +158,13 @@ class Planner:
           counts_chip: whether what XLA was seen to hold on the chip is counted all the same.
           near: the best for about as many bytes, if there is one: other programs than that, the
             one before and the one after it are looked at only where none of them will do.
+          objective: what it is to be best for; None for what the user asks for.
 
         Raises:
           MemoryBudgetError: when none was found.
           OrderedEffectsError: when the program has ordered effects.
           HostResultsError: on CPU, when ``out_shardings`` ask for host memory.
+          NoEnergyError, ObjectiveError: as `Objective.best`.
           MemplanError, jax.errors.JaxRuntimeError: of the first ring, when all were dropped.
         """
         if self._placing.program.arguments.ordered_effects:
@@ -166,16 +173,39 @@ class Planner:
             raise HostResultsError(self._lowering.traced.fun_name)
         budget = min(budget, self._lowering.target.capacity_bytes - self._lowering.closed_bytes)
         self._known.counts_chip = counts_chip
+        objective = objective or self._lowering.objective
         if near is not None:
             with suppress(MemplanError, jax.errors.JaxRuntimeError):
-                return self._fastest(self._beside(near), budget, options)
-        return self._fastest(self._ways(budget, options), budget, options)
+                return self._best(objective, self._beside(near), budget, options)
+        return self._best(objective, self._ways(budget, options), budget, options)
 
-    def _fastest(
-        self, ways: Iterable[Written], budget: int, options: Mapping[str, Any] | None
+    def _best(
+        self,
+        objective: Objective,
+        ways: Iterable[Written],
+        budget: int,
+        options: Mapping[str, Any] | None,
     ) -> Candidate:
-        """The fastest plan of these programs; raises as `plan` does."""
-        return Fastest(budget, options, lambda way: self._against(way, budget, options)).of(ways)
+        """The best plan of these programs; raises as `plan` does."""
+        ways, seen = iter(ways), list[Written]()
+
+        def again() -> Iterator[Written]:
+            """The same ways for each plan; each is made when it is first asked for."""
+            for n in itertools.count():
+                if n == len(seen):
+                    seen.extend(itertools.islice(ways, 1))
+                if n == len(seen):
+                    return
+                yield seen[n]
+
+        def cheapest(prices: Prices) -> Candidate:
+            against = functools.partial(self._against, budget=budget, options=options)
+            return Fastest(budget, options, against, prices).of(again())
+
+        machine = self._lowering.target.machine
+        found = objective.best(machine, cheapest, lambda candidate: candidate.plan)
+        # What is compared with it later, is compared by what it is best for.
+        return found.priced(objective.prices(machine))
 
     def _against(self, way: Written, budget: int, options: Mapping[str, Any] | None) -> Against:
         """What a program comes to against that as it is written."""
@@ -190,7 +220,11 @@ class Planner:
             for each, look in zip(pair, looks, strict=True)
             if look is not None
         )
-        return Against(new.compute_s - old.compute_s, new.besides_bytes - old.besides_bytes)
+        return Against(
+            new.compute_s - old.compute_s,
+            new.besides_bytes - old.besides_bytes,
+            new.compute_j - old.compute_j,
+        )
 
     def resident(self, options: Mapping[str, Any] | None) -> Candidate:
         """The program with all that may be on the device there, whether or not that has so much."""
@@ -203,7 +237,7 @@ class Planner:
         """The program as XLA has it, if the planner finds that it fits the device."""
         capacity = self._lowering.target.capacity_bytes
         try:
-            candidate = self.plan(capacity, options, counts_chip=counts_chip)
+            candidate = self.plan(capacity, options, counts_chip=counts_chip, objective=LATENCY)
         except MemoryBudgetError:
             return None
         return None if candidate.has_edits else candidate
@@ -226,8 +260,10 @@ class Planner:
         way, hosting = self._of(candidate.placing), candidate.hosting
         way.show(hosting, options, candidate.program, module)
         self._known.counts_chip = candidate.counts_chip
-        found = way.plan_with(hosting, candidate.plan.budget_bytes, options)
-        return found.with_again(candidate.again_s)
+        budget = candidate.plan.budget_bytes
+        way.plan_for(budget, options, candidate.prices)
+        found = way.plan_with(hosting, budget, options)
+        return found.with_again(candidate.again_s, candidate.again_j)
 
     def learn_from(self, executable: Executable) -> None:
         """Takes note of what XLA made of this program: how long its kernels take, and what it holds

@@ -157,7 +157,7 @@ class Rounds:
         best, *others = found
         for other in others:
             best = other if other.is_faster_than(best) else best
-        near = (c for c in found if c.step_time_s <= WAITS * best.step_time_s)
+        near = (c for c in found if c.cost_s <= WAITS * best.cost_s)
         fitting = (c for c in near if self._fits(c, _AT_FIRST))
         best = min(fitting, key=lambda c: c.waits_s, default=best)
         return [best, *(c for c in found if not c.counts_chip and best.counts_chip)]

@@ -118,6 +118,9 @@ class Lowered:
 
     def __init__(self, traced: Traced) -> None:
         self._lowering = Lowering(traced.traced, traced.function, traced.target)
+        # What is asked of it, its file may not know.
+        self._lowering.objective.prices(self.machine)
+        _ = self._lowering.jitter
         self._given: Plan | None = None
         self._prepare(self._holding(traced.function.options.plan))
         self._is_x64 = jax.config.jax_enable_x64

@@ -26,10 +26,11 @@ from hlo_passes.errors import HostComputeError, MemoryBudgetError, MemplanError
 from hlo_passes.ir import Learned, Module
 from hlo_passes.memory.usage import memory_usage
 from hlo_passes.pipeline import Room
+from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.plan import Plan
 from hlo_passes.rewrite import inject
-from hlo_passes.simulator import cost
-from memplan.candidates import Candidate, Promise, Refused
+from hlo_passes.simulator import cost, energy
+from memplan.candidates import Against, Candidate, Promise, Refused
 from memplan.executable import Program
 from memplan.known import Known
 from memplan.placing import Placing
@@ -89,6 +90,7 @@ class _Asked(TypedDict):
     host_parameters: Collection[int]
     sliced_parameters: Collection[int]
     slots: int | None
+    prices: Prices
 
 
 class Unplanned(NamedTuple):
@@ -97,10 +99,12 @@ class Unplanned(NamedTuple):
     Attributes:
       compute_s: seconds of a step.
       besides_bytes: needed besides its arguments.
+      compute_j: joules of a step beside static watts; 0 where nothing is known of them.
     """
 
     compute_s: float
     besides_bytes: int
+    compute_j: float = 0.0
 
 
 class Written:
@@ -119,6 +123,7 @@ class Written:
         self._planned: dict[Hashable, Any] = {}  # Also that there is none, a `MemoryBudgetError`.
         self._planned_for: Hashable = None  # What that depends on besides.
         self._least: dict[Hashable, tuple[int, frozenset[str]]] = {}
+        self._prices = FREE
 
     def forget(self) -> None:
         """Has XLA show the program anew."""
@@ -137,8 +142,12 @@ class Written:
         shown = dict.fromkeys((False, True), module)
         self._captured[hosting, _options_key(options)] = program, shown
 
-    def plan_for(self, budget: int, options: Mapping[str, Any] | None) -> None:
-        """Forgets what was planned for another budget, or when less was known."""
+    def plan_for(
+        self, budget: int, options: Mapping[str, Any] | None, prices: Prices = FREE
+    ) -> None:
+        """Has plans made with such prices from now on; forgets what was planned for another budget,
+        or when less was known."""
+        self._prices = prices
         key = budget, _options_key(options), self.known.counts_chip, self.known.seen
         if key != self._planned_for:
             self._planned.clear()
@@ -150,7 +159,7 @@ class Written:
         nested: bool,
         budget: int,
         options: Mapping[str, Any] | None,
-        again_s: float,
+        against: Against,
         found: list[Candidate],
         failed: list[Exception],
     ) -> Iterator[Candidate]:
@@ -159,7 +168,7 @@ class Written:
 
         Args:
           inside: what loops bring whole.
-          again_s: seconds of compute that the program as it is written does not have.
+          against: what the program comes to against that as it is written.
           found, failed: what came of each ring is added to one of them.
         """
         best: Candidate | None = None
@@ -205,7 +214,8 @@ class Written:
                 _log.warning("a plan%s was dropped: %s", how, error)
                 failed.append(error)
                 continue
-            candidate = candidate.with_again(again_s) if again_s else candidate
+            if against.again_s:
+                candidate = candidate.with_again(against.again_s, against.again_j)
             _log.info("planning%s: a step of %.3g ms", how, candidate.step_time_s * 1e3)
             found.append(candidate)
             yield candidate
@@ -269,7 +279,8 @@ class Written:
         _, module = self.capture(hosting, options)
         module, machine = module.with_learned(Learned()), self._lowering.target.machine
         usage = memory_usage(module, machine.platform, machine=machine)
-        return Unplanned(cost.step_seconds(module, machine), usage.besides_bytes)
+        joules = energy.compute_joules(module, machine)
+        return Unplanned(cost.step_seconds(module, machine), usage.besides_bytes, joules)
 
     def _rings(self, budget: int) -> tuple[_Ring | None, ...]:
         """The rings to try, and None for none: one of them, if there is nothing to stream."""
@@ -345,6 +356,7 @@ class Written:
                 self._lowering.target.machine,
                 room,
                 self.placing.stack_size,
+                self._prices.byte_s,
             )
             try:
                 return planned(everything.without(kept))
@@ -383,6 +395,7 @@ class Written:
 
     def _once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """What is planned, or the error that it ends with, made once."""
+        key = key, self._prices
         if key not in self._planned:
             try:
                 self._planned[key] = make()
@@ -432,7 +445,7 @@ class Written:
             for stay, expected_s in choices:
                 if stay in tried:
                     continue
-                if best is not None and expected_s > _PROMISING * best.step_time_s:
+                if best is not None and expected_s > _PROMISING * best.cost_s:
                     break
                 tried.add(stay)
                 try:
@@ -485,6 +498,7 @@ class Written:
             self._lowering.target.machine,
             budget,
             **self._asked(program, hosting),
+            jitter=self._lowering.jitter,
             labels={
                 p.name: named[p.parameter_number]
                 for p in module.entry.parameters
@@ -524,6 +538,7 @@ class Written:
             hosting,
             hosted_bytes=away if self._lowering.target.machine.has_one_memory else 0,
             counts_chip=self.known.counts_chip,
+            prices=self._prices,
         )
 
     def _room(self, everything: Hosting, budget: int, options: Mapping[str, Any] | None) -> Room:
@@ -552,7 +567,13 @@ class Written:
     def _asked(self, program: Program, hosting: Hosting) -> _Asked:
         host, sliced = self.placing.on_host(program, hosting)
         slots = self._lowering.function.options.slots
-        return {"host_parameters": host, "sliced_parameters": sliced, "slots": slots}
+        prices = self._prices
+        return {
+            "host_parameters": host,
+            "sliced_parameters": sliced,
+            "slots": slots,
+            "prices": prices,
+        }
 
     def capture(
         self, hosting: Hosting, options: Mapping[str, Any] | None

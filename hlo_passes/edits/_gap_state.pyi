@@ -13,17 +13,18 @@ class Catalog:
 
     Args:
       temporaries: of each size, bytes added when written, bytes of other arrays beside, numbers of
-        its maker and of its resident or -1, tick at which it is written, seconds of its maker,
-        whether there is an obstacle, whether it can be made again, ticks at which it is read, and
-        operands of its maker: a temporary; or what is not made, and the tick until which it is
-        there: -1, or -2 less the number of a weight; and temporaries among them in whose bytes it
-        may lie where they are read there for the last time.
+        its maker and of its resident or -1, tick at which it is written, seconds of its maker and
+        what a run of that again is charged beside them, whether there is an obstacle, whether it
+        can be made again, ticks at which it is read, and operands of its maker: a temporary; or
+        what is not made, and the tick until which it is there: -1, or -2 less the number of a
+        weight; and temporaries among them in whose bytes it may lie where they are read there for
+        the last time.
       weights: int64[any], bytes of what makers read of the host.
       compute: costs, float64[ticks], seconds of each; in_busy and out_busy, those for which it
         occupies either link itself.
       links: bytes a second and latency in seconds of the link in and of that out; how much slower
-        than that a link may be; whether they share one queue; whether temporaries can be taken
-        away at all.
+        than that a link may be; seconds that each byte that moves is charged; whether they share
+        one queue; whether temporaries can be taken away at all.
       transfers: fetches, what comes whatever is taken, as `placing._schedule` has it;
         int64[fetches], which of the weights each brings, or -1; evictions, what leaves, likewise.
       packing: residents, int64[3 · any], bytes and ticks of what shares the arena with fetches;
@@ -41,7 +42,7 @@ class Catalog:
         temporaries: Sequence[tuple[object, ...]],
         weights: _Ints,
         compute: tuple[_Floats, _Floats, _Floats],
-        links: tuple[float, float, float, float, float, bool, bool],
+        links: tuple[float, float, float, float, float, float, bool, bool],
         transfers: tuple[_Ints, _Ints, _Ints],
         packing: tuple[_Ints, _Ints, _Ints, int, bool, int, int],
     ) -> None: ...
@@ -76,14 +77,15 @@ class State:
           terms: float64[2 · any], pairs of a link's price and of seconds at that price.
         """
 
-    def step_seconds(self, capacity: int, slots: int, /) -> float:
-        """Predicts the seconds of a step; infinity where its load exceeds `capacity`, or its
-        fetches have no room (-1: any number of `slots`). O(transfers · log + ticks)."""
+    def cost(self, capacity: int, slots: int, /) -> float:
+        """Predicts the seconds of a step and what is charged beside them; infinity where its load
+        exceeds `capacity`, or its fetches have no room (-1: any number of `slots`).
+        O(transfers · log + ticks)."""
 
     def fitted(
         self, capacity: int, slots: int, /
     ) -> tuple[int, float, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """See `EditState.fitted`: bytes and seconds; of each eviction the temporary, or -1 less its
+        """See `EditState.fitted`: bytes and costs; of each eviction the temporary, or -1 less its
         number among those whatever is taken, and the ticks at which it is issued and waited for; of
         each fetch the temporary, or -1 less the number of the weight, the tick of its first reader,
         and that at which it is issued. With none, 2**63 - 1 bytes. A few times O(n log n)."""

@@ -1,11 +1,11 @@
 """Which gaps are taken: a few greedy selections, the fastest of them first.
 
-    terms ──► select ──► gaps that are taken ──► step_seconds ──► the fastest first
+    terms ──► select ──► gaps that are taken ──► cost_s ──► the cheapest first
     prices of links,      (`greedy`)               evictions and fetches
     depths of chains                               scheduled as in a plan
 
 What a choice is worth is what a step with it takes, its transfers scheduled as they will be in
-the plan, but not packed.
+the plan, but not packed, and what is charged beside that (`placing.prices`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class EditChoice:
 
     Attributes:
       selection: with it the load of the arena fits.
-      step_time_s: predicted, before packing.
+      cost_s: seconds of a step, and what is charged beside them, before packing.
     """
 
     selection: EditState
-    step_time_s: float
+    cost_s: float
 
 
 def least_edits(posed: Problem) -> Edits:
@@ -146,14 +146,14 @@ class Work:
         found = list(self._chosen(capacity, capacity, slots, reserve, self.terms()))
         if not found:
             found = next(filter(None, self._aimed(capacity, slots, reserve)), [])
-        return sorted(found, key=lambda choice: choice.step_time_s)
+        return sorted(found, key=lambda choice: choice.cost_s)
 
     def choose_deeper(
         self, capacity: int, slots: int | None, reserve: npt.NDArray[np.int64] | int
     ) -> list[EditChoice]:
         """Chooses as `choose` does where nothing else fits, in every way there is."""
         found = (choice for among in self._aimed(capacity, slots, reserve) for choice in among)
-        return sorted(found, key=lambda choice: choice.step_time_s)
+        return sorted(found, key=lambda choice: choice.cost_s)
 
     def lowest(self, reserve: npt.NDArray[np.int64] | int) -> Iterator[EditState]:
         """Yields gaps with which the load is as low as it can be brought, whatever that takes."""
@@ -184,9 +184,9 @@ class Work:
             taken = self.select(capacity, terms, reserve, aim)
             if taken.gaps not in seen:
                 seen.add(taken.gaps)
-                seconds = taken.step_seconds(capacity, slots)
-                if seconds < np.inf:
-                    yield EditChoice(taken, seconds)
+                cost_s = taken.cost_s(capacity, slots)
+                if cost_s < np.inf:
+                    yield EditChoice(taken, cost_s)
             if not taken.gaps and taken.load.max(initial=0) <= capacity:
                 break  # Nothing has to go.
 

@@ -18,6 +18,10 @@ double Traffic::MovingSeconds(int64_t size, bool is_away) const {
   return is_away ? seconds : seconds + bytes / out.bytes_per_s + out.latency_s;
 }
 
+double Traffic::MovingCharge(int64_t size, bool is_away) const {
+  return byte_s * static_cast<double>(is_away ? size : 2 * size);
+}
+
 GapState::GapState(const Catalog* catalog, int64_t* load, double* costs, int64_t ticks,
                    int64_t depth)
     : catalog_(catalog),
@@ -248,6 +252,7 @@ bool GapState::MakeAgain(int64_t n, Tick tick, int64_t depth) {
   if (role == Role::kWaiting) SetRole(n, tick, Role::kPassing);
   if (SiblingsMadeAt(n, tick)) return true;
   AddCost(tick, t.maker_s);
+  added_s_ += t.charge_s;
   if (added_s_ > most_s_) return false;
   for (const Operand& operand : t.operands) {
     if (!Ensure(operand, tick, t.size, depth + 1)) return false;
@@ -288,7 +293,10 @@ bool GapState::Ensure(const Operand& operand, Tick tick, int64_t size, int64_t d
   if (gap.action == Action::kEvict) return tick > start + 1;
   KeepFrom(n, gap.end);
   SetRole(n, gap.end, Role::kNone);
-  if (!SiblingsMadeAt(n, gap.end)) AddCost(gap.end, -t.maker_s);
+  if (!SiblingsMadeAt(n, gap.end)) {
+    AddCost(gap.end, -t.maker_s);
+    added_s_ -= t.charge_s;
+  }
   return MakeAgain(n, tick, depth);
 }
 

@@ -53,12 +53,13 @@ struct Weight {
   }
 };
 
-// See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds. It lies in `resident`, or where
-// that is -1 in bytes that are there anyway.
+// See `gaps.Temporary`; `maker` is a number, `maker_s` its seconds, and `charge_s` what a run of it
+// again is charged beside these (see `Prices`). It lies in `resident`, or where that is -1 in bytes
+// that are there anyway.
 struct Temporary {
   int64_t size, added, beside, maker, resident;
   Tick written;
-  double maker_s;
+  double maker_s, charge_s;
   bool obstacle, repeatable;
   std::vector<Tick> reads;
   std::vector<Operand> operands;
@@ -67,9 +68,11 @@ struct Temporary {
   bool MayLieIn(int64_t n) const { return std::find(over.begin(), over.end(), n) != over.end(); }
 };
 
-// The links, and what moves on them whatever is taken.
+// The links, and what moves on them whatever is taken. `byte_s` is what each byte that moves is
+// charged beside the seconds of a step: see `Prices`.
 struct Traffic {
   Link in, out;
+  double byte_s;
   bool is_one_queue, can_evict;
   double margin;
   std::vector<Fetch> fetches;  // In the order of their first reads.
@@ -78,6 +81,9 @@ struct Traffic {
 
   // Seconds of links to take `size` bytes away, unless they are, and back.
   double MovingSeconds(int64_t size, bool is_away) const;
+
+  // What that is charged.
+  double MovingCharge(int64_t size, bool is_away) const;
 };
 
 // What shares the arena with fetches, and how the compiler packs it.
@@ -177,8 +183,8 @@ class GapState {
                int64_t slots, int64_t times);
 
   // Predicts the seconds of a step whose transfers have so many bytes, and at most so many slots
-  // (-1: any number); infinity where it does not fit.
-  double StepSeconds(int64_t capacity, int64_t slots) const;
+  // (-1: any number), and what is charged beside them; infinity where it does not fit.
+  double Cost(int64_t capacity, int64_t slots) const;
 
   // What moves, and when; of each eviction and fetch the temporary, or -1 less its number among those
   // whatever is taken, and behind these among what clones read of weights.
@@ -192,15 +198,15 @@ class GapState {
     std::vector<double> clock;
   };
 
-  // A schedule's seconds, and its packing.
+  // A schedule, its seconds and what is charged beside them, and its packing.
   struct Fitted {
     Moves moves;
-    double seconds;
+    double cost;
     Packed packed;
   };
 
   // As in `placement`: what moves gets fewer bytes until all is packed within `packed`. No schedule
-  // is looked at that takes `enough` seconds; with none, the packing is the largest there is.
+  // is looked at that costs `enough`; with none, the packing is the largest there is.
   Fitted Tightened(int64_t capacity, int64_t packed, int64_t slots, double enough) const;
 
   // Every gap that is taken, the dearest first.
@@ -257,7 +263,7 @@ class GapState {
   const Gap* Find(int64_t n, Tick start) const;
   Tick GapEnd(int64_t n, Tick start) const;
   bool IsAway(int64_t n) const;
-  double PriceSeconds(int64_t n, Action action) const;
+  double Price(int64_t n, Action action) const;
   Tick LastOwnAccess(int64_t n) const;
   int64_t MostLoad(Tick start, Tick end) const;
   std::vector<Option> Options(int64_t capacity, double link_price, int64_t smallest,
@@ -276,7 +282,8 @@ class GapState {
   std::set<int64_t> WeightsFor(const Clone& clone, Tick tick) const;
   bool Schedule(int64_t capacity, int64_t slots, Moves* moves) const;
   bool Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* moves) const;
-  double StepSeconds(const Moves& moves) const;
+  double Cost(const Moves& moves) const;
+  double Charge(const Moves& moves) const;
   std::vector<GapKey> AllGaps(int64_t smallest) const;
   void ChangeFew(const std::vector<GapKey>& gaps, Noise* noise);
   static double Score(const Fitted& found, int64_t capacity);

@@ -82,8 +82,8 @@ bool ParseTemporary(PyObject* row, Temporary* t) {
   long long size, added, beside, maker, resident, written;
   int obstacle, repeatable;
   PyObject *reads, *operands, *over;
-  if (!PyArg_ParseTuple(row, "LLLLLLdppOOO", &size, &added, &beside, &maker, &resident,
-                        &written, &t->maker_s,
+  if (!PyArg_ParseTuple(row, "LLLLLLddppOOO", &size, &added, &beside, &maker, &resident,
+                        &written, &t->maker_s, &t->charge_s,
                         &obstacle, &repeatable, &reads, &operands, &over)) {
     return false;
   }
@@ -230,10 +230,10 @@ PyObject* NewCatalog(PyTypeObject* type, PyObject* args, PyObject*) {
   Traffic& traffic = made->traffic;
   int is_one_queue, can_evict, in_order;
   long long alignment, smallest, table;
-  if (!PyArg_ParseTuple(args, "OO(OOO)(dddddpp)(OOO)(OOOLpLL)", &rows, &weights,  //
+  if (!PyArg_ParseTuple(args, "OO(OOO)(ddddddpp)(OOO)(OOOLpLL)", &rows, &weights,  //
                         &costs, &in_busy, &out_busy,                             //
                         &traffic.in.bytes_per_s, &traffic.in.latency_s, &traffic.out.bytes_per_s,
-                        &traffic.out.latency_s, &traffic.margin, &is_one_queue, &can_evict,  //
+                        &traffic.out.latency_s, &traffic.margin, &traffic.byte_s, &is_one_queue, &can_evict,  //
                         &fetches, &fetched_weights, &evictions,                              //
                         &residents, &holders, &joined, &alignment, &in_order, &smallest,
                         &table)) {
@@ -374,12 +374,12 @@ PyObject* Improve(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* StepSeconds(PyObject* self, PyObject* args) {
+PyObject* Cost(PyObject* self, PyObject* args) {
   long long capacity, slots;
   if (!PyArg_ParseTuple(args, "LL", &capacity, &slots)) return nullptr;
-  double seconds = 0;
-  if (!Caught([&] { seconds = Of(self).StepSeconds(capacity, slots); })) return nullptr;
-  return PyFloat_FromDouble(seconds);
+  double cost = 0;
+  if (!Caught([&] { cost = Of(self).Cost(capacity, slots); })) return nullptr;
+  return PyFloat_FromDouble(cost);
 }
 
 PyObject* Fitted(PyObject* self, PyObject* args) {
@@ -407,7 +407,7 @@ PyObject* Fitted(PyObject* self, PyObject* args) {
                          static_cast<long long>(moves.fetches[k].first),
                          static_cast<long long>(moves.starts[k]));
   });
-  return Py_BuildValue("LdNN", static_cast<long long>(found.packed.bytes), found.seconds, departures,
+  return Py_BuildValue("LdNN", static_cast<long long>(found.packed.bytes), found.cost, departures,
                        fetches);
 }
 
@@ -465,7 +465,7 @@ PyMethodDef state_methods[] = {
     {"recompute", Recompute, METH_VARARGS, nullptr},
     {"take", Take, METH_VARARGS, nullptr},
     {"improve", Improve, METH_VARARGS, nullptr},
-    {"step_seconds", StepSeconds, METH_VARARGS, nullptr},
+    {"cost", Cost, METH_VARARGS, nullptr},
     {"fitted", Fitted, METH_VARARGS, nullptr},
     {"dearest", Dearest, METH_NOARGS, nullptr},
     {"give_back", GiveBack, METH_VARARGS, nullptr},

@@ -320,11 +320,11 @@ GapState::Fitted GapState::Tightened(int64_t capacity, int64_t packed, int64_t s
   for (int64_t tightened = 0; tightened <= kTightened; ++tightened) {
     Moves moves;
     if (!Schedule(capacity, slots, &moves)) break;
-    const double seconds = StepSeconds(moves);
-    if (tightened == 0) best.seconds = seconds;
-    if (seconds >= enough) break;
+    const double cost = Cost(moves);
+    if (tightened == 0) best.cost = cost;
+    if (cost >= enough) break;
     const Packed now = Sketch(*this, moves).Pack(packed);
-    if (now.over < best.packed.over) best = {std::move(moves), seconds, now};
+    if (now.over < best.packed.over) best = {std::move(moves), cost, now};
     if (now.over == 0 || capacity <= least || tightened == kTightened) break;
     // Steps double, and the last one leaves transfers no bytes but those they need.
     const int64_t spare = (capacity - least) >> (kTightened - 1 - tightened);

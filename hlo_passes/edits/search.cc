@@ -99,11 +99,12 @@ std::vector<GapState::Option> GapState::Options(int64_t capacity, double link_pr
       if (traffic.can_evict) {
         const double needed = traffic.MovingSeconds(t.size, is_away);
         const double idle = clock[end] - clock[(is_away ? start : t.written) + 1];
-        price = link_price * needed + std::max(0.0, needed - idle);
+        price = link_price * needed + std::max(0.0, needed - idle) +
+                traffic.MovingCharge(t.size, is_away);
         found.push_back({price / benefit, n, start, Action::kEvict, kInfinity});
       }
       if (t.repeatable && depth_ > 0) {
-        found.push_back({t.maker_s / benefit, n, start, Action::kRecompute, price});
+        found.push_back({(t.maker_s + t.charge_s) / benefit, n, start, Action::kRecompute, price});
       }
     }
   }
@@ -214,18 +215,18 @@ std::vector<GapKey> GapState::Some(Noise* noise) const {
   return found;
 }
 
-// Seconds of a step, and more where its arena is packed above the bytes it was to have.
+// What a step costs, and more where its arena is packed above the bytes it was to have.
 double GapState::Score(const Fitted& found, int64_t capacity) {
-  if (found.packed.over == 0) return found.seconds;
+  if (found.packed.over == 0) return found.cost;
   const double share = static_cast<double>(found.packed.over) /
                        static_cast<double>(std::max<int64_t>(1, capacity));
-  return found.seconds * (kPackedOver + kOver * share);
+  return found.cost * (kPackedOver + kOver * share);
 }
 
 std::vector<GapKey> GapState::Dearest() const {
   std::vector<std::tuple<double, int64_t, Tick>> gaps;
   for (int64_t n = 0; n < count(); ++n) {
-    for (const Gap& gap : taken_[n]) gaps.emplace_back(PriceSeconds(n, gap.action), n, gap.start);
+    for (const Gap& gap : taken_[n]) gaps.emplace_back(Price(n, gap.action), n, gap.start);
   }
   std::sort(gaps.rbegin(), gaps.rend());
   std::vector<GapKey> found;
@@ -234,9 +235,12 @@ std::vector<GapKey> GapState::Dearest() const {
   return found;
 }
 
-double GapState::PriceSeconds(int64_t n, Action action) const {
+double GapState::Price(int64_t n, Action action) const {
   const Temporary& t = catalog_->temporaries[n];
-  return action == Action::kRecompute ? t.maker_s : catalog_->traffic.MovingSeconds(t.size, false);
+  const Traffic& traffic = catalog_->traffic;
+  return action == Action::kRecompute
+             ? t.maker_s + t.charge_s
+             : traffic.MovingSeconds(t.size, false) + traffic.MovingCharge(t.size, false);
 }
 
 }  // namespace memplan

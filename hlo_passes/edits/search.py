@@ -68,8 +68,8 @@ class EditSearch:
             return
         for likely in _LIKELY:
             taken = self._carried_out(relaxation, likely, reserve)
-            if (seconds := taken.step_seconds(self._capacity, self._slots)) < np.inf:
-                yield EditChoice(taken, seconds)
+            if (cost_s := taken.cost_s(self._capacity, self._slots)) < np.inf:
+                yield EditChoice(taken, cost_s)
 
     def improved(self, taken: EditState, packed: int | None = None, longer: int = 1) -> EditChoice:
         """What a search from a selection finds that is faster, or packed within the capacity.
@@ -83,7 +83,7 @@ class EditSearch:
         within = capacity if packed is None else packed
         times = longer * self._times
         better.improve(capacity, within, terms, self._work.smallest, self._slots, times)
-        return EditChoice(better, better.fitted(capacity, self._slots).step_time_s)
+        return EditChoice(better, better.fitted(capacity, self._slots).cost_s)
 
     def over(self, taken: EditState) -> int:
         """By how many bytes its packing is above the capacity, as far as that is known."""

@@ -37,7 +37,7 @@ class Fitted(NamedTuple):
 
     Attributes:
       packed: bytes of the packed arena, above its base.
-      step_time_s: predicted.
+      cost_s: predicted seconds of a step, and what is charged beside them.
       departures: of each eviction, by the number of its temporary, or -1 less its own among those
         that leave whatever is taken, the ticks at which it is issued and waited for.
       starts: of each fetch the number of its temporary, or -1 less that of the movable, with the
@@ -46,7 +46,7 @@ class Fitted(NamedTuple):
     """
 
     packed: int
-    step_time_s: float
+    cost_s: float
     departures: Mapping[int, tuple[LogicalTime, LogicalTime]]
     starts: Sequence[tuple[tuple[int, LogicalTime], LogicalTime]]
 
@@ -73,6 +73,7 @@ def catalog(posed: Problem, temporaries: tuple[Temporary, ...]) -> Catalog:
             number.get(id(holders.get(dataflow.value_at(t.handle).id)), -1),
             t.written,
             posed.costs[t.written],
+            posed.charges[t.written],
             bool(t.obstacle) or t.number in returned,
             t.operands is not None,
             [r.tick for r in t.reads],
@@ -102,6 +103,7 @@ def catalog(posed: Problem, temporaries: tuple[Temporary, ...]) -> Catalog:
             out.bytes_per_s,
             out.latency_s,
             LINK_MARGIN,
+            posed.prices.byte_s,
             queue_of(into) == queue_of(out),
             posed.can_evict,
         ),
@@ -194,7 +196,7 @@ class EditState:
 
     def recompute(self, n: int, start: LogicalTime, capacity: int, most_s: float) -> bool:
         """Recomputes a temporary at the end of the gap from `start`, if its operands can be
-        there, all that has to run again for it takes no more than `most_s` seconds, and the
+        there, all that has to run again for it costs no more than `most_s` seconds, and the
         load comes nearer to `capacity` by it. Else nothing changes."""
         return self._state.recompute(n, start, capacity, most_s)
 
@@ -221,21 +223,21 @@ class EditState:
         rows = np.array(list(terms), np.float64).ravel()
         self._state.improve(capacity, packed, rows, smallest, -1 if slots is None else slots, times)
 
-    def step_seconds(self, capacity: int, slots: int | None) -> float:
+    def cost_s(self, capacity: int, slots: int | None) -> float:
         """Predicts the step's time, its transfers scheduled as they will be in the plan, but not
-        packed; infinity where it does not fit. What the load has in reserve is not lent to
-        transfers either."""
-        return self._state.step_seconds(capacity, -1 if slots is None else slots)
+        packed, and what is charged beside it; infinity where it does not fit. What the load has in
+        reserve is not lent to transfers either."""
+        return self._state.cost(capacity, -1 if slots is None else slots)
 
     def fitted(self, capacity: int, slots: int | None) -> Fitted:
         """Schedules the transfers, with fewer bytes for them until the compiler's packing of the
         arena is within `capacity`, as far as it is known: what it goes by is known only of the
         module that is written."""
         found = self._state.fitted(capacity, -1 if slots is None else slots)
-        packed, step_s, departures, fetches = found
+        packed, cost_s, departures, fetches = found
         return Fitted(
             packed,
-            step_s,
+            cost_s,
             {of: (start, done) for of, start, done in departures},
             [((of, first), start) for of, first, start in fetches],
         )

@@ -15,7 +15,7 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, Moves* moves) const {
   if (!fits || catalog_->weights.empty()) return fits;
   Moves kept;
   if (Schedule(capacity, slots, true, &kept) && kept.fetches.size() < moves->fetches.size() &&
-      StepSeconds(kept) < StepSeconds(*moves)) {
+      Cost(kept) < Cost(*moves)) {
     *moves = std::move(kept);
   }
   return true;
@@ -147,20 +147,35 @@ bool GapState::Schedule(int64_t capacity, int64_t slots, bool keeps, Moves* move
   return starts.tight < 0;
 }
 
-double GapState::StepSeconds(int64_t capacity, int64_t slots) const {
+double GapState::Cost(int64_t capacity, int64_t slots) const {
   Moves moves;
-  return Schedule(capacity, slots, &moves) ? StepSeconds(moves)
+  return Schedule(capacity, slots, &moves) ? Cost(moves)
                                           : std::numeric_limits<double>::infinity();
 }
 
-double GapState::StepSeconds(const Moves& moves) const {
+double GapState::Cost(const Moves& moves) const {
   const Compute compute{
       costs_,  moves.clock.data(),        nullptr, catalog_->in_busy.data(),
       catalog_->out_busy.data(), ticks_};
   const Traffic& traffic = catalog_->traffic;
-  return StepTimes(moves.fetches, moves.starts, moves.evictions, moves.departures, compute,
-                   traffic.in, traffic.out, traffic.is_one_queue)
-      .step_s;
+  const double step_s = StepTimes(moves.fetches, moves.starts, moves.evictions, moves.departures,
+                                  compute, traffic.in, traffic.out, traffic.is_one_queue)
+                            .step_s;
+  return step_s + Charge(moves);
+}
+
+// What is charged beside the seconds of a step: see `Prices`.
+double GapState::Charge(const Moves& moves) const {
+  int64_t bytes = 0;
+  for (const Fetch& fetch : moves.fetches) bytes += fetch.size;
+  for (const Eviction& eviction : moves.evictions) bytes += eviction.size;
+  double found = catalog_->traffic.byte_s * static_cast<double>(bytes);
+  for (const auto& [tick, roles] : clones_) {
+    for (const Clone& clone : ClonesBefore(tick)) {
+      found += catalog_->temporaries[clone.elements[0]].charge_s;
+    }
+  }
+  return found;
 }
 
 }  // namespace memplan

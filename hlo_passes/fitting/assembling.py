@@ -9,6 +9,7 @@ from math import inf
 from hlo_passes.analysis.dataflow import Position
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.errors import TierCapacityError
+from hlo_passes.fitting import steady
 from hlo_passes.fitting.solution import Solution
 from hlo_passes.hardware.machine import Machine
 from hlo_passes.ir import HOST_MEMORY_SPACE, Module
@@ -31,7 +32,7 @@ from hlo_passes.plan import (
     Transfer,
 )
 from hlo_passes.rewrite import transfers as rewrite
-from hlo_passes.simulator import timeline
+from hlo_passes.simulator import cost, energy, timeline, work
 
 
 def assemble(
@@ -41,6 +42,7 @@ def assemble(
     loops: tuple[LoopSchedule, ...] = (),
     bodies: tuple[BodyPlan, ...] = (),
     bounding: Problem | None = None,
+    jitter: timeline.Jitter | None = None,
 ) -> Plan:
     """Returns the plan, not verified yet.
 
@@ -49,12 +51,13 @@ def assemble(
       loops, bodies: the schedules and the plans that the module has already.
       bounding: `Solution.kept` with loops that take no more than they must; what no plan undercuts,
         is said of that.
+      jitter: by how much kernels and transfers vary from step to step, if that is asked for.
 
     Raises:
       TierCapacityError: when what is off the device does not fit where it is put.
     """
     bound_s = _lower_bound_s(bounding or found.kept, budget)
-    plan = _assemble(found, budget, labels, loops, bodies, bound_s)
+    plan = _assemble(found, budget, labels, loops, bodies, bound_s, jitter)
     machine = found.posed.machine
     host = machine.tier(found.posed.link.source)
     module = found.posed.module
@@ -68,7 +71,7 @@ def assemble(
     if not is_evicting or len(tiers.off_device_tiers(machine)) == 1:
         raise TierCapacityError(machine.name, host.name, stored, host.capacity_bytes)
     away = _tiers(found, plan, host.name)
-    return _assemble(found, budget, labels, loops, bodies, bound_s, away)
+    return _assemble(found, budget, labels, loops, bodies, bound_s, jitter, away)
 
 
 def _stored_bytes(module: Module, plan: Plan, tier: str, machine: Machine) -> dict[str, int]:
@@ -143,6 +146,7 @@ def _assemble(
     loops: tuple[LoopSchedule, ...],
     bodies: tuple[BodyPlan, ...],
     bound_s: float,
+    jitter: timeline.Jitter | None,
     away: Sequence[str] = (),
 ) -> Plan:
     posed, choice = found.posed, found.choice
@@ -240,7 +244,7 @@ def _assemble(
         decisions=found.decisions,
         labels={p.buffer: labels[p.buffer] for p in placements if p.buffer in labels},
     )
-    return replace(plan, prediction=_timed(posed, plan))
+    return replace(plan, prediction=_timed(posed, plan, jitter))
 
 
 def _on_chip(posed: Problem) -> Iterator[Allocation]:
@@ -257,7 +261,7 @@ def _lower_bound_s(kept: Problem, budget: int) -> float:
     return max(budget_bound.budget_lower_bound_s(least, budget), bound if bound < inf else 0.0)
 
 
-def _timed(posed: Problem, plan: Plan) -> Prediction:
+def _timed(posed: Problem, plan: Plan, jitter: timeline.Jitter | None) -> Prediction:
     """Adds to a plan's prediction what a step takes: of the module as it will be, whose
     loops are opened, where there are any."""
     machine = posed.machine
@@ -265,14 +269,25 @@ def _timed(posed: Problem, plan: Plan) -> Prediction:
         module = rewrite.rewrite(
             posed.module, plan, "custom calls" if machine.has_one_memory else "copies"
         )
-        timed = timeline.scheduled_step(module, machine)
+        costs = cost.instruction_costs(module, machine)
+        kernels = work.instruction_work(module, machine, costs) if jitter is not None else None
+        events = [*timeline.schedule_events(module, costs, machine, work=kernels)]
     else:
-        events = timeline.plan_events(posed.costs.tolist(), plan.transfers)
-        timed = timeline.simulate(events, machine)
+        events = [*timeline.plan_events(posed.costs.tolist(), plan.transfers)]
+    timed, p99_s = timeline.simulate(events, machine), None
+    if jitter is not None:
+        drawn = timeline.drawn_step_times(events, machine, timeline.UNDISTURBED, jitter)
+        p99_s = steady.percentile_99(drawn)
     again = {r.clone for r in plan.edits.recomputes}
     in_bodies = sum((b.executions * b.plan.prediction.recompute_s for b in plan.bodies), 0.0)
+    joules = energy.instruction_joules(posed.module, machine)
+    again_j = sum(joules[i.id] for i in posed.ticks.instructions if i.name in again)
+    in_bodies_j = sum(b.executions * b.plan.prediction.recompute_j for b in plan.bodies)
     return replace(
         plan.prediction,
+        joules=energy.step_joules(posed.module, machine, timed),
+        recompute_j=again_j + in_bodies_j,
+        p99_s=p99_s,
         step_time_s=timed.step_time_s,
         compute_s=timed.compute_s,
         link_s=sum(timed.link_s.values()),

@@ -86,20 +86,20 @@ def fit_with_edits(
       is_possible: whether it is worth going on where the first choices do not fit.
     """
     tried = [_Fitting(posed, order, budget, slots) for posed, order in orders]
-    best, fastest_s = _first_that_packs(tried, is_possible)
+    best, cheapest_s = _first_that_packs(tried, is_possible)
     if best is None and is_possible():
         by_peak = sorted(tried, key=lambda fitting: fitting.peak)
-        best, fastest_s = next(filter(None, (fitting.tight() for fitting in by_peak)), None), 0.0
+        best, cheapest_s = next(filter(None, (fitting.tight() for fitting in by_peak)), None), 0.0
     if best is None:
         return None
-    if best.step_time_s > fastest_s * _FAR:
+    if best.cost_s > cheapest_s * _FAR:
         nearest = [f.nearest for f in tried if f.nearest is not None]
         near = [c.fitting.searched(c.choice, c.free, _LONGER) for c in nearest]
         best = _fastest_packed(near, len(near), best) or best
-    if best.step_time_s > fastest_s * _NEAR:
-        better = best.fitting.improved(best, fastest_s)
+    if best.cost_s > cheapest_s * _NEAR:
+        better = best.fitting.improved(best, cheapest_s)
         # Where what is predicted of packing does not lead there, the packing itself has to tell.
-        if better is best or better.step_time_s > fastest_s * _FAR:
+        if better is best or better.cost_s > cheapest_s * _FAR:
             better = best.fitting.given_back(better)
         best = better
     return best.solution
@@ -111,31 +111,31 @@ def _first_that_packs(
     """The fastest choice in any order, as far as is known, that fits when it is packed; and the
     seconds of the fastest of all, packed or not. Those that leave more free are looked at, all
     together, where none that leaves nothing comes near."""
-    best, fastest_s = None, np.inf
+    best, cheapest_s = None, np.inf
     for stage, (parts, packings) in enumerate(_STAGES):
         if stage and best is None and not is_possible():
             break
         found = [c for part in parts for c in _candidates(tried, part)]
         if not found:
             break  # The load cannot be brought down so far.
-        found.sort(key=lambda c: c.choice.step_time_s)
-        fastest_s = min(fastest_s, found[0].choice.step_time_s)
-        fast = {id(c.fitting) for c in found if c.choice.step_time_s <= fastest_s * _FAR}
+        found.sort(key=lambda c: c.choice.cost_s)
+        cheapest_s = min(cheapest_s, found[0].choice.cost_s)
+        fast = {id(c.fitting) for c in found if c.choice.cost_s <= cheapest_s * _FAR}
         tried = [fitting for fitting in tried if id(fitting) in fast]
         begun = found[:_IMPROVED]
         if stage:
             begun += [c for c in found[_IMPROVED:] if not c.over][:_IMPROVED]
         found += [c.fitting.searched(c.choice, c.free) for c in begun]
         best = _fastest_packed(found, packings, best)
-        if best is not None and best.step_time_s <= fastest_s * _NEAR:
+        if best is not None and best.cost_s <= cheapest_s * _NEAR:
             break
-    return best, fastest_s
+    return best, cheapest_s
 
 
 def _candidates(tried: Sequence[_Fitting], part: float) -> list[_Candidate]:
     """The fastest choices that leave such a part of the arena free, in any order."""
     choices = [(c, f) for f in tried for c in f.choices(part) if not f.has_packed(c)]
-    choices.sort(key=lambda pair: pair[0].step_time_s)
+    choices.sort(key=lambda pair: pair[0].cost_s)
     return [f.candidate(c, int(part * f.capacity)) for c, f in choices[:_LIKELY]]
 
 
@@ -149,11 +149,11 @@ def _fastest_packed(
         for c in candidates
         if c.over <= _HOPELESS * c.fitting.capacity and not c.fitting.has_packed(c.choice)
     }
-    fastest = sorted(likely.values(), key=lambda c: (c.over > 0, c.choice.step_time_s))
+    fastest = sorted(likely.values(), key=lambda c: (c.over > 0, c.choice.cost_s))
     for candidate in fastest[:count]:
-        if best is None or candidate.choice.step_time_s < best.step_time_s:
+        if best is None or candidate.choice.cost_s < best.cost_s:
             found = candidate.fitting.packed_or_repaired(candidate, best)
-            best = min(filter(None, (best, found)), key=lambda p: p.step_time_s, default=None)
+            best = min(filter(None, (best, found)), key=lambda p: p.cost_s, default=None)
     return best
 
 
@@ -188,8 +188,8 @@ class _Packed:
     free: int
 
     @property
-    def step_time_s(self) -> float:
-        return self.solution.choice.step_time_s
+    def cost_s(self) -> float:
+        return self.solution.choice.cost_s
 
 
 class _Fitting:
@@ -246,7 +246,7 @@ class _Fitting:
             if best is not None:
                 return best
         lowest = [
-            EditChoice(taken, taken.step_seconds(self.capacity, self._slots))
+            EditChoice(taken, taken.cost_s(self.capacity, self._slots))
             for taken in self._work.lowest(self._uncounted)
         ]
         found = [*map(self.searched, lowest), *map(self.candidate, lowest)]
@@ -262,22 +262,22 @@ class _Fitting:
         found = self._packed(chosen, free)
         if isinstance(found, Solution):
             return _Packed(self, found, chosen, free)
-        return self._repaired(candidate, found, np.inf if best is None else best.step_time_s)
+        return self._repaired(candidate, found, np.inf if best is None else best.cost_s)
 
-    def improved(self, best: _Packed, fastest_s: float) -> _Packed:
+    def improved(self, best: _Packed, cheapest_s: float) -> _Packed:
         """What a search from a choice that is packed finds that is faster and packed as well. What
         was left free for its packing may be used as far as the next one fits.
 
         Args:
-          fastest_s: seconds of the fastest that is known, packed or not; where `best` takes far
+          cheapest_s: seconds of the fastest that is known, packed or not; where `best` takes far
             longer, it is searched for longer.
         """
         taken, within = best.chosen.selection.with_load(-best.free), self.capacity
         for _ in range(_ROUNDS):
-            longer = _LONGER if best.step_time_s > fastest_s * _FAR else 1
+            longer = _LONGER if best.cost_s > cheapest_s * _FAR else 1
             chosen = self._search.improved(taken, within, longer)
             predicted = self.capacity + self._search.over(chosen.selection)
-            if chosen.step_time_s * _WORTH_IT > best.step_time_s or predicted > within:
+            if chosen.cost_s * _WORTH_IT > best.cost_s or predicted > within:
                 break
             if self.has_packed(chosen):
                 break
@@ -304,8 +304,8 @@ class _Fitting:
                 continue  # Even their load has no room, or their packing.
             left -= 1
             found = self._packed(replace(chosen, selection=less), 0)
-            if isinstance(found, Solution) and found.choice.step_time_s <= best.step_time_s:
-                chosen = replace(chosen, selection=less, step_time_s=found.choice.step_time_s)
+            if isinstance(found, Solution) and found.choice.cost_s <= best.cost_s:
+                chosen = replace(chosen, selection=less, cost_s=found.choice.cost_s)
                 best, taken = _Packed(self, found, chosen, 0), less
             elif len(part) > 1:
                 parts += part[: len(part) // 2], part[len(part) // 2 :]
@@ -325,7 +325,7 @@ class _Fitting:
             self._uncounted = np.maximum(self._uncounted, uncounted)
             taken = taken.with_load(more)
             chosen = self._search.improved(taken, self.capacity - max(0, wrong))
-            if self.has_packed(chosen) or chosen.step_time_s >= best_s:
+            if self.has_packed(chosen) or chosen.cost_s >= best_s:
                 return None
             self._tried.add(chosen.selection.gaps)
             packed = self._packed(chosen, free)

@@ -24,6 +24,7 @@ import numpy as np
 from hlo_passes.edits import choice as edit_choice
 from hlo_passes.edits.state import EditState
 from hlo_passes.errors import LiveBuffer, MemoryBudgetError
+from hlo_passes.fitting import steady
 from hlo_passes.fitting.edits import fit_with_edits
 from hlo_passes.fitting.solution import Solution, edited, placed
 from hlo_passes.ir import Instruction
@@ -33,6 +34,7 @@ from hlo_passes.placing import placement
 from hlo_passes.placing.problem import Problem
 from hlo_passes.plan import Edits
 from hlo_passes.reading.origins import Origins
+from hlo_passes.simulator.timeline import Jitter
 
 # A choice replaces another one when it is faster by more than this factor.
 _WORTH_IT = 0.99
@@ -51,31 +53,47 @@ _LEAST_ROUNDS = 8
 
 
 def fit(
-    posed: Problem, budget: int, slots: int | None, orders: Iterable[Edits] | None = None
+    posed: Problem,
+    budget: int,
+    slots: int | None,
+    *,
+    jitter: Jitter | None = None,
+    orders: Iterable[Edits] | None = None,
 ) -> Solution | None:
     """Finds a plan for a module whose weights are placed: by streaming them alone, if that
     hides their transfers, else the fastest of that, another order, and other edits.
 
     Args:
+      jitter: by how much seconds vary from step to step: what is best of 99 steps of 100 is taken.
       orders: that are looked at beside XLA's; by default those that may be faster, or need less.
     """
+    found = _fits(posed, budget, slots, orders)
+    if found and jitter is not None:
+        return steady.steadiest(found, budget, slots, jitter)
+    return min(found, key=lambda f: f.choice.cost_s, default=None)
+
+
+def _fits(
+    posed: Problem, budget: int, slots: int | None, orders: Iterable[Edits] | None
+) -> list[Solution]:
+    """Those that there are; one that is good enough alone."""
     plain = _streamed(posed, Edits(), budget, slots)
-    if plain is not None and _is_hidden(plain.choice.step_time_s, posed):
-        return plain
+    if plain is not None and _is_hidden(plain.choice.cost_s, posed):
+        return [plain]
     solutions, ordered = [plain], [(posed, Edits())]
     if orders is None:
         orders = _other_orders(posed, budget, fits=plain is not None)
     for order in orders:
         ordered.append((edited(posed, order), order))
-        solutions.append(_streamed(*ordered[-1], budget, slots))
-        if solutions[-1] is not None and _is_hidden(solutions[-1].choice.step_time_s, posed):
-            return solutions[-1]
+        solutions.append(found := _streamed(*ordered[-1], budget, slots))
+        if found is not None and _is_hidden(found.choice.cost_s, posed):
+            return [found]
     fits = any(f is not None for f in solutions)
     is_possible = functools.cache(lambda: fits or _is_within_reach(posed, budget, slots))
     solutions.append(fit_with_edits(ordered, budget, slots, is_possible))
-    found = (f for f in solutions if f is not None)
-    best = min(found, key=lambda f: f.choice.step_time_s, default=None)
-    return best or _fit_lowest(_lowest(posed), budget, slots)
+    if not any(solutions):
+        solutions.append(_fit_lowest(_lowest(posed), budget, slots))
+    return [f for f in solutions if f is not None]
 
 
 def _is_within_reach(posed: Problem, budget: int, slots: int | None) -> bool:
@@ -138,11 +156,11 @@ def _lower_orders(posed: Problem, budget: int) -> Iterator[Edits]:
 
 
 class Stay(NamedTuple):
-    """Weights on the device, by name, and what a step probably takes with them there, in seconds:
+    """Weights on the device, by name, and what a step probably costs with them there, in seconds:
     how its arena is packed is not known yet."""
 
     names: frozenset[str]
-    step_time_s: float
+    cost_s: float
 
 
 def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, ...]:
@@ -150,14 +168,14 @@ def choose_stay(posed: Problem, budget: int, slots: int | None) -> tuple[Stay, .
     again where that is faster, or nothing else fits; in XLA's order, or another one. A few ways,
     the fastest first; none where no plan is known to keep to the budget."""
     found = list(_stays(posed, budget, slots))
-    if found and _is_hidden(found[-1].step_time_s, posed):
+    if found and _is_hidden(found[-1].cost_s, posed):
         return (found[-1],)
     for order in _other_orders(posed, budget, fits=bool(found)):
         found += _stays(edited(posed, order), budget, slots)
     if not found and _fit_lowest(_lowest(posed), budget, slots) is not None:
         return (Stay(frozenset(), np.inf),)
     fastest: dict[frozenset[str], Stay] = {}
-    for stay in sorted(found, key=lambda stay: stay.step_time_s):
+    for stay in sorted(found, key=lambda stay: stay.cost_s):
         fastest.setdefault(stay.names, stay)
     return tuple(fastest.values())[:_STAYS]
 
@@ -167,8 +185,8 @@ def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
     them there and edits."""
     choice = placement.choose_placement(posed, budget, slots)
     if choice is not None:
-        yield Stay(choice.stay, choice.step_time_s)
-        if _is_hidden(choice.step_time_s, posed):
+        yield Stay(choice.stay, choice.cost_s)
+        if _is_hidden(choice.cost_s, posed):
             return
     for names in placement.shares(posed):
         capacity = placement.capacity_beside(posed, budget, names)
@@ -176,12 +194,12 @@ def _stays(posed: Problem, budget: int, slots: int | None) -> Iterator[Stay]:
             continue
         chosen = edit_choice.work_on(posed.staying(names)).choose(capacity, slots)
         if chosen and chosen[0].selection.gaps:  # Without edits the search above has done better.
-            yield Stay(names, chosen[0].step_time_s)
+            yield Stay(names, chosen[0].cost_s)
 
 
-def _is_hidden(step_time_s: float, posed: Problem) -> bool:
-    """Whether compute hides all transfers, as far as counts."""
-    return step_time_s * _WORTH_IT <= float(posed.clock[-1])
+def _is_hidden(cost_s: float, posed: Problem) -> bool:
+    """Whether compute hides all transfers, as far as counts, and nothing is charged beside it."""
+    return cost_s * _WORTH_IT <= float(posed.clock[-1])
 
 
 @dataclass(frozen=True, eq=False)

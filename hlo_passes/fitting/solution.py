@@ -42,7 +42,7 @@ def edited(posed: Problem, what: Edits) -> Problem:
         return posed
     on_host = [m.parameter for m in posed.movables]
     module = edits.apply(posed.module, what)
-    return problem.pose(module, posed.machine, on_host, posed.in_place)
+    return problem.pose(module, posed.machine, on_host, posed.in_place, posed.prices)
 
 
 def placed(posed: Problem, budget: int, slots: int | None, free: int = 0) -> placement.Choice | int:

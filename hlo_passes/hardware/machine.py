@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, cast, get_args
 
 from hlo_passes.errors import MachineFileError, NotOnMachineError, UnknownMachineError
@@ -59,12 +60,15 @@ class Tier:
       bytes_per_s: what all that read and write it reach together, of a host's memory the share of
         one device; None where it is not known, or where that is more than its links carry. Of
         device memory it is `Machine.hbm_bytes_per_s`.
+      j_per_byte: joules that a byte takes that is read or written there; None where that is not
+        known.
     """
 
     name: str
     memory_space: int | None
     capacity_bytes: int
     bytes_per_s: float | None = None
+    j_per_byte: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Link:
       full_duplex: whether the opposite direction has wires of its own; if not, a transfer
         there slows this one down.
       through: a tier that the bytes are written to, and read from, on the way.
+      j_per_byte: joules that a byte takes on the wires, both ends of them; None where that is not
+        known.
     """
 
     source: str
@@ -91,6 +97,7 @@ class Link:
     engines: int
     full_duplex: bool
     through: str | None = None
+    j_per_byte: float | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -138,12 +145,14 @@ class Interconnect:
         of one axis.
       efficiency: the fraction of it that a large collective reaches, in (0, 1].
       step_latency_s: of each step of a ring, from one device to the next.
+      j_per_byte: joules that a byte takes that a device sends; None where that is not known.
     """
 
     name: str
     nominal_bytes_per_s: float
     efficiency: float
     step_latency_s: float
+    j_per_byte: float | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -182,6 +191,10 @@ class Machine:
       launch_s: what the host takes to launch a kernel, a graph or a copy; None where programs run
         by themselves, or it is not known.
       captured_launch_s: what each kernel in a graph takes beside that.
+      static_w: watts that the device takes whatever it does; None where nothing is known of its
+        energy.
+      flop_j: pairs of an XLA element type and the joules of one operation of a dot of it, with all
+        that a kernel moves for it on the chip.
     """
 
     name: str
@@ -204,6 +217,8 @@ class Machine:
     is_fed_outside: bool = False
     launch_s: float | None = None
     captured_launch_s: float | None = None
+    static_w: float | None = None
+    flop_j: tuple[tuple[str, float], ...] = ()
 
     def __repr__(self) -> str:
         memory = self.device_memory
@@ -297,6 +312,40 @@ class Machine:
         link = self.link(source, destination)
         return link.latency_s + size_bytes / link.bytes_per_s
 
+    def transfer_joules(self, size_bytes: int, source: str, destination: str) -> float | None:
+        """Returns what a transfer takes beside static watts: of the memory that is read, of the
+        wires, of a memory on the way, which is written and read, and of the memory that is
+        written; None where one of these is not known.
+
+        Raises:
+          NotOnMachineError: when no link joins the two.
+        """
+        link = self.link(source, destination)
+        between = () if link.through is None else (link.through,) * 2
+        memories = [self.tier(name).j_per_byte for name in (source, *between, destination)]
+        each = [*memories, link.j_per_byte]
+        known = [joules for joules in each if joules is not None]
+        return size_bytes * sum(known) if len(known) == len(each) else None
+
+    @property
+    def variation(self) -> float | None:
+        """By how much kernels vary around what the file says of them, as a standard deviation over
+        a mean, by the spreads of those that were measured; None where none was. Half of them are
+        within a spread: of a normal number that is 0.6745 standard deviations."""
+        spreads = [rate.spread for rate in self.kernels if rate.spread]
+        return median(spreads) / 0.6745 if spreads else None
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether its file says what a step takes in joules."""
+        wires = self.interconnect
+        return (
+            self.static_w is not None
+            and bool(self.flop_j)
+            and self.device_memory.j_per_byte is not None
+            and (wires is None or wires.j_per_byte is not None)
+        )
+
     def flops(self, dtype: str) -> float:
         """Returns the peak FLOP/s of a dot.
 
@@ -351,9 +400,13 @@ class Machine:
             data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
             data["gpu"] = table(self.gpu, "gpu")
-        for key in ("cache_bytes", *_HOST_SECONDS):
+        for key in ("cache_bytes", "static_w", *_HOST_SECONDS):
             if value := getattr(self, key):
                 data[key] = number(key, value)
+        if self.flop_j:
+            data["flop_j"] = {
+                dtype: number(f"flop_j.{dtype}", joules) for dtype, joules in self.flop_j
+            }
         for key in ("kernels", "corrections"):
             if of_kinds := getattr(self, key):
                 data[key] = {
@@ -443,8 +496,12 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
     kernels = tuple(KernelRate.read(*of) for of in _of_kinds(root, "kernels"))
     corrections = tuple(Correction.read(*of) for of in _of_kinds(root, "corrections"))
     cache_bytes = root.whole("cache_bytes") if "cache_bytes" in root.unread else 0
-    on_the_host: dict[str, Any] = {
-        key: root.number(key) for key in _HOST_SECONDS if key in root.unread
+    flop_j: tuple[tuple[str, float], ...] = ()
+    if "flop_j" in root.unread:
+        joules = root.table("flop_j")
+        flop_j = tuple((dtype, joules.number(dtype, zero=True)) for dtype in tuple(joules.unread))
+    further: dict[str, Any] = {
+        key: root.number(key) for key in ("static_w", *_HOST_SECONDS) if key in root.unread
     }
     root.close()
     return Machine(
@@ -462,7 +519,8 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         kernels=kernels,
         corrections=corrections,
         cache_bytes=cache_bytes,
-        **on_the_host,
+        flop_j=flop_j,
+        **further,
     )
 
 
@@ -495,11 +553,13 @@ def _machine_from_toml(text: str, file: str) -> Machine:
 def _through(tier: str, first: Link, second: Link) -> Link:
     """The way over two links, where bytes leave the place between as they come."""
     slower = min(first, second, key=lambda link: link.bytes_per_s)
+    wires = first.j_per_byte, second.j_per_byte
     return replace(
         slower,
         source=first.source,
         destination=second.destination,
         latency_s=first.latency_s + second.latency_s,
+        j_per_byte=None if None in wires else sum(j for j in wires if j is not None),
         through=tier,
     )
 
@@ -508,13 +568,18 @@ def _normalized(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
+def _known(table: FileTable, key: str) -> float | None:
+    """A number that a file may leave out."""
+    return table.number(key, zero=key == "j_per_byte") if key in table.unread else None
+
+
 def _tier(table: FileTable) -> Tier:
     name = table.text("name")
     table.key = f"tiers.{name}"
     # TOML has no null: a tier that XLA has no memory space for leaves the key out.
     space = table.whole("memory_space", zero=True) if "memory_space" in table.unread else None
-    bytes_per_s = table.number("bytes_per_s") if "bytes_per_s" in table.unread else None
-    tier = Tier(name, space, table.whole("capacity_bytes"), bytes_per_s)
+    capacity = table.whole("capacity_bytes")
+    tier = Tier(name, space, capacity, _known(table, "bytes_per_s"), _known(table, "j_per_byte"))
     table.close()
     return tier
 
@@ -532,6 +597,7 @@ def _link(table: FileTable, tiers: tuple[str, ...]) -> Link:
         engines=table.whole("engines"),
         full_duplex=table.flag("full_duplex"),
         through=table.choice("through", tiers) if "through" in table.unread else None,
+        j_per_byte=_known(table, "j_per_byte"),
     )
     table.close()
     return link
@@ -543,6 +609,7 @@ def _interconnect(table: FileTable) -> Interconnect:
         nominal_bytes_per_s=table.number("nominal_bytes_per_s"),
         efficiency=table.fraction("efficiency"),
         step_latency_s=table.number("step_latency_s", zero=True),
+        j_per_byte=_known(table, "j_per_byte"),
     )
     table.close()
     return interconnect

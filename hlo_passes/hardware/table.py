@@ -29,6 +29,11 @@ priced as a ring over the interconnect: its steps' latencies, then the bytes tha
 What stands beside that is for `memplan simulate`, not for plans: what all transfers that end in a
 memory reach together (`bytes_per_s`, of a host's memory the share of one device), and what the host
 takes to launch a kernel by itself (`launch_s`) or in a graph (`captured_launch_s`).
+
+Where a file says what a machine takes in joules, plans can have the fewest of them
+(`objective="energy"`): static watts (`static_w`), one operation of a product (`flop_j`), a byte
+that is read or written in a memory, and one on the wires of a link (`j_per_byte`). Few of these are
+published: what a product takes is what the power limit leaves it.
 """
 
 
@@ -71,6 +76,10 @@ def _numbers(machine: Machine) -> Iterator[str]:
     def row(key: str, value: str) -> str:
         return f"| `{key}` | {value} | {sources.get(key, '')} |"
 
+    def joules_row(key: str, joules: float | None) -> Iterator[str]:
+        if joules is not None:
+            yield row(f"{key}.j_per_byte", f"{joules * 1e12:g} pJ")
+
     yield row("hbm_bytes_per_s", f"{machine.hbm_bytes_per_s / 1e9:,.2f} GB/s")
     yield row("clock_hz", f"{machine.clock_hz / 1e9:g} GHz")
     for key in ("launch_s", "captured_launch_s"):
@@ -78,22 +87,29 @@ def _numbers(machine: Machine) -> Iterator[str]:
             yield row(key, f"{seconds * 1e6:g} µs")
     for dtype, flops in machine.peak_flops:
         yield row(f"peak_flops.{dtype}", f"{flops / 1e12:,.1f} TFLOP/s")
+    if machine.static_w is not None:
+        yield row("static_w", f"{machine.static_w:g} W")
+    for dtype, joules in machine.flop_j:
+        yield row(f"flop_j.{dtype}", f"{joules * 1e12:.2g} pJ")
     for tier in machine.tiers:
         key = f"tiers.{tier.name}"
         yield row(f"{key}.capacity_bytes", f"{tier.capacity_bytes:,}")
         if tier.bytes_per_s is not None:
             yield row(f"{key}.bytes_per_s", f"{tier.bytes_per_s / 1e9:,.2f} GB/s")
+        yield from joules_row(key, tier.j_per_byte)
     for link in machine.links:
         key = f"links.{link.source}->{link.destination}"
         yield row(f"{key}.nominal_bytes_per_s", f"{link.nominal_bytes_per_s / 1e9:,.2f} GB/s")
         yield row(f"{key}.efficiency", f"{link.efficiency:g}")
         yield row(f"{key}.latency_s", f"{link.latency_s * 1e6:g} µs")
         yield row(f"{key}.engines", f"{link.engines}")
+        yield from joules_row(key, link.j_per_byte)
     if (wires := machine.interconnect) is not None:
         key = "interconnect"
         yield row(f"{key}.nominal_bytes_per_s", f"{wires.nominal_bytes_per_s / 1e9:,.2f} GB/s")
         yield row(f"{key}.efficiency", f"{wires.efficiency:g}")
         yield row(f"{key}.step_latency_s", f"{wires.step_latency_s * 1e6:g} µs")
+        yield from joules_row(key, wires.j_per_byte)
     for key, source in machine.sources:
         if key.startswith("gpu."):
             yield f"| `{key}` | {getattr(machine.gpu, key.removeprefix('gpu.')):,} | {source} |"

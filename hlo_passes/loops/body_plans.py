@@ -34,6 +34,7 @@ from hlo_passes.loops.host_transfers import host_transfers, nests
 from hlo_passes.normalize.barriers import remove_barriers
 from hlo_passes.normalize.sink import sink_weight_work
 from hlo_passes.placing import placement
+from hlo_passes.placing.prices import Prices
 from hlo_passes.placing.problem import Problem, pose
 from hlo_passes.plan import BodyPlan, Edits
 from hlo_passes.rewrite import edits
@@ -73,11 +74,13 @@ class Bodies:
         machine: Machine,
         slots: int | None,
         pose_module: Callable[[Module], Problem],
+        prices: Prices,
     ) -> None:
         """
         Args:
           module: scheduled; the other transfers of its loops have their places.
           pose_module: poses it, with its bodies written.
+          prices: what plans of bodies are charged for beside seconds.
 
         Raises:
           MemoryBudgetError: when `slots` rule out every plan of a body that brings weights.
@@ -86,6 +89,7 @@ class Bodies:
         self._machine = machine
         self._slots = slots
         self._pose_module = pose_module
+        self._prices = prices
         self._fetching = fetching_bodies(module)
         self._least: dict[int, int] = {}
         self._posed: dict[int, Problem] = {}
@@ -296,7 +300,7 @@ class Bodies:
         return self._whole[number]
 
     def _pose(self, body: Body) -> Problem:
-        return pose(_prepared(body), self._machine, ())
+        return pose(_prepared(body), self._machine, (), prices=self._prices)
 
     def _streaming(self, body: Body, room: int | None) -> BodyPlan:
         """With the bytes beyond the least in which its weights are streamed; for None, with nothing

@@ -36,6 +36,7 @@ def schedule_evictions(
     costs: npt.NDArray[np.float64],
     busy: npt.NDArray[np.float64],
     link: Link,
+    margin: float = LINK_MARGIN,
 ) -> list[Departure]:
     """Chooses the ticks of each eviction.
 
@@ -48,6 +49,7 @@ def schedule_evictions(
       costs: float64[ticks], seconds of compute; busy: those for which that moves bytes on
         `link` itself.
       link: away from the device.
+      margin: how much slower than it says it may be.
 
     O(ticks + evictions + fetches).
     """
@@ -60,7 +62,7 @@ def schedule_evictions(
         capacity,
         link.bytes_per_s,
         link.latency_s,
-        LINK_MARGIN,
+        margin,
     )
     return [Departure(*ticks) for ticks in departures]
 

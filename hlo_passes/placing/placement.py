@@ -18,7 +18,7 @@ Nilsson, Raphael 1968). Each is known by a time that it cannot beat: first that 
 that never waits for memory, then that of its schedule, and the schedule is tightened while
 XLA's packing of it exceeds the budget. The least time of all is always worked on next, so
 that the first schedule that is found to fit is the fastest of those compared, and most are
-never scheduled at all.
+never scheduled at all. Where more is charged for than time (`prices`), costs are compared so.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Choice:
         are with `stay` on the device.
       step_time_s: predicted.
       packing: offsets in the arena of the fetches, then of ``Problem.arena.temporaries``.
+      cost_s: `step_time_s` and what is charged beside it (`Problem.prices`).
     """
 
     stay: frozenset[str]
@@ -97,6 +98,7 @@ class Choice:
     departures: tuple[Departure, ...]
     step_time_s: float
     packing: Packing
+    cost_s: float
 
 
 def least_budget(problem: Problem, slots: int | None = None) -> tuple[int, int]:
@@ -230,7 +232,8 @@ def scheduled(
     if packing.total - problem.arena.base > capacity_beside(problem, budget, frozenset()):
         return None
     step_s = step_seconds(problem, fetched, starts, held)
-    return Choice(frozenset(), fetched, tuple(starts), tuple(held), step_s, packing)
+    cost_s = step_s + charged_s(problem, fetched)
+    return Choice(frozenset(), fetched, tuple(starts), tuple(held), step_s, packing, cost_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +269,8 @@ def _search(
 
     def push(seconds: float, attempt: _Attempt, schedule: _Schedule | None) -> None:
         leaving = sum(e.size for e in attempt.posed.evictions)
-        moved, weighed = leaving + sum(f.size for f in attempt.fetches), seconds
+        moved = leaving + sum(f.size for f in attempt.fetches)
+        weighed = seconds + charged_s(attempt.posed, attempt.fetches)
         if any(m.store is not None and m.buffer not in attempt.stay for m in problem.movables):
             weighed *= _STORED
         heapq.heappush(queue, (weighed, moved, next(serial), seconds, attempt, schedule))
@@ -284,7 +288,7 @@ def _search(
             seconds = step_seconds(
                 attempt.posed, schedule.fetches, schedule.starts, schedule.departures
             )
-            if seconds > enough:
+            if seconds + charged_s(attempt.posed, schedule.fetches) > enough:
                 push(seconds, attempt, schedule)
                 continue
         arena = attempt.posed.arena_until(schedule.departures)
@@ -298,6 +302,7 @@ def _search(
                 tuple(schedule.departures),
                 seconds,
                 packing,
+                seconds + charged_s(attempt.posed, schedule.fetches),
             )
         nearest = min(over, nearest or over)
         if attempt.capacity > attempt.least and attempt.tightened < _TIGHTENED:
@@ -361,6 +366,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             problem.costs,
             problem.out_busy,
             problem.link_out,
+            problem.margin,
         )
         fetched = problem.fetched_until(fetched, departures)
     load = problem.arena_until(departures).load
@@ -378,6 +384,7 @@ def _scheduled(attempt: _Attempt, slots: int | None) -> _Schedule | None:
             slots,
             departures=departures,
             ring_alignment=arena.alignment if is_ring else None,
+            margin=problem.margin,
         )
     except DoesNotFit:
         return None
@@ -410,6 +417,12 @@ def step_seconds(
     return _times(problem, jobs, starts, departures).step_s
 
 
+def charged_s(problem: Problem, jobs: Sequence[Fetch]) -> float:
+    """What is charged beside the seconds of a step that moves this, and all that leaves."""
+    moved = sum(job.size for job in jobs) + sum(e.size for e in problem.evictions)
+    return problem.charged_s + problem.prices.byte_s * moved
+
+
 def started_late(problem: Problem, choice: Choice) -> Choice:
     """Returns a choice with each fetch issued no earlier than the link can begin with it: while
     that is busy with the one before, it only holds bytes. The offsets are those that it had."""
@@ -421,7 +434,8 @@ def started_late(problem: Problem, choice: Choice) -> Choice:
     ]
     # Issued behind an eviction of the same queue, a fetch may wait for that.
     step_s = step_seconds(problem, choice.fetches, starts, choice.departures)
-    return replace(choice, starts=tuple(starts), step_time_s=step_s)
+    cost_s = step_s + charged_s(problem, choice.fetches)
+    return replace(choice, starts=tuple(starts), step_time_s=step_s, cost_s=cost_s)
 
 
 class _Times(NamedTuple):

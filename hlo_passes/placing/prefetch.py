@@ -34,7 +34,8 @@ from hlo_passes.placing import _schedule
 from hlo_passes.plan import LiveRange, LogicalTime
 
 LINK_MARGIN = 1.5
-"""How much slower than the model a real link may be before a just-in-time start is late."""
+"""How much slower than the model a real link may be before a just-in-time start is late, where
+nothing is known of how it varies (`fitting.steady` chooses by that)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def schedule_starts(
     *,
     departures: Sequence[tuple[LogicalTime, LogicalTime]] = (),
     ring_alignment: int | None = None,
+    margin: float = LINK_MARGIN,
 ) -> list[LogicalTime]:
     """Chooses the start tick of each fetch.
 
@@ -116,6 +118,7 @@ def schedule_starts(
       ring_alignment: a fetch also waits until some gap between the fetches that are live,
         rounded up to so many bytes, has room for it: what a compiler that places buffers as
         they come (TPU) needs. None for one that does not.
+      margin: how much slower than it says the link may be.
 
     Returns:
       Start ticks, in the order of `fetches`, never decreasing.
@@ -134,7 +137,7 @@ def schedule_starts(
         capacity,
         link.bytes_per_s,
         link.latency_s,
-        LINK_MARGIN,
+        margin,
         -1 if slots is None else slots,
         -1 if ring_alignment is None else ring_alignment,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, TypedDict
 
@@ -23,15 +23,18 @@ import numpy.typing as npt
 from hlo_passes.analysis.async_chains import dones_of
 from hlo_passes.analysis.dataflow import analyze_dataflow
 from hlo_passes.analysis.live_ranges import LiveRanges, compute_live_ranges
+from hlo_passes.analysis.marks import RECOMPUTE_ATTRIBUTE
 from hlo_passes.hardware.machine import Link, Machine
 from hlo_passes.ir import DEVICE_MEMORY_SPACE, Instruction, Module, Shape
 from hlo_passes.memory.assignment import assign_offsets
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.placing.arena import Arena, live_load
-from hlo_passes.placing.prefetch import Fetch
+from hlo_passes.placing.prefetch import LINK_MARGIN, Fetch
+from hlo_passes.placing.prices import FREE, Prices
 from hlo_passes.placing.ticks import EntryTicks, ManagedTransfer, Resident, entry_ticks
 from hlo_passes.plan import LiveRange, LogicalTime
 from hlo_passes.simulator.cost import instruction_costs
+from hlo_passes.simulator.energy import instruction_joules
 from hlo_passes.simulator.events import queue_of
 from hlo_passes.simulator.loop_floor import busy_s, floor_costs, link_floor_s
 
@@ -117,6 +120,10 @@ class Problem:
       link_floor_s: seconds for which other transfers than the movables' occupy it.
       in_place: numbers of the arguments on the host that are read where they are (CPU).
       on_chip: what XLA is known to hold on the chip, and where; no bytes of the device's.
+      prices: what a plan is charged for beside seconds.
+      charges: float64[ticks], what it is to run each once more, in seconds; `charged_s`: of those
+        that do so already.
+      margin: how much slower than it says a link may be before a transfer is late.
     """
 
     module: Module
@@ -136,6 +143,10 @@ class Problem:
     link_floor_s: float = 0.0
     in_place: frozenset[int] = frozenset()
     on_chip: tuple[tuple[Resident, int], ...] = ()
+    prices: Prices = FREE
+    charges: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    charged_s: float = 0.0
+    margin: float = LINK_MARGIN
 
     def staying(self, stay: Collection[str]) -> Problem:
         """Returns the problem in which some arguments are on the device, and what takes their
@@ -212,6 +223,7 @@ def pose(
     machine: Machine,
     host_parameters: Collection[int],
     sliced_parameters: Collection[int] = (),
+    prices: Prices = FREE,
 ) -> Problem:
     """Analyses a scheduled module.
 
@@ -220,6 +232,7 @@ def pose(
         memory only, where the module does not say it; elsewhere the module's own copies count.
       sliced_parameters: numbers of those that live there and are read where they are, by the
         slice. Read with one memory only.
+      prices: what a plan is charged for beside seconds.
 
     Raises:
       UnscheduledModuleError: when the module has no schedule.
@@ -243,7 +256,6 @@ def pose(
     if one_memory:
         on_host |= {m.parameter for m in movables}
         on_host |= {t.home.parameter_number for t in ticks.transfers if t.home is not None}
-    prices = _prices(module, machine, ticks)
     return Problem(
         module=module,
         machine=machine,
@@ -256,17 +268,19 @@ def pose(
         evictions=evictions,
         in_place=sliced,
         on_chip=on_chip,
-        **prices,
+        prices=prices,
+        **_timed(module, machine, ticks, prices),
     )
 
 
 def on_machine(problem: Problem, machine: Machine) -> Problem:
     """Returns the problem on a machine whose memories are the same ones, and whose bandwidths,
     latencies and kernels are not: bytes and places stay, seconds are counted anew."""
-    return replace(problem, machine=machine, **_prices(problem.module, machine, problem.ticks))
+    timed = _timed(problem.module, machine, problem.ticks, problem.prices)
+    return replace(problem, machine=machine, **timed)
 
 
-class _Prices(TypedDict):
+class _Timed(TypedDict):
     """What of a `Problem` is in seconds."""
 
     costs: npt.NDArray[np.float64]
@@ -275,9 +289,11 @@ class _Prices(TypedDict):
     out_busy: npt.NDArray[np.float64]
     link: Link
     link_floor_s: float
+    charges: npt.NDArray[np.float64]
+    charged_s: float
 
 
-def _prices(module: Module, machine: Machine, ticks: EntryTicks) -> _Prices:
+def _timed(module: Module, machine: Machine, ticks: EntryTicks, prices: Prices) -> _Timed:
     seconds = floor_costs(module, machine, instruction_costs(module, machine))
     costs = np.array([seconds.get(i.id, 0.0) for i in ticks.instructions])
     link = machine.host_link
@@ -285,7 +301,10 @@ def _prices(module: Module, machine: Machine, ticks: EntryTicks) -> _Prices:
         busy_s(module, machine, queue_of(of), ticks.instructions)
         for of in (link, machine.link(link.destination, link.source))
     )
+    charges, charged_s = _charges(module, ticks, machine, prices)
     return {
+        "charges": charges,
+        "charged_s": charged_s,
         "costs": costs,
         "clock": np.concatenate([[0.0], np.cumsum(costs)]),
         "in_busy": in_busy,
@@ -293,6 +312,23 @@ def _prices(module: Module, machine: Machine, ticks: EntryTicks) -> _Prices:
         "link": link,
         "link_floor_s": link_floor_s(module, machine).get(queue_of(link), 0.0),
     }
+
+
+def _charges(
+    module: Module, ticks: EntryTicks, machine: Machine, prices: Prices
+) -> tuple[npt.NDArray[np.float64], float]:
+    """See `Problem`."""
+    count = len(ticks.instructions)
+    if not prices:
+        return np.zeros(count), 0.0
+    joules = np.zeros(count)
+    if prices.joule_s:
+        of = instruction_joules(module, machine)
+        joules = np.array([of[i.id] for i in ticks.instructions])
+    again = np.array(
+        [RECOMPUTE_ATTRIBUTE in i.proto.frontend_attributes.map for i in ticks.instructions], bool
+    )
+    return prices.joule_s * joules, prices.joule_s * float(joules[again].sum())
 
 
 def resident(problem: Problem, parameters: Collection[int]) -> Problem:

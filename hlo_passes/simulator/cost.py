@@ -86,13 +86,13 @@ def instruction_costs(module: Module, machine: Machine) -> Mapping[int, float]:
       NotOnMachineError: when the machine knows no peak FLOP/s at all.
     """
     moved = traffic(module)
-    return _Costs(module, machine, moved, moves(module, machine, moved)).all()
+    return Costs(module, machine, moved, moves(module, machine, moved)).all()
 
 
 def kinds_of_kernels(module: Module, machine: Machine) -> Mapping[int, str]:
     """Returns by which kind each kernel outside fusions is corrected: what it does, and whether
     arithmetic holds it back (`hardware.corrections.AT_PEAK`)."""
-    return _Costs(module, machine, traffic(module), {}).kinds
+    return Costs(module, machine, traffic(module), {}).kinds
 
 
 def call_seconds(module: Module, machine: Machine) -> float:
@@ -122,7 +122,10 @@ def estimates(executable: Module) -> Mapping[Hashable, int]:
 
 
 @dataclass
-class _Costs:
+class Costs:
+    """Walks all computations: what each instruction costs, loops and branches with what they run.
+    What a kernel costs by itself, `kernel` says."""
+
     module: Module
     machine: Machine
     traffic: Mapping[int, Traffic]
@@ -157,10 +160,10 @@ class _Costs:
 
     def _seconds(self, instruction: Instruction) -> float:
         if instruction.id not in self._found:
-            self._found[instruction.id] = self._once(instruction)
+            self._found[instruction.id] = self.once(instruction)
         return self._found[instruction.id]
 
-    def _once(self, instruction: Instruction) -> float:
+    def once(self, instruction: Instruction) -> float:
         opcode = instruction.opcode
         if instruction.id in self.moves or opcode == "copy-start":
             return 0.0
@@ -177,6 +180,9 @@ class _Costs:
             return sum(self._called(instruction))
         if opcode in NO_TRAFFIC_OPCODES:
             return 0.0
+        return self.kernel(instruction)
+
+    def kernel(self, instruction: Instruction) -> float:
         learned, name = self.module.learned, _original_name(instruction)
         if name in learned.seconds:
             return learned.seconds[name]
@@ -226,7 +232,7 @@ class _Costs:
         work = self._works.get(instruction.id)
         if declared is None and work is not None and (rate := self._rates.get(work.kind)):
             return self._rated(work, rate)
-        size = self._device_bytes(instruction) if declared is None else declared.bytes_accessed
+        size = self.device_bytes(instruction) if declared is None else declared.bytes_accessed
         arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
         return max(arithmetic_s, size / self._bytes_per_s)
 
@@ -235,7 +241,8 @@ class _Costs:
         there_is = amounts(work.flops, work.bytes, work.slow, work.plain, self.machine.cache_bytes)
         return sum(a * s for a, s in zip(there_is, rate.coefficients, strict=True))
 
-    def _device_bytes(self, instruction: Instruction) -> int:
+    def device_bytes(self, instruction: Instruction) -> int:
+        """Those of device memory that it reads or writes."""
         moved = self.traffic.get(instruction.id)
         if moved is None:
             return 0
@@ -267,8 +274,9 @@ def _estimated_cycles(instruction: Instruction) -> int:
     return cycles if cycles < _UNKNOWN_CYCLES else 0
 
 
-def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
-    flops_per_s = min(_peak(machine, dtype) for dtype in work.dtypes)
+def product_seconds(machine: Machine, work: MatrixWork) -> float:
+    """Returns what a product takes at the peak of its type, as often as it is passed through."""
+    flops_per_s = min(peak_flops(machine, dtype) for dtype in work.dtypes)
     if work.dtypes == ("f32", "f32"):
         if machine.platform == "tpu":
             flops_per_s /= _BF16_PASSES.get(work.precision, 1)
@@ -279,8 +287,8 @@ def _matrix_seconds(machine: Machine, work: MatrixWork) -> float:
     return work.flops / flops_per_s
 
 
-def _peak(machine: Machine, dtype: str) -> float:
-    """FLOP/s of a dot; of a type that the machine file leaves out, those of its slowest."""
+def peak_flops(machine: Machine, dtype: str) -> float:
+    """Returns the FLOP/s of a dot; of a type that the machine file leaves out, of its slowest."""
     known = dict(machine.peak_flops)
     return known[dtype] if dtype in known else min(known.values())
 
@@ -300,9 +308,9 @@ def matrix_seconds(module: Module, machine: Machine, instruction: Instruction) -
     runs: what its arithmetic holds it back for, at least."""
     declared = KernelCost.of(instruction)
     if declared is None:
-        return sum(_matrix_seconds(machine, part) for part in matrix_work(module, instruction))
+        return sum(product_seconds(machine, part) for part in matrix_work(module, instruction))
     # Those that come before what it multiplies (lengths, tables) are of other types.
     known = dict(machine.peak_flops)
     operands = (module.instructions[i].shape for i in instruction.operand_ids)
     dtypes = [shape.dtype for shape in operands if shape.dtype in known]
-    return declared.flops / _peak(machine, dtypes[0] if dtypes else "")
+    return declared.flops / peak_flops(machine, dtypes[0] if dtypes else "")

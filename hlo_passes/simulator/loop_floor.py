@@ -57,6 +57,18 @@ def busy_s(
     return np.array([floors.queued_s(i).get(queue, 0.0) for i in instructions], np.float64)
 
 
+def moved_inside(module: Module, machine: Machine) -> float:
+    """Returns the bytes that all transfers of a step move but the copies that a plan has in the
+    entry (`link_floor_s`)."""
+    copies = (*host_copies(module), *evicted_copies(module), *stored_copies(module))
+    managed = {copy.start.id for copy in copies if copy.start is not None}
+    floors, rates = _Floors(module, machine, {}), dict[Direction, float]()
+    for link in machine.links:
+        rates.setdefault(queue_of(link), link.bytes_per_s * link.engines)
+    busy = floors.within(module.entry, managed)
+    return sum(seconds * rates[queue] for queue, seconds in busy.items())
+
+
 class _Floors:
     def __init__(self, module: Module, machine: Machine, costs: Mapping[int, float]) -> None:
         self._module = module

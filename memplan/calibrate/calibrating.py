@@ -23,8 +23,9 @@ from hlo_passes.errors import CalibrationError
 from hlo_passes.hardware.machine import Link, Machine, Tier, load_machine
 from hlo_passes.hardware.rates import COEFFICIENTS
 from hlo_passes.reading.reader import read_module
-from memplan.calibrate.copies import LinkTimes, link_times, timed_copies
+from memplan.calibrate.copies import SIZES, LinkTimes, link_times, timed_copies
 from memplan.calibrate.drives import Drive
+from memplan.calibrate.energy import Load, Meter, meter_of, with_energy
 from memplan.calibrate.exchanges import (
     Exchange,
     interconnect_of,
@@ -59,11 +60,13 @@ class Calibration:
       machine: what was measured, each number with its source.
       fit: of the kernels; the errors of programs among it.
       spreads: of what was measured, by what it is.
+      meter: what said the watts; None where nothing does, and nothing is known of energy.
     """
 
     machine: Machine
     fit: Fit
     spreads: Mapping[str, float]
+    meter: Meter | None
 
     @property
     def unstable(self) -> Mapping[str, float]:
@@ -90,6 +93,7 @@ def calibrate(
       CalibrationError: when the folder's drive cannot be read past the page cache.
     """
     device = xla.devices()[0]
+    meter = meter_of(device.platform)
     drive = _drive(disk)
     try:
         kernels: list[_Compiled] = []
@@ -105,7 +109,17 @@ def calibrate(
         for done in in_turns(timed, seconds):
             progress("measuring", done)
         links = [*link_times(copied)]
-        return _calibration(name, device, kernels, links, exchanged, drive, disk)
+        found = _calibration(name, device, kernels, links, exchanged, drive, disk)
+        if meter is None:
+            return found
+        progress("measuring energy", 0.0)
+        ways = {("in", (_HOST, found.machine.device_memory.name)): links[0]}
+        ways |= {("out", (found.machine.device_memory.name, _HOST)): links[1]}
+        copies = {
+            ends: Load(copied[way, SIZES[-1]], times.bytes_per_s)
+            for (way, ends), times in ways.items()
+        }
+        return _with_energy(found, meter, device, kernels, copies)
     finally:
         if drive is not None:
             drive.close()
@@ -193,7 +207,46 @@ def _calibration(
     if drive is not None and folder is not None:
         machine = _with_drive(machine, drive, folder)
     machine = _with_sources(machine, device, found, spreads)
-    return Calibration(_with_computing(machine, links), found, spreads)
+    return Calibration(_with_computing(machine, links), found, spreads, None)
+
+
+def _with_energy(
+    found: Calibration,
+    meter: Meter,
+    device: Any,
+    kernels: Sequence[_Compiled],
+    copies: Mapping[tuple[str, str], Load],
+) -> Calibration:
+    """With what the machine takes for its static watts, for bytes, and for operations."""
+    loads = [_load(kernel) for kernel in kernels]
+    streams = [one for k, one in zip(kernels, loads, strict=True) if k.name.startswith(_STREAM)]
+    stream = max(streams, key=lambda one: one.bytes_per_s * one.timed.timing.seconds)
+    products: dict[str, Load] = {}
+    for load in loads:
+        known = products.get(load.dtype)
+        if load.dtype and (known is None or load.flops_per_s > known.flops_per_s):
+            products[load.dtype] = load
+    machine = with_energy(found.machine, meter, stream, products.values(), copies)
+    said = f"measured {datetime.now(UTC).date().isoformat()}, {device.device_kind}, {meter.name}"
+    keys = ["static_w", *(f"flop_j.{dtype}" for dtype, _ in machine.flop_j)]
+    keys += [f"tiers.{t.name}.j_per_byte" for t in machine.tiers if t.j_per_byte is not None]
+    ways = (f"{link.source}->{link.destination}" for link in machine.links if link.j_per_byte)
+    keys += [f"links.{way}.j_per_byte" for way in ways]
+    sources = dict(machine.sources) | dict.fromkeys(keys, said)
+    return replace(found, machine=replace(machine, sources=tuple(sources.items())), meter=meter)
+
+
+def _load(kernel: _Compiled) -> Load:
+    """What a program that was measured does in a second; of its products the type that most of them
+    have."""
+    seconds, flops = kernel.timed.timing.seconds, dict[str, int]()
+    for work, times in kernel.works:
+        if work.flops:
+            dtype = work.kind.rpartition(" ")[2]
+            flops[dtype] = flops.get(dtype, 0) + work.flops * times
+    dtype = max(flops, key=lambda dtype: flops[dtype], default="")
+    size = sum(work.bytes * times for work, times in kernel.works)
+    return Load(kernel.timed, size / seconds, dtype, flops.get(dtype, 0) / seconds)
 
 
 def _stream_bytes_per_s(kernels: Sequence[_Compiled], samples: Sequence[Sample]) -> float:

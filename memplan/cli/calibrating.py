@@ -64,11 +64,18 @@ def _measure(options: argparse.Namespace) -> None:
         )
     out = _written(options, found.machine)
     if options.json:
-        print_json({"file": str(out), "unstable": found.unstable, **found.machine.to_dict()})
+        meter = None if found.meter is None else found.meter.name
+        said = {"file": str(out), "unstable": found.unstable, "energy": meter}
+        print_json({**said, **found.machine.to_dict()})
         return
     print_tables([machine_overview([found.machine]), rates_table(found.machine)])
     if found.unstable:
         print_tables([unstable_table(found.unstable, len(found.spreads))])
+    if found.meter is None:
+        print(
+            "Nothing of energy: neither nvidia-smi nor the counters of /sys/class/powercap (often "
+            "root's) can be read"
+        )
     _say(out)
 
 

@@ -96,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_choice(plan)
     plan.add_argument("--hbm", required=True, help="the budget of device memory: 12GiB")
+    _add_objective(plan)
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
     plan.add_argument(
         "--chain",
@@ -125,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     curve.add_argument("source", metavar="MODULE:FUNCTION", help="a program, as for plan")
     curve.add_argument("--machine", required=True, help="a machine or a topology, as for plan")
+    _add_objective(curve)
     curve.add_argument("--points", type=int, default=8, metavar="N", help="budgets to plan for")
     curve.add_argument("--plot", type=Path, metavar="FILE", help="draw it: an .svg or .png file")
     _add_json(curve)
@@ -480,6 +482,16 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _add_html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+
+
+def _add_objective(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--objective",
+        choices=("latency", "energy", "traffic"),
+        default="latency",
+        help="what a plan is to be best for: the fastest step, by default; the fewest joules a "
+        "step; the fewest bytes moved",
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from memplan.cli.reports import report_of, show, write_files
 if TYPE_CHECKING:
     from hlo_passes.hardware.machine import Machine
     from hlo_passes.ir import Module
+    from hlo_passes.placing.prices import Prices
     from hlo_passes.plan import Plan
     from memplan.report.view import RunView
 
@@ -44,7 +45,7 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError("--advise or --explain, not both")
     budget = parse_bytes(options.hbm)
     if is_reference(options.source):
-        planned = _plan_function(options.source, options.machine, budget)
+        planned = _plan_function(options, budget)
     else:
         planned = _plan_file(options, budget)
     if options.out:
@@ -66,6 +67,7 @@ def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes.errors import MemoryBudgetError
     from hlo_passes.hardware.machine import load_machine
     from hlo_passes.ir import HOST_MEMORY_SPACE
+    from memplan.objectives import Objective
     from memplan.report.build import view_run
 
     machine = load_machine(options.machine)
@@ -74,7 +76,11 @@ def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
         labels = {p.name: p.op_name for p in module.entry.parameters if p.op_name}
         try:
             had = min(budget, machine.device_memory.capacity_bytes)
-            plan = pipeline.plan_module(module, machine, had, labels=labels)
+
+            def planned(prices: Prices) -> Plan:
+                return pipeline.plan_module(module, machine, had, labels=labels, prices=prices)
+
+            plan = Objective.of(options.objective).best(machine, planned, lambda plan: plan)
         except MemoryBudgetError as error:
             leaves = (leaf for p in module.entry.parameters for _, leaf in p.shape.leaves())
             if all(leaf.memory_space != HOST_MEMORY_SPACE for leaf in leaves):
@@ -91,18 +97,19 @@ def _plan_file(options: argparse.Namespace, budget: int) -> Planned:
     return Planned(plan, rewritten, machine, runs)
 
 
-def _plan_function(source: str, machine_name: str, budget: int) -> Planned:
+def _plan_function(options: argparse.Namespace, budget: int) -> Planned:
     from hlo_passes.hardware.machine import load_machine
     from memplan.compare import view_planned, view_unscheduled
     from memplan.reference import load_reference
 
-    machine = load_machine(machine_name.partition(":")[0])
+    machine = load_machine(options.machine.partition(":")[0])
     with progress("Loading"):
         without_devices()
-        program = load_reference(source)
+        program = load_reference(options.source)
         from memplan.unplanned import target_of
     with progress("Compiling"):
-        step = program.jit(hbm=budget, machine=target_of(machine_name))
+        target = target_of(options.machine)
+        step = program.jit(hbm=budget, machine=target, objective=options.objective)
         compiled = step.lower(*program.args).compile()
         views = [view_planned(compiled, machine)]
     if compiled.plan is not None:
@@ -166,7 +173,7 @@ def run_curve(options: argparse.Namespace) -> None:
             step = format_seconds(point.step_time_s)
             say(f"{format_bytes(point.budget_bytes)}: a step of {step}, {point.slowdown:.2f}x")
 
-        step = program.jit(machine=target_of(options.machine))
+        step = program.jit(machine=target_of(options.machine), objective=options.objective)
         result = curve(step, *program.args, points=options.points, found=found)
     if options.json:
         sys.stdout.write(result.to_json() + "\n")

@@ -173,7 +173,7 @@ def _planned(board: Board) -> tuple[Solution | None, frozenset[str]]:
     for stay in stays:
         posed = posed_with(situation, stay)
         orders = [order_in(posed, ordered.order) for ordered in situation.orders[1:]]
-        if (found := fit.fit(posed, board.budget, None, orders)) is not None:
+        if (found := fit.fit(posed, board.budget, None, orders=orders)) is not None:
             return found, stay
     return None, frozenset()
 

@@ -36,7 +36,7 @@ from hlo_passes.memory.allocations import HeapRange, find_allocations
 from hlo_passes.memory.usage import measure_memory
 from hlo_passes.plan import Event, LiveRange, LogicalTime, Plan
 from hlo_passes.reading.origins import ABOUT_OPERAND
-from hlo_passes.simulator import timeline
+from hlo_passes.simulator import energy, timeline
 from hlo_passes.simulator.critical_path import binding
 from hlo_passes.simulator.timeline import TransferId
 from memplan.report.edited import recomputed, split_temporaries
@@ -506,6 +506,7 @@ class _Builder:
             link="→".join(ends),
             interconnect_s=simulated.interconnect_s,
             binding=binding(simulated, self.machine),
+            joules=energy.step_joules(self.module, self.machine, simulated),
             spans=tuple(self._spans(simulated)),
         )
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from hlo_passes.plan import BodyPlan, Decision, LiveRange, LogicalTime, LoopStreams, Split
 from hlo_passes.simulator.critical_path import Binding
-from hlo_passes.units import format_bytes, format_seconds
+from hlo_passes.units import format_bytes, format_joules, format_seconds
 
 BandKind = Literal["arguments", "outputs", "constants", "transferred", "temporaries"]
 
@@ -312,6 +312,7 @@ class Clock:
       link_s: how long the busiest link is busy; `link` is its route, ``""`` without any.
       interconnect_s: how long asynchronous collectives are under way.
       binding: what holds the step's time.
+      joules: of one step; None where the machine's file says nothing of energy.
       spans: of the compute engine, in order, without overlap.
     """
 
@@ -325,6 +326,7 @@ class Clock:
     link: str
     interconnect_s: float
     binding: Binding
+    joules: float | None
     spans: tuple[ComputeSpan, ...]
 
     @property
@@ -534,6 +536,12 @@ def _figures(report: Report) -> Iterator[Figure]:
         timed(lambda c: c.link_s / c.step_time_s if c.link and c.step_time_s else None),
         lambda fraction: f"{fraction:.1%}",
         "of the step; at 100% the link is what holds it",
+    )
+    yield figure(
+        "Energy, predicted",
+        timed(lambda c: c.joules),
+        format_joules,
+        "of a step: static watts, operations, and bytes of memories and links",
     )
     yield figure(
         "Collectives, predicted",

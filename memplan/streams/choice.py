@@ -5,7 +5,8 @@ in either direction; all of it but the first slice and the last is under way at 
 
     T = max(compute, bytes in / bandwidth in, bytes out / bandwidth out)
 
-So a stack on the device gains time where its loops wait for the link, and nothing elsewhere.
+So a stack on the device gains time where its loops wait for the link, and nothing elsewhere; but
+for what each byte that moves is charged beside time (`placing.prices`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def choose_kept(
     machine: Machine,
     room: int,
     size_of: Callable[[Source], int],
+    byte_s: float = 0.0,
 ) -> frozenset[Source]:
     """Chooses, one after another, the stacks whose place on the device gains most time a byte.
 
@@ -78,6 +80,7 @@ def choose_kept(
       seconds: of `ring_seconds`.
       room: bytes of device memory that `hosting` leaves.
       size_of: bytes of a stack on one device.
+      byte_s: what each byte that moves is charged, in seconds.
 
     O(stacks² · rings).
     """
@@ -91,7 +94,7 @@ def choose_kept(
         for ring in rings:
             moved = [both for source, both in ring.moved.items() if source not in kept]
             in_s, out_s = (sum(m[way] for m in moved) / rates[way] for way in (0, 1))
-            total += max(ring.compute_s, in_s, out_s)
+            total += max(ring.compute_s, in_s, out_s) + byte_s * sum(map(sum, moved))
         return total
 
     kept: frozenset[Source] = frozenset()

@@ -402,7 +402,7 @@ def test_what_is_no_plan_is_refused(text: str, sentence: str):
 
 
 def test_a_plan_of_another_version_is_refused():
-    with pytest.raises(PlanFormatError, match=r"version.*expected 7"):
+    with pytest.raises(PlanFormatError, match=r"version.*expected 8"):
         Plan.from_json(json.dumps({**document(), "version": 1}))
 
 

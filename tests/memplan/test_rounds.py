@@ -721,6 +721,7 @@ class Scripted:
             counts_chip=counts_chip,
             predicted_bytes=100,
             step_time_s=step,
+            cost_s=step,
             waits_s=step,
             is_hidden=self._hidden,
             is_faster_than=lambda other: step < 0.99 * other.step_time_s,

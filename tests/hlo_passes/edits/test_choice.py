@@ -130,7 +130,7 @@ def test_where_the_link_is_slow_or_missing_it_is_computed_again(machine: Machine
 def test_the_fastest_choice_comes_first():
     of = posed(IDLE, SLOW_LINK)
     computed, moved = Work(of).choose(peak(of) - SIZE)
-    assert computed.step_time_s < moved.step_time_s
+    assert computed.cost_s < moved.cost_s
 
 
 def test_what_does_not_fit_is_refused():
@@ -306,11 +306,11 @@ def test_no_selection_undercuts_the_bound(program: Edited, share: float):
         return
     bound = edited_lower_bound_s(of, of.fixed_bytes + of.arena.base + capacity)
     search = EditSearch(work, capacity, None)
-    assert all(bound <= c.step_time_s * (1 + 1e-9) for c in search.rounded(0))
+    assert all(bound <= c.cost_s * (1 + 1e-9) for c in search.rounded(0))
     improved = search.improved(choices[0].selection)
-    assert bound <= improved.step_time_s * (1 + 1e-9)
+    assert bound <= improved.cost_s * (1 + 1e-9)
     # What is faster, or what is packed in fewer bytes.
-    slower = improved.step_time_s > choices[0].step_time_s
+    slower = improved.cost_s > choices[0].cost_s
     assert not slower or search.over(improved.selection) < search.over(choices[0].selection)
     again = search.improved(choices[0].selection)
     assert again.selection.gaps == improved.selection.gaps
@@ -324,7 +324,7 @@ def test_choices_differ_and_fit_and_the_fastest_comes_first(program: Edited, sha
     reserve = np.where(np.arange(len(work.load)) % 2, capacity // 4, 0)
     choices = work.choose(capacity, reserve=reserve)
     assert len({c.selection.gaps for c in choices}) == len(choices)
-    assert choices == sorted(choices, key=lambda c: c.step_time_s)
+    assert choices == sorted(choices, key=lambda c: c.cost_s)
     for choice in choices:
         edited_module = edits.apply(program.original, work.edits(choice.selection))
         load = problem.pose(edited_module, FAST_LINK, ()).arena.load

@@ -28,7 +28,7 @@ from memplan.topologies import topology
 from tests import corpus
 
 NOTHING = np.zeros(0, np.int64)
-ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, False, True, [1, 3], [(-1, 4)], [])
+ROW: tuple[Any, ...] = (8, 8, 0, 0, 0, 0, 1.0, 0.0, False, True, [1, 3], [(-1, 4)], [])
 
 
 def catalog(
@@ -37,13 +37,14 @@ def catalog(
     residents: Any = (8, 0, 4),
     leaves: tuple[int, ...] = (),
     holders: tuple[int, ...] = (),
+    byte_s: float = 0.0,
 ) -> Catalog:
     costs, idle = np.ones(ticks), np.zeros(ticks)
     return Catalog(
         rows,
         np.array([8], np.int64),
         (costs, idle, idle),
-        (1.0, 0.0, 1.0, 0.0, 1.5, False, True),
+        (1.0, 0.0, 1.0, 0.0, 1.5, byte_s, False, True),
         (NOTHING, NOTHING, np.array(leaves, np.int64)),
         (np.array(residents, np.int64), np.array(holders, np.int64), NOTHING, 1, True, 0, 0),
     )
@@ -66,10 +67,10 @@ def test_a_gap_is_taken_and_given_back():
         ({3: 1}, ValueError),  # its maker
         ({4: 1}, ValueError),  # its resident
         ({5: 4}, ValueError),  # the tick at which it is written
-        ({9: [4]}, ValueError),
-        ({10: [(1, 0)]}, ValueError),
-        ({10: [(-3, 4)]}, ValueError),  # a weight
-        ({11: [1]}, ValueError),
+        ({10: [4]}, ValueError),
+        ({11: [(1, 0)]}, ValueError),
+        ({11: [(-3, 4)]}, ValueError),  # a weight
+        ({12: [1]}, ValueError),
         ({0: "8"}, TypeError),
     ],
 )
@@ -124,7 +125,7 @@ def test_what_packing_takes_is_known_before_a_selection_is_written(share: float)
 
 
 def test_what_a_clone_reads_on_the_host_is_brought_to_it():
-    reading = tuple([(-2, 4)] if k == 10 else value for k, value in enumerate(ROW))
+    reading = tuple([(-2, 4)] if k == 11 else value for k, value in enumerate(ROW))
     of, load, costs = catalog(reading), np.full(4, 8, np.int64), np.ones(4)
     state = State(of, load, costs, 16)
     assert not state.recompute(0, 1, 4, math.inf)  # As many bytes come as go, at another tick.
@@ -132,13 +133,13 @@ def test_what_a_clone_reads_on_the_host_is_brought_to_it():
     assert state.recompute(0, 1, 16, math.inf)
     assert load.tolist() == [8, 8, 24, 16]
     # 8 bytes, one a second, before the clone; the program and the clone take 5 seconds.
-    assert state.step_seconds(100, -1) == pytest.approx(10.0)
+    assert state.cost(100, -1) == pytest.approx(10.0)
 
 
 def test_what_waits_for_a_clone_and_is_made_again_after_all_counts_with_what_is_beside_it():
     """b is made of a, which is small and held for its clone, until it is made again there, too."""
-    a = (40, 40, 5000, 0, 0, 0, 1.0, False, True, [1], [(-1, 10)], [])
-    b = (640, 640, 0, 1, 1, 1, 1.0, False, True, [2, 8], [(0, 0)], [])
+    a = (40, 40, 5000, 0, 0, 0, 1.0, 0.0, False, True, [1], [(-1, 10)], [])
+    b = (640, 640, 0, 1, 1, 1, 1.0, 0.0, False, True, [2, 8], [(0, 0)], [])
     of = catalog(a, b, ticks=10, residents=(40, 0, 2, 640, 1, 9))
     load = np.array([5040, 680, 640, *[10640] * 5, 640, 0])
     state = State(of, load, np.ones(10), 16)
@@ -159,17 +160,17 @@ def program(draw: random.Random, ticks: int) -> list[tuple[Any, ...]]:
     for maker in range(draw.randint(2, 4)):
         read = draw.sample(range(len(rows)), draw.randint(1, min(2, len(rows)))) if rows else []
         for n in read:
-            rows[n][9].append(written)
+            rows[n][10].append(written)
         operands = [(n, 0) for n in read] or [draw.choice([(-1, ticks), (-2, ticks)])]
         beside, repeatable = draw.choice([0, 5000]), draw.random() < 0.8
         for _ in range(draw.randint(1, 2)):
             size = draw.choice([2, 40, 640])
             reads = [draw.randrange(written + 1, ticks) for _ in range(draw.randint(1, 2))]
             over = [n for n in read if draw.random() < 0.5]
-            kind = maker, -1, written, 1.0, False, repeatable
+            kind = maker, -1, written, 1.0, 0.0, False, repeatable
             rows.append((size, size, beside, *kind, reads, operands, over))
         written += draw.randint(1, 2)
-    return [(*row[:9], sorted({*row[9]}), *row[10:]) for row in rows]
+    return [(*row[:10], sorted({*row[10]}), *row[11:]) for row in rows]
 
 
 def test_the_load_is_never_less_than_that_of_the_gaps_that_are_taken():
@@ -201,8 +202,8 @@ def test_the_load_is_never_less_than_that_of_the_gaps_that_are_taken():
 
 def test_the_packing_has_what_is_made_again_of_bytes_that_are_there_anyway():
     """a lies in a result's bytes; for b it is made again elsewhere."""
-    a = (600, 0, 0, 0, -1, 0, 1.0, True, True, [1], [(-1, 6)], [])
-    b = (640, 640, 0, 1, 0, 1, 1.0, False, True, [2, 5], [(0, 0)], [])
+    a = (600, 0, 0, 0, -1, 0, 1.0, 0.0, True, True, [1], [(-1, 6)], [])
+    b = (640, 640, 0, 1, 0, 1, 1.0, 0.0, False, True, [2, 5], [(0, 0)], [])
     of = catalog(a, b, ticks=6, residents=(640, 1, 6, 640, 3, 4))
     load = np.array([0, 640, 640, 1280, 640, 640])
     state = State(of, load, np.ones(6), 16)
@@ -214,7 +215,7 @@ def test_the_packing_has_what_is_made_again_of_bytes_that_are_there_anyway():
 @pytest.mark.parametrize(("over", "packed"), [([0], 8), ([], 16)])
 def test_what_is_read_last_for_a_gap_is_written_over(over: list[int], packed: int):
     """b is made of a, which is away until b has been read."""
-    b = (8, 8, 0, 1, 1, 1, 1.0, False, False, [2], [], over)
+    b = (8, 8, 0, 1, 1, 1, 1.0, 0.0, False, False, [2], [], over)
     of = catalog(ROW, b, residents=(8, 0, 4, 8, 1, 3))
     state = State(of, np.array([8, 16, 16, 8]), np.ones(4), 16)
     assert state.fitted(100, -1)[0] == 16
@@ -280,7 +281,7 @@ def test_stores_and_what_clones_read_are_packed_as_predicted():
             packed = found.packing.total - of.arena.base
             # A weight that a clone reads right before the program does comes once.
             assert 0.85 * predicted.packed <= packed <= 1.02 * predicted.packed
-            assert found.step_time_s == pytest.approx(predicted.step_time_s, rel=0.05)
+            assert found.step_time_s == pytest.approx(predicted.cost_s, rel=0.05)
             kinds |= {type(edit).__name__ for edit in (*edits.recomputes, *edits.evictions)}
     assert len(kinds) == 2, kinds
 

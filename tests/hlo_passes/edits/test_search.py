@@ -20,7 +20,7 @@ def test_a_module_that_is_too_large_for_a_search_keeps_what_was_chosen(
     (slow, *_) = work.lowest(0)
     capacity = int(work.load.max()) - SIZE // 4
     searched = EditSearch(work, capacity, None).improved(slow)
-    assert searched.step_time_s < slow.step_seconds(capacity, None)
+    assert searched.cost_s < slow.cost_s(capacity, None)
     monkeypatch.setattr(search, "_TICKS", 1)
     assert EditSearch(work, capacity, None).improved(slow).selection.gaps == slow.gaps
 
@@ -35,6 +35,6 @@ def test_what_is_packed_within_the_capacity_is_not_given_up(target: str, share: 
     assert fits
     for taken in fits:
         found = searching.improved(taken)
-        assert found.step_time_s < taken.step_seconds(capacity, None)
-        assert found.step_time_s == found.selection.fitted(capacity, None).step_time_s
+        assert found.cost_s < taken.cost_s(capacity, None)
+        assert found.cost_s == found.selection.fitted(capacity, None).cost_s
         assert searching.over(found.selection) <= 0

@@ -352,7 +352,7 @@ def test_what_is_far_from_the_fastest_is_searched_for_longer_and_from_what_came_
 def test_little_is_given_back_in_a_large_module(monkeypatch: pytest.MonkeyPatch):
     fitted = edit_fitting._Fitting(posed(), Edits(), 10**9, None)
     taken = next(fitted._work.lowest(0))  # More than has to go.
-    chosen = edit_choice.EditChoice(taken, taken.step_seconds(fitted.capacity, None))
+    chosen = edit_choice.EditChoice(taken, taken.cost_s(fitted.capacity, None))
     best = edit_fitting._Packed(fitted, cast("Solution", None), chosen, 0)
     packed: list[int] = []
     monkeypatch.setattr(fitted, "_packed", lambda *_: packed.append(1))
@@ -405,7 +405,7 @@ def test_a_packing_that_is_slower_than_the_best_does_not_take_its_place(
         found = placed(of, budget, slots, free)
         if isinstance(found, placement.Choice):
             seconds.append(found.step_time_s * (2 + len(seconds)))
-            return replace(found, step_time_s=seconds[-1])
+            return replace(found, step_time_s=seconds[-1], cost_s=seconds[-1])
         return found
 
     monkeypatch.setattr(edit_fitting, "placed", slower)

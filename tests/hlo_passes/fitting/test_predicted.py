@@ -34,7 +34,7 @@ def test_what_is_scheduled_is_what_was_predicted(chosen: tuple[Work, Fitted, Pro
     work, predicted, again, budget = chosen
     found = as_predicted(predicted, work.temporaries, work.posed, again, budget)
     assert found is not None
-    assert found.step_time_s == pytest.approx(predicted.step_time_s)
+    assert found.step_time_s == pytest.approx(predicted.cost_s)
     first = first_ticks(work.posed, again)
     names = [t.name for t in work.temporaries]
     starts = {(names[of], first[start]) for (of, _), start in predicted.starts}

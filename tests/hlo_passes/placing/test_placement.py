@@ -406,7 +406,7 @@ def test_a_start_waits_while_the_link_is_busy():
     jobs = tuple(Fetch("w", 10 * KIB, LiveRange(tick, tick + 1)) for tick in (37, 38, 39))
     starts = (0, 0, 0)
     step_s = placement.step_seconds(posed, jobs, starts)
-    choice = placement.Choice(frozenset(), jobs, starts, (), step_s, Packing((), 0))
+    choice = placement.Choice(frozenset(), jobs, starts, (), step_s, Packing((), 0), 0.0)
     first, second, third = placement.started_late(posed, choice).starts
     per_tick = float(posed.clock[1])
     assert first == 0
@@ -424,7 +424,7 @@ def test_a_start_stands_in_front_of_the_wait_for_an_eviction():
 
     def second(done: int) -> int:
         departures = (Departure(0, done),)
-        choice = placement.Choice(frozenset(), jobs, (0, 0), departures, 0.0, Packing((), 0))
+        choice = placement.Choice(frozenset(), jobs, (0, 0), departures, 0.0, Packing((), 0), 0.0)
         return placement.started_late(posed, choice).starts[1]
 
     assert second(done=tick + 1) == tick
