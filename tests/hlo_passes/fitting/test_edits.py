@@ -190,7 +190,7 @@ def test_a_choice_that_is_packed_is_improved_as_far_as_the_next_one_is_packed(
     found = edit_fitting.fit_with_edits([(of, Edits())], budget, None, lambda: True)
     assert found is not None
     (before,) = begun
-    assert found.choice.step_time_s < before.step_time_s
+    assert found.choice.cost_s < before.cost_s
     assert excess_of(found.posed, found.choice, budget) == 0
 
 
