@@ -161,7 +161,7 @@ def choose_stay(
 def pose_module(module: Module, machine: Machine) -> problem.Problem:
     """Returns a scheduled module as `plan_module` has it before there is a budget: every argument
     that may move on the host, and its loops in their order."""
-    found = _prepared(module, machine, (), (), None)
+    found = _prepared(module, machine, (), (), None, FREE)
     return found.pose(found.bodies.streamed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hlo_passes.hardware.machine import Machine, Tier
+from hlo_passes.hardware.machine import Interconnect, Link, Machine, Tier
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table
 
@@ -71,6 +71,8 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 if (seconds := getattr(machine, key)) is not None
             },
             **{f"peak_flops.{d}": f"{f / 1e12:,.1f} TFLOP/s" for d, f in machine.peak_flops},
+            **({} if machine.static_w is None else {"static_w": f"{machine.static_w:g} W"}),
+            **{f"flop_j.{d}": _picojoules(joules) for d, joules in machine.flop_j},
         },
     )
     if machine.kernels:
@@ -81,6 +83,7 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
         values = {"capacity_bytes": f"{tier.capacity_bytes:,}"}
         if tier.bytes_per_s is not None:
             values["bytes_per_s"] = f"{tier.bytes_per_s / 1e9:,.2f} GB/s"
+        values |= _energy(tier)
         yield table(_tier_title(tier), f"tiers.{tier.name}.", values)
     for link in machine.links:
         yield table(
@@ -91,6 +94,7 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 "efficiency": f"{link.efficiency:g}",
                 "latency_s": f"{link.latency_s * 1e6:g} µs",
                 "engines": str(link.engines),
+                **_energy(link),
             },
         )
     if (wires := machine.interconnect) is not None:
@@ -101,8 +105,17 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 "nominal_bytes_per_s": f"{wires.nominal_bytes_per_s / 1e9:,.2f} GB/s",
                 "efficiency": f"{wires.efficiency:g}",
                 "step_latency_s": f"{wires.step_latency_s * 1e6:g} µs",
+                **_energy(wires),
             },
         )
+
+
+def _energy(of: Tier | Link | Interconnect) -> dict[str, str]:
+    return {} if of.j_per_byte is None else {"j_per_byte": _picojoules(of.j_per_byte)}
+
+
+def _picojoules(joules: float) -> str:
+    return f"{joules * 1e12:,.3g} pJ"
 
 
 def rates_table(machine: Machine) -> Table:

@@ -206,7 +206,7 @@ class Costs:
         for id_, work in kernel_works(self.module).items():
             instruction = self.module.instructions[id_]
             arithmetic_s = matrix_seconds(self.module, self.machine, instruction)
-            fed_s = self._device_bytes(instruction) / self._bytes_per_s
+            fed_s = self.device_bytes(instruction) / self._bytes_per_s
             kinds[id_] = work.kind + (AT_PEAK if arithmetic_s > fed_s else "")
         return kinds
 

@@ -599,6 +599,6 @@ class Board:
         state = self._state or self.ordered.work(self.stay).state(self._streamed_load)
         found = state.fitted(self.capacity, None)
         if found.packed <= self.capacity:
-            self._step_s = found.step_time_s
+            self._step_s = found.cost_s
         else:
             self.aim = most - max(1, (found.packed - self.capacity) // 2)

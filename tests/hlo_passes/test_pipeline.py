@@ -83,7 +83,7 @@ def test_nothing_is_searched_for_where_one_instruction_needs_more(
     least = least_budget(module, machine)
     searched: list[int] = []
 
-    def search(_: Problem, budget: int, *__: Any) -> None:
+    def search(_: Problem, budget: int, *__: Any, **___: Any) -> None:
         searched.append(budget)
 
     monkeypatch.setattr(fit, "fit", search)

@@ -201,6 +201,7 @@ def test_a_program_with_ordered_effects_is_refused():
         memplan.jit(prints, layouts="all").lower(jnp.ones((4, 8)))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.data())
 def test_no_layout_changes_results(data: st.DataObject):
@@ -257,6 +258,7 @@ def test_no_more_is_converted_than_xla_would(target: str):
     assert found <= chosen.tried["default"]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.since("0.12", "XLA:GPU converts none by itself")
 def test_weights_of_scanned_layers_are_not_converted():

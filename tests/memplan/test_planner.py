@@ -32,8 +32,15 @@ class Seen:
     def __init__(self, depth: int, step_time_s: float, compute_s: float) -> None:
         self.hosting = SimpleNamespace(depth=depth, lagging=frozenset())
         self.step_time_s, self.compute_s = step_time_s, compute_s
-        self.has_edits = True
+        self.has_edits, self.charged_s = True, 0.0
+        takes = {"step_time_s": step_time_s, "compute_s": compute_s, "recompute_s": 0.0}
+        prediction = SimpleNamespace(**takes, joules=None)
+        self.plan = SimpleNamespace(prediction=prediction, moved_bytes=0)
 
+    def priced(self, prices: Any) -> Seen:
+        return self
+
+    cost_s = Candidate.cost_s
     waits_s = Candidate.waits_s
     is_faster_than = Candidate.is_faster_than
     is_hidden = Candidate.is_hidden
@@ -191,13 +198,13 @@ def test_near_a_plan_only_programs_like_its_own_are_looked_at(
     monkeypatch.setattr(of, "_of", lambda placing: programs[placings.index(placing)])
     tried: list[list[int]] = []
 
-    def fastest(_self: Any, ways: Iterable[written.Written], *_: Any) -> Candidate:
+    def best(_self: Any, _: Any, ways: Iterable[written.Written], *__: Any) -> Candidate:
         tried.append([programs.index(way) for way in ways])
         if refused and len(tried) == 1:
             raise refusal(HALF)
         return near
 
-    monkeypatch.setattr(planner.Planner, "_fastest", fastest)
+    monkeypatch.setattr(planner.Planner, "_best", best)
     monkeypatch.setattr(planner.Planner, "_ways", lambda *_: iter(programs))
     everything = [[0, 1, 2, 3, 4]] * refused
     for n, beside in enumerate([[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]):

@@ -64,6 +64,7 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, jax.Array]:
     return w, jnp.asarray(rng.normal(size=(BATCH, TOKENS, WIDTH)), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [attend, scanned, gradients, branches, jax.jit(attend)])
 @settings(max_examples=4, deadline=None)
 @given(st.data())

@@ -70,7 +70,9 @@ def test_what_was_measured_costs_that_and_the_rest_is_corrected(profile, args):
     before, after = (instruction_costs(m, machine) for m in (plain, timed))
     factors = {of.kind: of.factor for of in learned(profile.samples)}
     for id_, kind in kinds_of_kernels(plain, machine).items():
-        assert after[id_] == pytest.approx(nearest(factors, kind) * before[id_])
+        factor = nearest(factors, kind)
+        assert factor is not None
+        assert after[id_] == pytest.approx(factor * before[id_])
     assert sum(before.values()) > 0
     machine = corrected(machine, {"p.json": profile}, "2026-12-01")
     assert sum(instruction_costs(plain, machine).values()) == pytest.approx(sum(after.values()))

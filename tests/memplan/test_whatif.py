@@ -32,6 +32,7 @@ def test_a_step_before_and_after(run, path):
         assert result["step_s"] == simulated(of, H100, "h100").step_s
     assert edit["edit"] == "fuse late,third"
     assert shown["before"]["hbm_bytes"] - edit["result"]["hbm_bytes"] == 256
+    assert H100.launch_s is not None
     # A launch less, and what is written and read.
     assert edit["result"]["step_s"] < shown["before"]["step_s"] - 0.9 * H100.launch_s
     table = run(*words, "--fuse", "late.third,fourth")

@@ -25,6 +25,7 @@ def tokens(batch: int = 2) -> jax.Array:
     return jax.random.randint(jax.random.key(0), (batch, 16), 0, CONFIG.vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [llama.Llama, scanned.ScannedLlama])
 def test_decoders(model: Any) -> None:
     plain, fused = (
@@ -74,6 +75,7 @@ def test_a_prompt_then_tokens(model: Any, init_cache: Any, config: Any, at_once:
         np.testing.assert_allclose(some, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [llama.prefill, llama.decode_step])
 @pytest.mark.parametrize("module", [llama, scanned])
 def test_a_donated_cache_is_updated_in_place(module: Any, function: Any) -> None:
@@ -100,6 +102,7 @@ def test_a_cache_is_that_of_its_attention(model: Any, other: Any, function: Any)
         jax.eval_shape(partial(function, graphdef), params, tokens(), cache)
 
 
+@pytest.mark.slow
 def test_gradients() -> None:
     found = []
     for config in (CONFIG, FUSED):
@@ -110,6 +113,7 @@ def test_gradients() -> None:
         np.testing.assert_allclose(some, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_decoders_on_a_mesh(shape: tuple[int, int]) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("fsdp", "model"))
@@ -120,6 +124,7 @@ def test_decoders_on_a_mesh(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 # Key/value heads that the devices of "model" share, and a prompt that those of "fsdp" share.
 @pytest.mark.parametrize(("shape", "batch"), [((2, 2), 2), ((1, 4), 2), ((2, 2), 1)])
 def test_decoding_on_a_mesh(shape: tuple[int, int], batch: int) -> None:
@@ -155,6 +160,7 @@ def test_fewer_key_heads_than_devices_are_repeated() -> None:
     np.testing.assert_allclose(split, fused_attention(q, k, v, None), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_vision_transformer() -> None:
     images = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
     config = vit.TINY_VIT
@@ -168,6 +174,7 @@ def test_vision_transformer() -> None:
     np.testing.assert_allclose(fused, plain, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_diffusion_transformer() -> None:
     batch = dit.empty_batch(dit.TINY_DIT, 2)
     found = []

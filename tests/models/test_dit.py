@@ -72,6 +72,7 @@ def reference(params: nnx.State, latent: np.ndarray, step: int, label: int) -> n
     return latent
 
 
+@pytest.mark.slow
 def test_forward():
     graphdef, params = build(dit.DiffusionTransformer, F32)
     batch = draw_batch(3)
@@ -83,6 +84,7 @@ def test_forward():
         np.testing.assert_allclose(found[n], expected, rtol=0, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_scanned_layers_have_the_unrolled_gradients(remat: Remat):
     graphdef, params = build(dit.DiffusionTransformer, F32)
@@ -92,6 +94,7 @@ def test_scanned_layers_have_the_unrolled_gradients(remat: Remat):
     assert_same_when_scanned(dit.loss_fn, graphdef, scanned, params, draw_batch(3))
 
 
+@pytest.mark.slow
 def test_at_the_start_blocks_are_the_identity_and_the_model_answers_zero():
     model = dit.DiffusionTransformer(F32, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(2)

@@ -92,6 +92,7 @@ def test_later_tokens_do_not_change_earlier_ones_even_without_room():
     np.testing.assert_array_equal(layer(x)[:, :8], layer(x.at[:, 8:].multiply(-1))[:, :8])
 
 
+@pytest.mark.slow
 def test_decoding_continues_a_prompt():
     graphdef, params = build(moe.MoeLlama, ROOMY)
     tokens = draw_tokens(2, 6)
@@ -110,6 +111,7 @@ def test_balance_is_one_when_even_and_the_number_of_experts_when_all_agree():
     assert float(moe.balance_loss(sure, jnp.zeros((1, 2, 1), jnp.int32))) == pytest.approx(4)
 
 
+@pytest.mark.slow
 def test_the_loss_is_cross_entropy_and_balance():
     tokens = draw_tokens(2, 9)
 
@@ -124,6 +126,7 @@ def test_the_loss_is_cross_entropy_and_balance():
     assert 1 < loss(1.0) - cross_entropy < F32.num_experts
 
 
+@pytest.mark.slow
 def test_every_weight_of_every_expert_is_trained():
     graphdef, params = build(moe.MoeLlama, ROOMY)
     gradients = jax.jit(jax.grad(functools.partial(moe.loss_fn, graphdef)))(

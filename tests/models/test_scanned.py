@@ -72,6 +72,7 @@ def test_forward_equals_the_unrolled_one(config: LlamaConfig):
     assert_close(found, forward(graphdef, params, tokens))
 
 
+@pytest.mark.slow
 def test_prefill_then_decode_equals_the_unrolled_one():
     graphdef, params = build(CONFIG)
     scanned_graphdef, stacked = graphdef_of(CONFIG), stack_params(params)
@@ -104,6 +105,7 @@ def test_prefill_forgets_what_the_cache_held():
     np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["head", "tied"])
 def test_gradients_equal_the_unrolled_ones(config: LlamaConfig, remat: Remat):
@@ -114,6 +116,7 @@ def test_gradients_equal_the_unrolled_ones(config: LlamaConfig, remat: Remat):
     assert_close(unstack_params(found), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_experts_have_the_unrolled_loss_and_gradients(remat: Remat):
     config = dataclasses.replace(TINY_MOE, dtype=jnp.float32, balance_weight=1.0)
@@ -154,6 +157,7 @@ def test_parameters_are_named_by_what_they_are():
     ]
 
 
+@pytest.mark.slow
 def test_a_built_model_is_what_the_abstract_one_says():
     graphdef, params = nnx.split(scanned.ScannedLlama(CONFIG, rngs=nnx.Rngs(0)))
     abstract_graphdef, abstract = nnx.split(scanned.abstract_model(CONFIG))

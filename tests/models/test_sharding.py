@@ -58,6 +58,7 @@ def assert_close(found, expected) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_split_step_computes_what_one_device_does(mesh: Mesh):
     params, tokens = build()
     options = TrainOptions(microbatches=2)
@@ -73,6 +74,7 @@ def test_a_split_step_computes_what_one_device_does(mesh: Mesh):
         assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
 
 
+@pytest.mark.slow
 def test_a_split_decode_computes_what_one_device_does(mesh: Mesh):
     params, tokens = build()
     cache = scanned.init_cache(CONFIG, batch=4, max_len=16)
@@ -133,6 +135,7 @@ def test_gathered_weights_are_whole_but_for_the_model_axis(mesh: Mesh):
         np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.slow
 def test_weights_wait_in_parts_and_are_gathered_a_layer_at_a_time(mesh: Mesh):
     config = dataclasses.replace(TINY, num_layers=3)
     options = TrainOptions()

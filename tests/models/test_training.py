@@ -64,6 +64,7 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-6, np.abs(b).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", slow_but([0.5], [None, 0.5]))
 def test_two_steps_are_those_of_the_paper(clip_norm: float | None):
     """Algorithm 2 of arXiv:1711.05101, on gradients of the unrolled model."""
@@ -114,6 +115,7 @@ def test_training_lowers_the_loss(dtype):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_the_batch():
     _, params = build(CONFIG)
     tokens = draw_tokens(4, 9)
@@ -125,6 +127,7 @@ def test_microbatches_add_up_to_the_batch():
     assert_close(found[0].optimizer, expected[0].optimizer, 1e-4)
 
 
+@pytest.mark.slow
 def test_microbatches_must_divide_the_batch():
     options = TrainOptions(microbatches=3)
     state = abstract_state(CONFIG, options)
@@ -132,6 +135,7 @@ def test_microbatches_must_divide_the_batch():
         jax.eval_shape(step(options), state, jax.ShapeDtypeStruct((4, 9), jnp.int32))
 
 
+@pytest.mark.slow
 def test_remat_changes_no_number():
     _, params = build(CONFIG)
     tokens, options = draw_tokens(2, 9), TrainOptions()
@@ -141,6 +145,7 @@ def test_remat_changes_no_number():
     assert_close(found[0].optimizer, expected[0].optimizer, 1e-4)
 
 
+@pytest.mark.slow
 def test_unrolled_layers_are_trained_as_stacked_ones_are():
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
     # What plain descent takes off a weight is its gradient.
@@ -179,6 +184,7 @@ def test_microbatches_split_every_array_of_a_batch():
     assert_close(parts.params, whole.params, 1e-5)
 
 
+@pytest.mark.slow
 def test_wide_parameters_are_rounded_where_they_are_used():
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
     _, narrow = build(config)
@@ -190,6 +196,7 @@ def test_wide_parameters_are_rounded_where_they_are_used():
     assert {leaf.dtype for leaf in jax.tree.leaves(found[0].params)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_an_abstract_state_is_what_a_built_one_is(clip_norm: float | None, param_dtype):
@@ -225,6 +232,7 @@ def test_a_step_gives_a_state_like_the_one_it_takes(microbatches: int):
     assert {(m.shape, m.dtype) for m in metrics.values()} == {((), jnp.dtype(jnp.float32))}
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_updated_in_place():
     options = TrainOptions()
     state = abstract_state(TINY, options)

@@ -88,6 +88,7 @@ def test_forward():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_every_pixel_gets_a_score_for_every_class():
     graphdef, params = initial(unet.UNet, TINY_UNET)
     logits = jax.eval_shape(functools.partial(unet.forward, graphdef), params, draw_images(2, 16))

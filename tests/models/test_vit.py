@@ -60,6 +60,7 @@ def test_forward():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_scanned_layers_have_the_unrolled_gradients(remat: Remat):
     graphdef, params = build(vit.VisionTransformer, F32)
@@ -80,6 +81,7 @@ def test_bfloat16_stays_near_float32_and_scores_in_float32():
     assert 0 < error < 20 * 2**-9
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     graphdef, params = nnx.split(vit.VisionTransformer(TINY_VIT, rngs=nnx.Rngs(0)))
     batch = draw_images(8), jnp.arange(8)

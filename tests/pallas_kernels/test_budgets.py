@@ -66,6 +66,7 @@ def budgets(chip: str) -> list[Budget]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.since("0.12.0.1", "its libtpu names the units of a bundle otherwise")
 @pytest.mark.parametrize("chip", slow_but(["v5e"], ["v5e", "v6e"]))
 def test_bundles_and_spills(chip: str) -> None:

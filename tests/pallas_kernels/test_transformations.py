@@ -228,6 +228,7 @@ def test_scan_and_map(op: Op) -> None:
     assert_close(jax.lax.map(one, moved, batch_size=2), expected)
 
 
+@pytest.mark.slow
 @CALLS
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_vmap(op: Op, axis: int) -> None:

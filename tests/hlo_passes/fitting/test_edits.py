@@ -142,6 +142,7 @@ def test_what_aims_lower_fits_where_nothing_else_does():
     assert found.choice.step_time_s < 0.85 * float(lowest.clock[-1])
 
 
+@pytest.mark.slow
 def test_what_takes_more_than_it_has_to_is_packed_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -500,6 +501,7 @@ def test_edits_are_looked_for_in_several_orders(monkeypatch: pytest.MonkeyPatch)
     assert tried[0] == ()
 
 
+@pytest.mark.slow
 def test_of_several_orders_the_one_with_the_fastest_choice_is_taken():
     """Whichever comes first, or one that is close to it."""
     of = problem.pose(corpus.read("llama_train.cpu"), load_machine("cpu_cxl"), ())

@@ -111,6 +111,6 @@ def test_a_plan_says_what_99_of_100_steps_take():
     assert varied.prediction.total_bytes <= budget
     assert "(99 of 100: " in varied.predicted
     assert plan_module(posed.module, GPU, budget, jitter=JITTER) == varied
-    found = fit.fit(posed, budget, None, JITTER)
+    found = fit.fit(posed, budget, None, jitter=JITTER)
     assert found is not None
     assert varied.prediction.p99_s == pytest.approx(p99(found))

@@ -16,6 +16,7 @@ from hlo_passes.ir import Module
 from hlo_passes.loops.bodies import copies_of_bodies, fetching_bodies, with_body
 from hlo_passes.loops.body_plans import Bodies
 from hlo_passes.loops.host_transfers import host_transfers
+from hlo_passes.placing.prices import FREE
 from hlo_passes.placing.problem import pose
 from hlo_passes.proto import hlo_pb2
 from hlo_passes.rewrite import inject
@@ -110,7 +111,7 @@ def test_a_loop_that_brings_nothing_is_left_alone(target: str):
     module = captured(target, inside=False)
     assert not fetching_bodies(module)
     machine = load_machine(target)
-    found = Bodies(module, machine, None, lambda of: pose(of, machine, ()))
+    found = Bodies(module, machine, None, lambda of: pose(of, machine, ()), FREE)
     assert found.streamed is module
 
 

@@ -324,7 +324,7 @@ def test_what_another_order_packs_where_results_will_be_is_not_certain(
     assert placement.certain_budget(pose(given, machine, ())) <= taken[1]
     searched: list[int] = []
 
-    def search(_: Problem, budget: int, __: int | None) -> None:
+    def search(_: Problem, budget: int, __: int | None, **___: object) -> None:
         searched.append(budget)
 
     monkeypatch.setattr(fitting, "fit", search)

@@ -22,6 +22,7 @@ def test_the_planners_choice_played_again_is_its_plan(program, share):
     assert row.step_s == pytest.approx(plan.prediction.step_time_s, rel=1e-9)
     assert -row.reward * row.base_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
     again = plan_of(of.board)
+    assert again is not None
     assert {(t.kind, t.buffer, t.start, t.done) for t in again.transfers} == {
         (t.kind, t.buffer, t.start, t.done) for t in plan.transfers
     }

@@ -97,6 +97,7 @@ def test_a_gap_that_is_taken_can_be_taken_no_more_in_another_way():
     *_, info = of.step(int(first))
     assert not info["action_mask"][first]
     evict = of.board.action_of("evict", meaning.name, meaning.start)
+    assert of.board.selection is not None
     taken = {(n, start) for n, start, *_ in of.board.selection.gaps}
     name = {t.name: t.number for t in of.board.ordered.temporaries}[meaning.name]
     assert info["action_mask"][evict] == ((name, meaning.start) not in taken)
@@ -127,6 +128,7 @@ def test_the_state_is_that_of_the_planner_with_these_arguments():
         else:
             state.evict(n, start)
     assert state.load.max() <= board.capacity
+    assert board.selection is not None
     assert board.selection.load.max() <= board.capacity
 
 

@@ -318,6 +318,7 @@ FOUND_BY_REVIEW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "args"), FOUND_BY_REVIEW.values(), ids=FOUND_BY_REVIEW)
 def test_numbers_stay_the_same_wherever_it_is_cut(function, args):
     jaxpr = traced(function, *args)

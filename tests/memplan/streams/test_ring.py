@@ -163,6 +163,7 @@ def test_stacks_whose_slices_are_in_pieces_are_taken_as_rows():
     assert not any(ring.taken or ring.made for ring in rings.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "share", "turned"),
     slow_but(

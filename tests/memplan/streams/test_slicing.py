@@ -391,6 +391,7 @@ def test_donated_arguments():
     compare(run(*map(jnp.copy, jax.tree.leaves(args))), expected, exact=False)
 
 
+@pytest.mark.slow
 def test_effects_keep_their_order(capfd: pytest.CaptureFixture[str]):
     def fun(x: Any, y: Any) -> Any:
         jax.debug.print("first {}", jnp.max(x), ordered=True)

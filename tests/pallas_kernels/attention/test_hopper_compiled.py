@@ -29,6 +29,7 @@ def is_clean(kernels: tuple[KernelEvidence, ...]) -> None:
         assert not kernel.serialised, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_shapes_of_models(name: str):
     function, arguments = programs.gradient(BY_NAME[name])

@@ -34,6 +34,7 @@ def test_what_fills_a_block_takes_no_part() -> None:
     run(cases_tpu.check_padding)
 
 
+@pytest.mark.slow
 @pytest.mark.since("0.12", "its interpreter prints races and goes on")
 @pytest.mark.parametrize("mistakes", [MISTAKES[start::4] for start in range(4)], ids="abcd")
 def test_mistakes_are_noticed(mistakes: list[str]) -> None:

@@ -31,6 +31,7 @@ def check_compiles(chip: str, shapes: list[Shape]) -> None:
         assert kernels[0].own_bytes == vmem_total(scratch), shape.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", slow_but(["v5e"], TPUS))
 def test_small_shapes(chip: str) -> None:
     check_compiles(chip, [shape for shape in SHAPES if shape.name == QUICK])

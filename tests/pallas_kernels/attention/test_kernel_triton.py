@@ -94,6 +94,7 @@ def test_the_cpu_is_refused_through_the_api():
 # --- results ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize(
     "case",
@@ -109,6 +110,7 @@ def test_results_and_gradients(case):
     run(case)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
 def test_types_with_tensor_cores(dtype: str):
@@ -213,6 +215,7 @@ def test_programs_fit_and_do_not_spill(name: str, generation: str, monkeypatch, 
         assert spilled_bytes <= (64 if shape.head_dim == 256 else 8), program
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 def test_xla_compiles_three_calls(gpu_compiler):
     shape = next(s for s in SHAPES if s.name == "llama3-8b-4k")

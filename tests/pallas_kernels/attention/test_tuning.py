@@ -72,6 +72,7 @@ def test_masked_blocks_make_smaller_blocks_worth_it() -> None:
     assert small.block_kv < large.block_kv
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     ("kernel", "block_q", "block_kv", "head_dim", "dtype"),

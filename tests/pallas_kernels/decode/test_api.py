@@ -73,6 +73,7 @@ def arrays(made: cases.Case) -> dict[str, Any]:
     return {k: v for k, v in made.options().items() if isinstance(v, jax.Array)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_vmap_of_everything(paged: bool, kv_dtype: str) -> None:
@@ -102,6 +103,7 @@ def test_vmap_of_queries_shares_the_pool() -> None:
     assert f"bf16[{2 * made.problem.num_pages}," not in jaxpr
 
 
+@pytest.mark.slow
 def test_what_vmap_makes_too_large_for_a_kernel_is_xlas() -> None:
     """Block tables of 2 MiB, which are not what scalar memory has."""
     q = abstract((8, 64, 1, 4, 128))

@@ -20,6 +20,7 @@ H200 = target_of("cuda", "NVIDIA H200")
 QUICK = ("llama3-8b-8k-int8-page32", "gemma2-9b-8k-window")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["masks", "types", "rows"])
 def test_chosen_cases(what: str) -> None:
     run(getattr(interpreted_gpu, f"check_{what}"))

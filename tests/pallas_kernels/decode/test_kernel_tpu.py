@@ -29,6 +29,7 @@ V6E = target_of("tpu", "TPU v6 lite")
 # --- numerics, in the interpreter ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "mode"),
     slow_but(
@@ -46,6 +47,7 @@ def test_random_cases(mode: str) -> None:
     run(interpreted_tpu.check_random, mode=mode, examples=20, timeout_s=500)
 
 
+@pytest.mark.slow
 @pytest.mark.since("0.12", "its interpreter prints races and goes on")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("plant", ["one slot too few", "no wait"])
@@ -136,6 +138,7 @@ def check_bytes(shapes: list[Shape], chip: str) -> None:
         assert evidence.own_bytes <= kernel_tpu.vmem_bytes(problem, config), shape.name
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_the_compiler_lists_the_same_bytes() -> None:
     names = ("gpt2-1k", "falcon-7b-2k-mqa")

@@ -55,6 +55,7 @@ def _part(cache: Cache, rows: list[list[int]], lengths: np.ndarray) -> Cache:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
     "made",

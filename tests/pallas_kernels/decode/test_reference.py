@@ -3,6 +3,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from pallas_kernels.decode import reference
@@ -10,6 +11,7 @@ from tests.pallas_kernels.decode import cases
 from tests.pallas_kernels.decode.strategies import cases as some_cases
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(some_cases(head_dims=(8, 24), tile=1))
 def test_in_float64_it_is_the_oracle(case: dict[str, Any]) -> None:

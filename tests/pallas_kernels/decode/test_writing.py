@@ -23,6 +23,7 @@ from pallas_kernels.errors import KernelArgumentError
 HEADS, SIZE, WIDTH = 2, 4, 8
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_tokens_go_where_their_table_says(data: st.DataObject) -> None:
@@ -122,6 +123,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("columns", [1, 32])
 @pytest.mark.parametrize("is_paged", [True, False])

@@ -22,6 +22,7 @@ V6E = target_of("tpu", "TPU v6 lite")
 DECODE = Problem(16, 4096, 14336, *cases.BF16, on_host=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(["on_wait"], ["eager", "on_wait"]))
 def test_every_schedule_gives_the_product_without_a_race(mode: str):
     run(cases.schedules, mode=mode)
@@ -31,6 +32,7 @@ def test_types_and_shapes():
     run(cases.types_and_shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", ["chunks", "tiles", "x"])
 @pytest.mark.parametrize(
     ("fault", "mode"), [("slots share a buffer", "eager"), ("a wait is missing", "on_wait")]
@@ -136,6 +138,7 @@ def test_every_shape_compiles(tpu_compiler, name: str):
         assert "copy-start(%w" not in text, shape.name
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_the_compiler_lists_the_same_bytes():
     names = ("llama2-7b-down-decode", "llama3-8b-head-decode", "llama3-70b-up-int8")
