@@ -599,7 +599,8 @@ class Plan:
         step = format_seconds(self.prediction.step_time_s)
         if self.prediction.p99_s is not None:
             step += f" (99 of 100: {format_seconds(self.prediction.p99_s)})"
-        if self.prediction.joules is not None:
+        best_for = "" if self.preparation is None else self.preparation.objective
+        if self.prediction.joules is not None and ("energy" in best_for or "joules" in best_for):
             step += f" and {format_joules(self.prediction.joules)}"
         return (
             f"{format_bytes(self.moved_bytes)} moved in a step of {step} (predicted), "
