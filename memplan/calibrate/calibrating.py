@@ -6,6 +6,8 @@ import os
 import platform as host_platform
 import re
 import shutil
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -206,7 +208,7 @@ def _calibration(
         machine = replace(machine, interconnect=wires)
     if drive is not None and folder is not None:
         machine = _with_drive(machine, drive, folder)
-    machine = _with_sources(machine, device, found, spreads)
+    machine = _with_sources(machine, device, found, spreads, _turns_by_kind(kernels))
     return Calibration(_with_computing(machine, links), found, spreads, None)
 
 
@@ -344,10 +346,24 @@ def _with_drive(machine: Machine, drive: Drive, folder: Path) -> Machine:
     return replace(machine, tiers=(*tiers, tier), links=(*links, *made))
 
 
+def _turns_by_kind(kernels: Sequence[_Compiled]) -> Mapping[str, float]:
+    """By how much turns differ in the middle one of the programs with a kind of kernel."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        for kind in {work.kind for work, _ in kernel.works}:
+            found[kind].append(kernel.timed.timing.spread)
+    return {kind: statistics.median(of) for kind, of in found.items()}
+
+
 def _with_sources(
-    machine: Machine, device: Any, found: Fit, spreads: Mapping[str, float]
+    machine: Machine,
+    device: Any,
+    found: Fit,
+    spreads: Mapping[str, float],
+    turns: Mapping[str, float],
 ) -> Machine:
-    """Says of each number that was measured when, where and how well."""
+    """Says of each number that was measured when, where and how well. What many programs say
+    together is as stable as the middle one of them."""
     today = datetime.now(UTC).date().isoformat()
     where = f"measured {today}, {device.device_kind}, jax {jax.__version__}, {os.cpu_count()} cores"
     with suppress(AttributeError):
@@ -363,7 +379,7 @@ def _with_sources(
     sources["cache_bytes"] = f"{where}; as the system says"
     for key in ("call_s", "array_s", "handoff_s"):
         if getattr(machine, key):
-            sources[key] = f"{where}; as the kernels' rates"
+            sources[key] = said(statistics.median(turns.values()))
     for dtype, _ in machine.peak_flops:
         sources[f"peak_flops.{dtype}"] = f"{where}; the most that a product reached"
     for tier in machine.tiers:
@@ -374,17 +390,17 @@ def _with_sources(
             ends = f"links.{link.source}->{link.destination}"
             sources[f"{ends}.nominal_bytes_per_s"] = said(_link_spread(link, memory, spreads))
             sources[f"{ends}.efficiency"] = "the bandwidth is what was measured"
-            sources[f"{ends}.latency_s"] = f"{where}; the smallest transfer"
+            sources[f"{ends}.latency_s"] = said(_link_spread(link, memory, spreads))
             sources[f"{ends}.engines"] = "transfers of one direction share its bandwidth"
     if machine.interconnect is not None and machine.interconnect.efficiency == 1.0:
         of_exchanges = {spread for name, spread in spreads.items() if name.startswith("all-")}
         sources["interconnect.nominal_bytes_per_s"] = said(max(of_exchanges))
         sources["interconnect.efficiency"] = "the bandwidth is what was measured"
-        sources["interconnect.step_latency_s"] = f"{where}; of collectives of all sizes"
+        sources["interconnect.step_latency_s"] = sources["interconnect.nominal_bytes_per_s"]
     for rate in found.rates:
         for key in COEFFICIENTS:
             sources[f"kernels.{rate.kind}.{key}"] = (
-                f"{where}; programs with it are within {rate.spread:.0%}"
+                f"{said(turns[rate.kind])}; programs with it are within {rate.spread:.0%}"
             )
     return replace(machine, sources=tuple(sources.items()))
 
