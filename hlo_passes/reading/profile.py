@@ -5,7 +5,7 @@
 An event is one run of one kernel. Which instruction it is for, says
 
 - on CPU a stat of the event (``hlo_op``); where XLA runs one asynchronously, its end is an event of
-  its own, on whichever thread that came to be;
+  its own, on whichever thread that came to be; several run at once there, and share the time;
 - on GPU a stat of the event, too; one instruction may be several kernels, which follow each other;
 - on TPU the event's name, which is the instruction's text, on the line of operations; the line of
   modules says what ran meanwhile.
@@ -31,6 +31,9 @@ from hlo_passes.errors import ProfileFileError
 _SUFFIX = ".xplane.pb"
 _END = "end: "
 _OPERATIONS, _MODULES = "XLA Ops", "XLA Modules"
+
+# What an instruction is called by XLA that runs others, whose events are within its own.
+_RUNS_OTHERS = frozenset({"call", "conditional", "while"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,40 @@ def _cpu(plane: Any) -> Iterator[tuple[str, str, float]]:
             if "hlo_op" in stats:
                 end = event.start_ns + event.duration_ns
                 begun[stats["_p"]] = stats["hlo_module"], stats["hlo_op"], event.start_ns, end
+    kernels: list[tuple[str, str]] = []
+    spans: list[tuple[float, float]] = []
     for producer, (module, op, begin, end) in begun.items():
-        yield module, op, (max(end, ended.get(producer, end)) - begin) * 1e-9
+        span = begin, max(end, ended.get(producer, end))
+        if op.partition(".")[0] in _RUNS_OTHERS:
+            yield module, op, (span[1] - span[0]) * 1e-9
+        else:
+            kernels.append((module, op))
+            spans.append(span)
+    for kernel, taken_ns in zip(kernels, _shares(spans), strict=True):
+        yield *kernel, taken_ns * 1e-9
+
+
+def _shares(spans: Sequence[tuple[float, float]]) -> Sequence[float]:
+    """Of what runs at once each has its part of the time, so that all together take what a step
+    does: on the same processors, each is longer for the others. O(spans · log spans + overlaps)."""
+    edges = sorted(
+        (at, is_begin, n)
+        for n, span in enumerate(spans)
+        if span[0] < span[1]
+        for at, is_begin in zip(span, (True, False), strict=True)
+    )
+    found = [0.0] * len(spans)
+    running: set[int] = set()
+    before = 0.0
+    for at, is_begin, n in edges:
+        for other in running:
+            found[other] += (at - before) / len(running)
+        before = at
+        if is_begin:
+            running.add(n)
+        else:
+            running.discard(n)
+    return found
 
 
 def _gpu(plane: Any) -> Iterator[tuple[str, str, float]]:

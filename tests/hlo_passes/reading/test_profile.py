@@ -64,6 +64,25 @@ def test_what_is_asynchronous_on_a_cpu_ends_when_it_ends(tmp_path):
     assert read_profile(file) == {"jit_f": {"dot.1": [pytest.approx(31e-6)]}}
 
 
+def test_kernels_that_run_at_once_on_a_cpu_share_the_time(tmp_path):
+    """A loop is no kernel: those in it have the time."""
+    op, module, begun = 1, 2, 3
+
+    def said(name, run):
+        return [(op, "ref_value", name), (module, "ref_value", 8), (begun, "uint64_value", run)]
+
+    lines = {
+        "one": [event(1, 0, 20, *said(5, 1)), event(2, 0, 10, *said(6, 2))],
+        "other": [event(3, 5, 10, *said(7, 3)), event(3, 18, 0, *said(7, 4))],
+    }
+    stats = ("hlo_op", "hlo_module", "_p", "_c", "while.1", "dot.1", "dot.2", "jit_f")
+    file = written(tmp_path, "/host:CPU", lines, ("while.1", "dot.1", "dot.2"), stats)
+    (runs,) = read_profile(file).values()
+    assert runs["while.1"] == [pytest.approx(20e-6)]
+    assert runs["dot.1"] == [pytest.approx(7.5e-6)]
+    assert runs["dot.2"] == [pytest.approx(7.5e-6), 0.0]
+
+
 def test_kernels_of_one_instruction_on_a_gpu_are_one_run(tmp_path):
     said = [(1, "ref_value", 3), (2, "ref_value", 4)]
     first = [event(1, 0, 5, *said), event(1, 100, 7, *said), event(3, 50, 9)]
