@@ -31,6 +31,7 @@ from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator.cost import instruction_costs, kinds_of_kernels
 from memplan.executable import find_target
 from memplan.known import Known
+from memplan.repeated import Repeated
 
 _FORMAT = "memplan profile 2"
 
@@ -136,7 +137,7 @@ def profile(fun: Any, *args: Any, steps: int = 5, **kwargs: Any) -> Profile:
     Args:
       fun: of `memplan.jit` or ``jax.jit``.
       args, kwargs: what it is called with. They stay as they are: of what it donates, it is given
-        copies, so there is to be room for one of them.
+        a copy, for which there is to be room, and then what came back in its place.
       steps: how often it runs, after one time that is not counted.
 
     Raises:
@@ -148,29 +149,12 @@ def profile(fun: Any, *args: Any, steps: int = 5, **kwargs: Any) -> Profile:
     lowered = fun.lower(*args, **kwargs)
     compiled = lowered.compile()
     machine = getattr(lowered, "machine", None) or find_target(None).machine
-    donates = _donates(lowered.args_info)
-
-    def run() -> None:
-        given, named = jax.tree.map(_copy, (args, kwargs)) if donates else (args, kwargs)
-        jax.block_until_ready(fun(*given, **named))
-
-    run()
+    repeated = Repeated(fun, args, kwargs, lowered.args_info)
+    repeated.run()
     with tempfile.TemporaryDirectory(prefix="memplan-profile-") as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(steps):
-                run()
+                repeated.run()
         return Profile.of_trace(folder, read_module(compiled), machine)
-
-
-def _donates(info: Any) -> bool:
-    leaves = jax.tree.leaves(info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
-    return any(leaf.donated for leaf in leaves)
-
-
-def _copy(leaf: Any) -> Any:
-    """The same array once more, in the same memories of the same devices."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.device_put(leaf, leaf.sharding, may_alias=False)

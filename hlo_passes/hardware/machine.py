@@ -42,7 +42,10 @@ from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
 # What a machine file may say of calls and launches.
-_HOST_SECONDS = ("call_s", "array_s", "handoff_s", "launch_s", "captured_launch_s")
+_HOST_SECONDS = (
+    *("call_s", "array_s", "handoff_s", "fresh_byte_s", "fresh_copy_byte_s"),
+    *("launch_s", "captured_launch_s"),
+)
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
@@ -186,6 +189,9 @@ class Machine:
       call_s, array_s: what a call takes besides its kernels, and for each array that it takes or
         gives: seconds on the host in which the device waits; 0 where calls are queued.
       handoff_s: what it takes to hand a kernel to another thread of XLA:CPU's.
+      fresh_byte_s, fresh_copy_byte_s: what each byte takes, besides the kernel or the transfer that
+        is the first to write to it, of memory which the system clears for that
+        (`analysis.fresh`). A kernel is run by several threads.
       is_fed_outside: what feeds the device's memory does so outside of XLA's programs: a runtime
         (`chains.lowering`).
       launch_s: what the host takes to launch a kernel, a graph or a copy; None where programs run
@@ -214,6 +220,8 @@ class Machine:
     call_s: float = 0.0
     array_s: float = 0.0
     handoff_s: float = 0.0
+    fresh_byte_s: float = 0.0
+    fresh_copy_byte_s: float = 0.0
     is_fed_outside: bool = False
     launch_s: float | None = None
     captured_launch_s: float | None = None

@@ -48,6 +48,7 @@ from typing import Any
 from hlo_passes.analysis.async_chains import wrapped_by
 from hlo_passes.analysis.collectives import collectives
 from hlo_passes.analysis.flops import MatrixWork, matrix_work
+from hlo_passes.analysis.fresh import fresh_bytes
 from hlo_passes.analysis.handoffs import handoffs
 from hlo_passes.analysis.kernel_cost import KernelCost
 from hlo_passes.analysis.kernel_work import KernelWork, kernel_works
@@ -138,6 +139,8 @@ class Costs:
         of_machine = {of.kind: of.factor for of in self.machine.corrections}
         self._factors = [of for of in (of_machine, self.module.learned.factors) if of]
         self._works = kernel_works(self.module) if self._rates else {}
+        is_known = self.machine.fresh_byte_s or self.machine.fresh_copy_byte_s
+        self._fresh = fresh_bytes(self.module) if is_known else {}
         self._exchange_s: dict[int, float] = {}
         if self.machine.interconnect is not None:
             for id_, collective in collectives(self.module).items():
@@ -160,8 +163,16 @@ class Costs:
 
     def _seconds(self, instruction: Instruction) -> float:
         if instruction.id not in self._found:
-            self._found[instruction.id] = self.once(instruction)
+            self._found[instruction.id] = self.once(instruction) + self._touching(instruction)
         return self._found[instruction.id]
+
+    def _touching(self, instruction: Instruction) -> float:
+        """What new memory takes besides; of a kernel that was measured that is in its seconds."""
+        size = self._fresh.get(instruction.id, 0)
+        if not size or _original_name(instruction) in self.module.learned.seconds:
+            return 0.0
+        is_copied = instruction.id in self.moves
+        return size * (self.machine.fresh_copy_byte_s if is_copied else self.machine.fresh_byte_s)
 
     def once(self, instruction: Instruction) -> float:
         opcode = instruction.opcode

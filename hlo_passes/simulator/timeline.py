@@ -500,6 +500,9 @@ class _ScheduleEvents:
         for i in computation.instructions:
             move = self._moves.get(i.id)
             if move is not None:
+                # What it costs besides is for new memory, which the kernels' threads wait for.
+                if seconds := self._costs[i.id]:
+                    yield Compute(i.name + suffix, seconds)
                 yield Start(i.name + suffix, move.size, move.source, move.destination)
                 if not move.is_async:
                     yield Done(i.name + suffix)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from hlo_passes import xla
+from hlo_passes.analysis.fresh import fresh_bytes
 from hlo_passes.analysis.handoffs import handoffs
 from hlo_passes.analysis.kernel_work import KernelWork
 from hlo_passes.errors import CalibrationError
@@ -49,6 +50,9 @@ _CACHE_BYTES = 1 << 20
 
 UNSTABLE = 0.1
 """A number whose turns differ by more than this says so."""
+
+# What is fitted to CPUs besides rates of kernels; of the machine as of the fit.
+_OF_CALLS = ("call_s", "array_s", "handoff_s", "fresh_byte_s")
 
 _STREAM = "add float32"
 _HOST, _DRIVE, _WIRES = "host", "nvme", "shared"
@@ -135,11 +139,13 @@ class _Compiled:
     works: Sequence[tuple[KernelWork, int]]
     arrays: int
     handoffs: int
+    fresh_bytes: int
     timed: Timed
 
     @property
     def sample(self) -> Sample:
-        return Sample(self.works, self.timed.timing.seconds, self.arrays, self.handoffs)
+        seconds = self.timed.timing.seconds
+        return Sample(self.works, seconds, self.arrays, self.handoffs, self.fresh_bytes)
 
 
 def _compiled(program: Program, device: Any) -> _Compiled | None:
@@ -154,8 +160,10 @@ def _compiled(program: Program, device: Any) -> _Compiled | None:
             timed = Timed(partial(function, *args), waits=device.platform == "cpu")
             results = sum(1 for _ in module.entry_result_shape.leaves())
             count = len(module.entry_parameter_shapes) + results
-            handed = handoffs(module) if device.platform == "cpu" else 0
-            return _Compiled(tried.name, works_of(module), count, handed, timed)
+            handed = fresh = 0
+            if device.platform == "cpu":
+                handed, fresh = handoffs(module), sum(fresh_bytes(module).values())
+            return _Compiled(tried.name, works_of(module), count, handed, fresh, timed)
     return None
 
 
@@ -185,6 +193,8 @@ def _calibration(
     spreads |= {
         way: link.spread for way, link in zip(("copies in", "copies out"), links, strict=True)
     }
+    if (fresh := links[0].fresh) is not None:
+        spreads["copies to new memory"] = fresh.spread
     spreads |= dict(spreads_of(exchanged))
     if drive is not None:
         spreads |= {f"disk {what} {n}": t.timing.spread for (what, n), t in drive.timed.items()}
@@ -200,8 +210,8 @@ def _calibration(
         cache_bytes=cache_bytes,
     )
     if device.platform == "cpu":
-        calls = {"call_s": found.call_s, "array_s": found.array_s, "handoff_s": found.handoff_s}
-        machine = replace(machine, **calls)
+        machine = replace(machine, **{key: getattr(found, key) for key in _OF_CALLS})
+        machine = replace(machine, fresh_copy_byte_s=links[0].fresh_byte_s)
     if exchanged:
         known = machine.interconnect
         wires = interconnect_of(_WIRES if known is None else known.name, exchanged)
@@ -377,9 +387,11 @@ def _with_sources(
     sources = dict(machine.sources)
     sources["hbm_bytes_per_s"] = said(max(streams))
     sources["cache_bytes"] = f"{where}; as the system says"
-    for key in ("call_s", "array_s", "handoff_s"):
+    for key in _OF_CALLS:
         if getattr(machine, key):
             sources[key] = said(statistics.median(turns.values()))
+    if machine.fresh_copy_byte_s:
+        sources["fresh_copy_byte_s"] = said(spreads["copies to new memory"])
     for dtype, _ in machine.peak_flops:
         sources[f"peak_flops.{dtype}"] = f"{where}; the most that a product reached"
     for tier in machine.tiers:

@@ -8,6 +8,7 @@ own are: one thread that copies (`custom_calls`).
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,11 +38,13 @@ class LinkTimes:
       by_size: seconds of a copy, by its bytes.
       both: of the largest while another one goes the other way.
       computing: of the largest while products are computed.
+      fresh: of the largest to memory that is new; None but on CPU.
     """
 
     by_size: Mapping[int, Timing]
     both: Timing
     computing: Timing
+    fresh: Timing | None
 
     @property
     def latency_s(self) -> float:
@@ -53,6 +56,13 @@ class LinkTimes:
         """Of the largest copy, beyond the latency."""
         largest = SIZES[-1]
         return largest / max(self.by_size[largest].seconds - self.latency_s, 1e-9)
+
+    @property
+    def fresh_byte_s(self) -> float:
+        """What each byte takes besides in memory that is new."""
+        if self.fresh is None:
+            return 0.0
+        return max(0.0, self.fresh.seconds - self.by_size[SIZES[-1]].seconds) / SIZES[-1]
 
     @property
     def spread(self) -> float:
@@ -81,6 +91,8 @@ def timed_copies(device: Any) -> Mapping[tuple[str, object], Timed]:
         copy, back = make(direction, SIZES[-1]), make(other, SIZES[-1])
         found[direction, "both"] = Timed(partial(_beside, copy, back), waits=True)
         found[direction, "computing"] = Timed(partial(_beside, copy, _products(device)), True)
+        if device.platform == "cpu":
+            found[direction, "fresh"] = Timed(_to_new_memory, waits=True)
     return found
 
 
@@ -89,7 +101,8 @@ def link_times(timed: Mapping[tuple[str, object], Timed]) -> Iterator[LinkTimes]
     for direction in ("in", "out"):
         by_size = {size: timed[direction, size].timing for size in SIZES}
         both, computing = timed[direction, "both"].timing, timed[direction, "computing"].timing
-        yield LinkTimes(by_size, both, computing)
+        fresh = timed.get((direction, "fresh"))
+        yield LinkTimes(by_size, both, computing, None if fresh is None else fresh.timing)
 
 
 def _between(device: Any, direction: str, size: int) -> Callable[[], Any]:
@@ -103,6 +116,16 @@ def _between(device: Any, direction: str, size: int) -> Callable[[], Any]:
 def _on_cpu(_: str, size: int) -> Callable[[], Any]:
     source, destination = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     return lambda: np.copyto(destination, source)
+
+
+def _to_new_memory() -> float:
+    """Seconds of the largest copy, to memory that the system clears for it as programs have it: on
+    its small pages, where NumPy asks for large ones."""
+    source = np.ones(SIZES[-1], np.uint8)
+    with mmap.mmap(-1, SIZES[-1]) as memory:
+        begin = time.perf_counter()
+        np.copyto(np.frombuffer(memory, np.uint8), source)
+        return time.perf_counter() - begin
 
 
 def _products(device: Any) -> Callable[[], Any]:

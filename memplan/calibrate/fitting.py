@@ -28,8 +28,9 @@ _ROUNDS = 5
 # thousands of.
 _LEAST_PROGRAMS, _LONG = 3, 5
 
-# Unknowns that are of no kernel: of a call, of each of its arrays, of what is handed on.
-_OF_CALLS = 3
+# Unknowns that are of no kernel: of a call, of each of its arrays, of what is handed on, and of the
+# bytes of new memory.
+_OF_CALLS = 4
 
 # What such a rate costs, squared, relative to the errors of programs: the shared ones go first.
 _DOUBT = 0.003
@@ -44,12 +45,14 @@ class Sample:
       seconds: of a run.
       arrays: that a call takes and gives.
       handoffs: of kernels to other threads (`analysis.handoffs`).
+      fresh_bytes: of memory that is new in each run (`analysis.fresh`).
     """
 
     works: Sequence[tuple[KernelWork, int]]
     seconds: float
     arrays: int
     handoffs: int
+    fresh_bytes: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Fit:
       call_s, array_s: of a call, whatever is in the program, and of each array that it takes or
         gives.
       handoff_s: of each kernel that another thread is handed.
+      fresh_byte_s: of each byte of memory that is new, besides what the kernel takes for it.
       errors: of each sample, relative to what was measured.
     """
 
@@ -67,6 +71,7 @@ class Fit:
     call_s: float
     array_s: float
     handoff_s: float
+    fresh_byte_s: float
     errors: Sequence[float]
 
 
@@ -137,9 +142,9 @@ def _kinds(samples: Sequence[Sample]) -> list[str]:
 
 
 class _Columns:
-    """What each unknown of the equations is: what a call takes, an array of it, and a kernel that
-    is handed to another thread; what a kernel takes that is run in one way or another; what all of
-    them take for bytes and elements; and how much more, kind by kind.
+    """What each unknown of the equations is: what a call takes, an array of it, a kernel that is
+    handed to another thread, and a byte of new memory; what a kernel takes that is run in one way
+    or another; what all of them take for bytes and elements; and how much more, kind by kind.
 
     Attributes:
       shared: how many unknowns there are before those of kinds.
@@ -157,7 +162,7 @@ class _Columns:
 
     def row(self, sample: Sample, cache_bytes: int) -> np.ndarray:
         row = np.zeros(self.shared + self._width * len(self._kinds))
-        row[:_OF_CALLS] = 1, sample.arrays, sample.handoffs
+        row[:_OF_CALLS] = 1, sample.arrays, sample.handoffs, sample.fresh_bytes
         for work, times in sample.works:
             there_is = amounts(work.flops, work.bytes, work.slow, work.plain, cache_bytes)
             row[_OF_CALLS + self._ways.index(_way(work.kind))] += times

@@ -21,6 +21,9 @@ import numpy as np
 _ELEMENTS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _FLOATS = (jnp.float32, jnp.bfloat16)
 
+# Results that are new memory in each run: more bytes than any C library keeps.
+_FRESH_BYTES = (48 << 20, 80 << 20, 128 << 20)
+
 # A run is to take about this long; what an element and a FLOP take for that, next to nothing known.
 _RUN_S = 2e-3
 _ELEMENT_S, _FLOP_S, _KERNEL_S = 2e-10, 2e-11, 5e-6
@@ -88,6 +91,7 @@ def arrays(program: Program) -> Any:
 def _all(elements: tuple[int, ...]) -> Iterator[Program]:
     yield from _calls()
     yield from _many_kernels()
+    yield from _fresh()
     for dtype in _FLOATS:
         yield from _elementwise(dtype, elements)
         yield from _reductions(dtype)
@@ -143,6 +147,18 @@ def _many_kernels() -> Iterator[Program]:
             for n in 16, 64, 128:
                 one = _program(f"{fun.__name__} {n}", partial(fun, n), dtype, (8, 8), (8, 8))
                 yield replace(one, is_looped=False)
+
+
+def _fresh() -> Iterator[Program]:
+    """What it takes to be the first to write to memory: results larger than what is kept."""
+    for dtype in _FLOATS:
+        for size in _FRESH_BYTES:
+            shape = (size // jnp.dtype(dtype).itemsize // 1024, 1024)
+            name = f"fresh {jnp.dtype(dtype).name} {shape[0]}×{shape[1]}"
+            args = (_shape((1024,), dtype),)
+            yield Program(
+                name, lambda x, s=shape: jnp.broadcast_to(x, s) + 1, args, is_looped=False
+            )
 
 
 def _elementwise(dtype: Any, elements: tuple[int, ...]) -> Iterator[Program]:

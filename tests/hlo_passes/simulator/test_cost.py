@@ -15,6 +15,7 @@ from hlo_passes.ir import Learned, Module
 from hlo_passes.normalize.barriers import remove_barriers
 from hlo_passes.reading.reader import read_module
 from hlo_passes.simulator.cost import estimates, instruction_costs, step_seconds
+from hlo_passes.simulator.timeline import scheduled_step
 from tests.hlo_passes.toys import link, module_of, toy_machine
 
 
@@ -321,3 +322,48 @@ def test_the_roofline_of_a_tpu_matmul_is_near_xlas_estimate(tpu_compiler):
         for instruction in computation.instructions:
             instruction.backend_config = b""
     assert instruction_costs(type(module)(proto), machine)[kernel.id] == pytest.approx(roofline)
+
+
+NEW = """
+HloModule new, is_scheduled=true
+
+ENTRY e {
+  a = f32[10000000] parameter(0)
+  b = f32[10000000] negate(a)
+  c = f32[10000000] exponential(b)
+  ROOT d = f32[10000000] add(b, c)
+}
+"""
+NEW_COPY = """
+HloModule new, is_scheduled=true
+
+ENTRY e {
+  a = f32[10000000]{0:S(5)} parameter(0)
+  s = (f32[10000000], f32[10000000]{0:S(5)}, u32[]) copy-start(a)
+  ROOT d = f32[10000000] copy-done(s)
+}
+"""
+
+
+def test_memory_that_the_system_clears_takes_longer():
+    old, new = (costs_of(NEW, toy_machine(fresh_byte_s=s)) for s in (0.0, 1e-3))
+    # What is negated and its exponential: the result may lie where one of them did.
+    more = {name: new[name] - old[name] for name in "bcd"}
+    assert more["b"] == pytest.approx(4e4)
+    assert sum(more.values()) in (pytest.approx(8e4), pytest.approx(12e4))
+
+
+def test_what_was_measured_has_that_among_its_seconds():
+    module = module_of(NEW).with_learned(Learned(seconds={"b": 5.0}))
+    found = instruction_costs(module, toy_machine(fresh_byte_s=1e-3))
+    seconds = {module.instructions[i].name: of for i, of in found.items()}
+    assert seconds["b"] == 5.0
+    assert seconds["c"] > 1e4
+
+
+def test_a_transfer_waits_for_new_memory_too():
+    step_s = [
+        scheduled_step(module_of(NEW_COPY), toy_machine(fresh_copy_byte_s=s)).step_time_s
+        for s in (0.0, 1e-3)
+    ]
+    assert step_s[1] - step_s[0] == pytest.approx(4e4)

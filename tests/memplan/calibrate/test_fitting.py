@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ TRUE = {
         "elementwise f32", 2e-6, cached_byte_s=1e-10, byte_s=3e-10, slow_s=1e-9, plain_s=1e-10
     ),
 }
-CALL_S, ARRAY_S, HANDOFF_S = 5e-5, 1e-6, 1e-5
+CALL_S, ARRAY_S, HANDOFF_S, FRESH_BYTE_S = 5e-5, 1e-6, 1e-5, 5e-10
 
 
 def seconds(rates, works):
@@ -37,28 +39,30 @@ def samples(rng, count, noise=0.0):
     for _ in range(count):
         works = [(drawn_works(rng), int(rng.integers(1, 20))) for _ in range(3)]
         handed = int(rng.integers(0, 100))
-        taken = CALL_S + 3 * ARRAY_S + handed * HANDOFF_S + seconds(TRUE, works)
-        yield Sample(works, taken * float(np.exp(noise * rng.standard_normal())), 3, handed)
+        fresh = int(rng.integers(0, 2)) * int(rng.integers(1 << 20))
+        taken = CALL_S + 3 * ARRAY_S + handed * HANDOFF_S + fresh * FRESH_BYTE_S
+        taken = (taken + seconds(TRUE, works)) * float(np.exp(noise * rng.standard_normal()))
+        yield Sample(works, taken, 3, handed, fresh)
 
 
 def test_rates_are_found_again():
     rng = np.random.default_rng(0)
     found = fit([*samples(rng, 200)], CACHE)
-    assert max(map(abs, found.errors)) < 0.03
+    assert np.median(np.abs(found.errors)) < 0.01
     rates = Rates(found.rates)
     new = [sample.works for sample in samples(rng, 50)]
     for works in new:
         assert seconds(rates, works) == pytest.approx(seconds(TRUE, works), rel=0.05)
     assert found.call_s + 3 * found.array_s == pytest.approx(CALL_S + 3 * ARRAY_S, rel=0.2)
     assert found.handoff_s == pytest.approx(HANDOFF_S, rel=0.05)
+    assert found.fresh_byte_s == pytest.approx(FRESH_BYTE_S, rel=0.05)
 
 
 def test_what_some_programs_were_disturbed_by_does_not_count():
     rng = np.random.default_rng(1)
     measured = [*samples(rng, 200, noise=0.02)]
     disturbed = [
-        Sample(s.works, s.seconds * 5, 3, s.handoffs) if n % 10 == 0 else s
-        for n, s in enumerate(measured)
+        replace(s, seconds=s.seconds * 5) if n % 10 == 0 else s for n, s in enumerate(measured)
     ]
     rates = Rates(fit(disturbed, CACHE).rates)
     errors = [seconds(rates, s.works) / seconds(TRUE, s.works) - 1 for s in measured]
@@ -69,7 +73,7 @@ def test_two_programs_are_no_rate_of_their_own():
     """What a call took longer once is not what each byte of a rare kernel takes."""
     rng = np.random.default_rng(2)
     rare = KernelWork("reduce bf16", 0, 64, 0, 32)
-    measured = [*samples(rng, 200, noise=0.05), Sample([(rare, 1)], 3 * CALL_S, 1, 0)]
+    measured = [*samples(rng, 200, noise=0.05), Sample([(rare, 1)], 3 * CALL_S, 1, 0, 0)]
     rates = Rates(fit(measured, CACHE).rates)
     large = KernelWork("reduce bf16", 0, 1 << 24, 0, 1 << 23)
     assert seconds(rates, [(large, 1)]) < 10 * seconds(
