@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hlo_passes.hardware.machine import Interconnect, Link, Machine, Tier
+from hlo_passes.hardware.machine import HOST_SECONDS, Interconnect, Link, Machine, Tier
 from hlo_passes.units import format_bytes
 from memplan.report.tables import Column, Table
 
@@ -65,11 +65,7 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
         {
             "hbm_bytes_per_s": f"{machine.hbm_bytes_per_s / 1e9:,.1f} GB/s",
             "clock_hz": f"{machine.clock_hz / 1e9:g} GHz",
-            **{
-                key: f"{seconds * 1e6:g} µs"
-                for key in ("launch_s", "captured_launch_s")
-                if (seconds := getattr(machine, key)) is not None
-            },
+            **{key: _short(seconds) for key in HOST_SECONDS if (seconds := getattr(machine, key))},
             **{f"peak_flops.{d}": f"{f / 1e12:,.1f} TFLOP/s" for d, f in machine.peak_flops},
             **({} if machine.static_w is None else {"static_w": f"{machine.static_w:g} W"}),
             **{f"flop_j.{d}": _picojoules(joules) for d, joules in machine.flop_j},
@@ -108,6 +104,11 @@ def machine_sources(machine: Machine) -> Iterator[Table]:
                 **_energy(wires),
             },
         )
+
+
+def _short(seconds: float) -> str:
+    """Of a call in microseconds, of a byte in nanoseconds."""
+    return f"{seconds * 1e6:.3g} µs" if seconds >= 1e-8 else f"{seconds * 1e9:.2g} ns"
 
 
 def _energy(of: Tier | Link | Interconnect) -> dict[str, str]:

@@ -42,7 +42,7 @@ from hlo_passes.ir import HOST_MEMORY_SPACE, ON_CHIP_MEMORY_SPACE
 from hlo_passes.units import format_bytes
 
 # What a machine file may say of calls and launches.
-_HOST_SECONDS = (
+HOST_SECONDS = (
     *("call_s", "array_s", "handoff_s", "fresh_byte_s", "fresh_copy_byte_s"),
     *("launch_s", "captured_launch_s"),
 )
@@ -408,7 +408,7 @@ class Machine:
             data["interconnect"] = table(self.interconnect, "interconnect")
         if self.gpu is not None:
             data["gpu"] = table(self.gpu, "gpu")
-        for key in ("cache_bytes", "static_w", *_HOST_SECONDS):
+        for key in ("cache_bytes", "static_w", *HOST_SECONDS):
             if value := getattr(self, key):
                 data[key] = number(key, value)
         if self.flop_j:
@@ -509,7 +509,7 @@ def machine_from_dict(data: Mapping[str, object], file: str = "machine") -> Mach
         joules = root.table("flop_j")
         flop_j = tuple((dtype, joules.number(dtype, zero=True)) for dtype in tuple(joules.unread))
     further: dict[str, Any] = {
-        key: root.number(key) for key in ("static_w", *_HOST_SECONDS) if key in root.unread
+        key: root.number(key) for key in ("static_w", *HOST_SECONDS) if key in root.unread
     }
     root.close()
     return Machine(
