@@ -42,7 +42,6 @@ from models.corpus import CORPUS
 _WAYS = "plain", "planned", "profiled"
 _PREDICTED = "predicted", "by profile"
 _TURNS, _TURN_S, _STEPS = 7, 0.1, 20
-_TIMEOUT_S = 900.0
 _CLEAR = 0.05
 
 _COLUMNS = (
@@ -64,6 +63,7 @@ def _define() -> None:
     flags.DEFINE_multi_enum("sizes", ["small", "middle"], ["small", "middle"], "of these")
     flags.DEFINE_float("share", 0.75, "of its bytes to plan within; 0 for no plan", 0.0, 1.0)
     flags.DEFINE_bool("profile", False, "plan with a profile, too")
+    flags.DEFINE_float("timeout_s", 900, "for a row")
 
 
 def _rows(rows: Rows) -> Iterator[Row]:
@@ -74,7 +74,7 @@ def _rows(rows: Rows) -> Iterator[Row]:
     for size, program in itertools.product(FLAGS.sizes, FLAGS.programs):
         case = {"program": program, "size": size, "share": FLAGS.share, "profile": FLAGS.profile}
         measured = partial(
-            found_apart, measure, *case.values(), FLAGS.machine, timeout_s=_TIMEOUT_S
+            found_apart, measure, *case.values(), FLAGS.machine, timeout_s=FLAGS.timeout_s
         )
         yield rows.of(case, measured)
 

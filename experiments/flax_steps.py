@@ -33,10 +33,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments.by_hand import compiled_by_hand
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
 from hlo_passes.errors import MemoryBudgetError
 from hlo_passes.hardware.machine import load_machine
@@ -148,31 +147,9 @@ class _Step:
 
 
 def _by_hand(step: _Step, target: Topology, on_host: Sequence[str]) -> Row:
-    here = NamedSharding(Mesh(np.array(target.devices[:1]), ("one",)), PartitionSpec())
-    there = here.with_memory_kind("pinned_host")
-    state, *inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), step.args)
-    shardings = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: there if leaf.ndim and step.part(path) in on_host else here, state
-    )
-
-    def stepped(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        brought = jax.tree.map(
-            lambda a, at: jax.device_put(a, jax.memory.Space.Device) if at is there else a,
-            state,
-            shardings,
-        )
-        return step.fun(brought, *inputs)
-
-    executable = (
-        jax.jit(
-            stepped,
-            donate_argnums=0,
-            in_shardings=(shardings, *[here] * len(inputs)),
-            out_shardings=(shardings, here),
-        )
-        .lower(state, *inputs)
-        .compile()
-    )
+    here = target.sharding()
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), step.args)
+    executable = compiled_by_hand(step.fun, args, lambda path: step.part(path) in on_host)
     memory, module = executable.memory_analysis(), read_module(executable)
     return compared(view_run("by hand", module, target.machine, compiled=memory))
 

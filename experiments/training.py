@@ -1,18 +1,14 @@
 """How much HBM does a training step of an 8B model need when memplan streams it?
 
-    python -m experiments.training [--chip] [--pod]
+    python -m experiments.training
 
-chip: one TPU v5e of 16 GiB; plain descent on bf16 weights, batch 4 × 2048 tokens, each layer
-computed again in the backward pass. Weights and what the forward pass leaves are on the
-host, and each layer is updated in the backward pass.
+One TPU v5e of 16 GiB; plain descent on bf16 weights, batch 4 × 2048 tokens, each layer computed
+again in the backward pass. Weights and what the forward pass leaves are on the host, and each
+layer is updated in the backward pass.
 
-pod: 256 chips of v5e (16x16), fully sharded over 32 and tensor parallel over 8; AdamW with
-float32 moments and clipping by the global norm, 256 × 2048 tokens. The budget leaves no room
-for the optimizer's state, so that it lives on the hosts.
-
-Beside each stands what XLA does alone: with everything in HBM, and with the same arrays on
-the host. Bytes per chip are XLA's report; seconds and overlap are predictions of the machine
-model for the executables' schedules. The pod takes ten minutes or more to compile.
+Beside it stands what XLA does alone: with everything in HBM, and with the same arrays on the
+host. Bytes are XLA's report; seconds and overlap are predictions of the machine model for the
+executables' schedules.
 """
 
 from __future__ import annotations
@@ -23,11 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from absl import flags
-from jax.sharding import Mesh
 
-from experiments.running import FLAGS, Experiment, Row, Rows
+from experiments.running import Experiment, Row, Rows
 from hlo_passes.reading.reader import read_module
 from hlo_passes.units import format_bytes, format_seconds
 from memplan.api import jit
@@ -38,9 +31,10 @@ from memplan.report.tables import Column, Table
 from memplan.report.view import RunView
 from memplan.topologies import Topology, topology
 from models.training import TrainOptions
-from models.workloads import Workload, train
+from models.workloads import train
 
 MODEL = "llama3-8b"
+_STEP = f"{MODEL}, plain descent, 4 × 2048 tokens, one v5e, hbm=15.5GiB"
 
 _COLUMNS = (
     Column("run"),
@@ -51,39 +45,16 @@ _COLUMNS = (
 )
 
 
-def _define() -> None:
-    flags.DEFINE_bool("chip", False, "this one only")
-    flags.DEFINE_bool("pod", False, "this one only")
-
-
 def _rows(rows: Rows) -> Iterator[Row]:
-    for name, (title, make) in _STEPS.items():
-        # Both, where none is asked for.
-        if FLAGS[name].value or not (FLAGS.chip or FLAGS.pod):
-            yield rows.of({"step": title}, lambda make=make: {"runs": list(_runs(*make()))})
+    yield rows.of({"step": _STEP}, lambda: {"runs": list(_runs())})
 
 
-def _chip() -> tuple[Workload, Topology, str]:
+def _runs() -> Iterator[Row]:
     options = TrainOptions(algorithm="sgd", clip_norm=None)
-    return train(MODEL, batch=4, tokens=2048, options=options), topology("v5e"), "15.5GiB"
-
-
-def _pod() -> tuple[Workload, Topology, str]:
-    target = topology("v5e:16x16")
-    mesh = Mesh(np.array(target.devices).reshape(32, 8), ("fsdp", "model"))
-    return train(MODEL, batch=256, tokens=2048, mesh=mesh), target, "3.75GiB"
-
-
-_STEPS = {
-    "chip": (f"{MODEL}, plain descent, 4 × 2048 tokens, one v5e, hbm=15.5GiB", _chip),
-    "pod": (f"{MODEL}, AdamW, 256 × 2048 tokens, v5e:16x16 as 32 × 8, hbm=3.75GiB", _pod),
-}
-
-
-def _runs(workload: Workload, target: Topology, hbm: str) -> Iterator[Row]:
-    fun, args = workload
+    fun, args = train(MODEL, batch=4, tokens=2048, options=options)
+    target = topology("v5e")
     begin = time.monotonic()
-    step = jit(fun, hbm=hbm, machine=target, donate_argnames="state").lower(*args)
+    step = jit(fun, hbm="15.5GiB", machine=target, donate_argnames="state").lower(*args)
     compiled = step.compile()
     seconds = time.monotonic() - begin
     yield _in_hbm(step, target)
@@ -138,7 +109,7 @@ def _cells(run: Row) -> tuple[str, ...]:
     )
 
 
-EXPERIMENT = Experiment(_rows, _tables, _define)
+EXPERIMENT = Experiment(_rows, _tables)
 
 if __name__ == "__main__":
     EXPERIMENT.main()

@@ -219,6 +219,16 @@ LLAMA3_70B = LlamaConfig(
     rope_theta=500_000.0,
 )
 
+LLAMA3_405B = LlamaConfig(
+    vocab_size=128_256,
+    num_layers=126,
+    embed_dim=16_384,
+    mlp_dim=53_248,
+    num_heads=128,
+    num_kv_heads=8,
+    rope_theta=500_000.0,
+)
+
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": TINY,
@@ -231,6 +241,7 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama2-70b": LLAMA2_70B,
         "llama3-8b": LLAMA3_8B,
         "llama3-70b": LLAMA3_70B,
+        "llama3-405b": LLAMA3_405B,
     }
 )
 """Every configuration by the name that command lines and tables use."""
@@ -275,12 +286,26 @@ MIXTRAL_8X7B = MoeConfig(
 MIXTRAL_8X7B_2L = dataclasses.replace(MIXTRAL_8X7B, num_layers=2)
 """A sixteenth of the depth of 8x7B at its full width."""
 
+DBRX = MoeConfig(
+    vocab_size=100_352,
+    num_layers=40,
+    embed_dim=6144,
+    mlp_dim=10_752,
+    num_heads=48,
+    num_kv_heads=8,
+    num_experts=16,
+    experts_per_token=4,
+    rope_theta=500_000.0,
+)
+"""The shapes of DBRX (Databricks, 2024): 132 billion parameters, of which a token meets 36."""
+
 MOE_CONFIGS: Mapping[str, MoeConfig] = MappingProxyType(
     {
         "tiny-moe": TINY_MOE,
         "moe-160m-4l": MOE_160M_4L,
         "mixtral-8x7b-2l": MIXTRAL_8X7B_2L,
         "mixtral-8x7b": MIXTRAL_8X7B,
+        "dbrx": DBRX,
     }
 )
 """Mixtures of experts, likewise."""

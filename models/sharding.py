@@ -3,7 +3,8 @@
 Fully sharded data parallelism (Zhao et al., 2023, arXiv:2304.11277) over "fsdp": each device
 keeps a part of every weight and gathers a layer's weights when it gets there; sequences are
 split over the same axis. Tensor parallelism (Shoeybi et al., 2019, arXiv:1909.08053, section
-3) over "model": heads, MLP width and vocabulary stay split while they are computed with.
+3) over "model": heads, MLP width and vocabulary stay split while they are computed with, and
+experts are on a part of its devices each (Lepikhin et al., 2020, arXiv:2006.16668, section 3).
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ _WEIGHTS: Mapping[str, P] = MappingProxyType(
         "gate": P("fsdp", "model"),
         "up": P("fsdp", "model"),
         "down": P("model", "fsdp"),
+        "router": P("fsdp", None),
+    }
+)
+
+# Likewise of what each expert of a layer has: the experts are the leading axis.
+_EXPERTS: Mapping[str, P] = MappingProxyType(
+    {
+        "gate": P("model", "fsdp", None),
+        "up": P("model", "fsdp", None),
+        "down": P("model", None, "fsdp"),
     }
 )
 
@@ -103,6 +114,11 @@ def placed[Tree](tree: Tree, shardings: Tree) -> Tree:
 
 def _weight_spec(path: KeyPath, ndim: int) -> P:
     names = [key.key for key in path if isinstance(key, DictKey)]
-    spec = _WEIGHTS.get(names[-1], P()) if names else P()
-    # A stacked weight has the layers in front.
-    return P(None, *spec) if len(spec) == ndim - 1 else spec
+    if not names:
+        return P()
+    # Those of all layers have the layers in front.
+    stacked = "layers" in names
+    of_name = _WEIGHTS.get(names[-1], P())
+    if ndim - stacked > len(of_name):
+        of_name = _EXPERTS.get(names[-1], of_name)
+    return P(None, *of_name) if stacked else of_name

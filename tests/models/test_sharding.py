@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import models.llama as llama
 import models.scanned as scanned
-from models.configs import CONFIGS, TINY
+from models.configs import CONFIGS, MOE_CONFIGS, TINY
+from models.moe import MoeBlock
 from models.sharding import TOKENS, gathered, named, weight_shardings
 from models.training import TrainOptions, abstract_state, init_state, train_step
 from tests.models.drawn import initial
@@ -37,7 +38,8 @@ def pod(fsdp: int, model: int) -> AbstractMesh:
 
 
 def specs(name: str, mesh: AbstractMesh) -> dict[str, P]:
-    shardings = weight_shardings(scanned.abstract_params(CONFIGS[name]), mesh)
+    config = {**CONFIGS, **MOE_CONFIGS}[name]
+    shardings = weight_shardings(scanned.abstract_params(config), mesh)
     return {
         ".".join(map(str, path)): leaf.get_value().spec
         for path, leaf in nnx.to_flat_state(shardings)
@@ -103,6 +105,26 @@ def test_every_large_weight_is_split_over_both_axes():
         "layers.mlp.gate": P(None, "fsdp", "model"),
         "layers.mlp.up": P(None, "fsdp", "model"),
     }
+
+
+def test_each_device_of_the_model_axis_has_some_of_the_experts():
+    found = specs("dbrx", pod(32, 8))
+    assert {name: spec for name, spec in found.items() if "mlp." in name} == {
+        "layers.mlp.down": P(None, "model", None, "fsdp"),
+        "layers.mlp.gate": P(None, "model", "fsdp", None),
+        "layers.mlp.router": P(None, "fsdp", None),
+        "layers.mlp.up": P(None, "model", "fsdp", None),
+    }
+
+
+def test_the_experts_of_one_layer_are_split_as_those_of_all():
+    mesh, config = pod(2, 2), MOE_CONFIGS["tiny-moe"]
+    layer = nnx.state(nnx.eval_shape(lambda: MoeBlock(config, rngs=nnx.Rngs(0))))
+    of_all = weight_shardings(scanned.abstract_params(config), mesh)["layers"]
+    for one, all_ in zip(
+        jax.tree.leaves(weight_shardings(layer, mesh)), jax.tree.leaves(of_all), strict=True
+    ):
+        assert all_.spec == P(None, *one.spec)
 
 
 def test_heads_that_do_not_divide_stay_whole():
