@@ -124,3 +124,17 @@ def test_what_is_in_a_loop_runs_as_often_as_it_does():
     works = {(work.slow, work.plain): times for work, times in works_of(read_module(LOOP))}
     assert works[8, 0] == 7
     assert works[0, 8] == 1
+
+
+def test_what_nothing_explains_is_no_rate_of_a_kernel_that_takes_little():
+    rng = np.random.default_rng(3)
+    rare = KernelWork("reduce bf16", 0, 2048, 0, 1024)
+    measured = [*samples(rng, 200, noise=0.02)]
+    longer = [
+        replace(s, works=[*s.works, (rare, 1)], seconds=1.3 * s.seconds)
+        for s in measured
+        if s.seconds > 1e-3
+    ][:4]
+    assert len(longer) == 4
+    rates = Rates(fit([*measured, *longer], CACHE).rates)
+    assert seconds(rates, [(rare, 1)]) < 1e-2 * min(s.seconds for s in longer)
