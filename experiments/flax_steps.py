@@ -33,7 +33,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.by_hand import compiled_by_hand
 from experiments.running import FLAGS, Experiment, Row, Rows, found_apart
@@ -147,7 +149,8 @@ class _Step:
 
 
 def _by_hand(step: _Step, target: Topology, on_host: Sequence[str]) -> Row:
-    here = target.sharding()
+    # Of devices, also where `Topology.mesh` names none: jax compiles for these.
+    here = NamedSharding(Mesh(np.array(target.devices[:1]), ("one",)), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), step.args)
     executable = compiled_by_hand(step.fun, args, lambda path: step.part(path) in on_host)
     memory, module = executable.memory_analysis(), read_module(executable)

@@ -86,8 +86,10 @@ def _rows(rows: Rows) -> Iterator[Row]:
         # To jax GPUs that are not here have no other memory than theirs.
         if machine.platform == "tpu":
             yield row("by hand")
-        taken = alone.get("total") or int(_OF_DEVICE * machine.device_memory.capacity_bytes)
-        yield row("memplan", taken * FLAGS.share // 100 if "total" in alone else taken)
+        if "total" in alone:
+            yield row("memplan", alone["total"] * FLAGS.share // 100)
+        elif "exhausted" in alone:
+            yield row("memplan", int(_OF_DEVICE * machine.device_memory.capacity_bytes))
 
 
 def measure(model: str, name: str, way: str, budget: int | None) -> Row:
@@ -137,10 +139,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    asked = "–"
-    if row.get("budget"):
-        asked = format_bytes(row["budget"])
-    case = row["target"], row["way"], asked
+    asked = row.get("budget")
+    case = row["target"], row["way"], "–" if asked is None else format_bytes(asked)
     if "failure" in row:
         return (*case, row["failure"], *["–"] * 7)
     taken = (

@@ -219,16 +219,6 @@ LLAMA3_70B = LlamaConfig(
     rope_theta=500_000.0,
 )
 
-LLAMA3_405B = LlamaConfig(
-    vocab_size=128_256,
-    num_layers=126,
-    embed_dim=16_384,
-    mlp_dim=53_248,
-    num_heads=128,
-    num_kv_heads=8,
-    rope_theta=500_000.0,
-)
-
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": TINY,
@@ -241,7 +231,6 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama2-70b": LLAMA2_70B,
         "llama3-8b": LLAMA3_8B,
         "llama3-70b": LLAMA3_70B,
-        "llama3-405b": LLAMA3_405B,
     }
 )
 """Every configuration by the name that command lines and tables use."""
